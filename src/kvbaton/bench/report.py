@@ -1,0 +1,77 @@
+"""What a benchmark reports: rows with a peer beside each value, the raw rounds, and the hardware it ran on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+__all__ = ["BenchReport", "BenchRow", "describe_hardware"]
+
+Setting = str | int | float
+
+_BLAS_THREADS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
+
+
+class BenchRow(msgspec.Struct, frozen=True):
+    """One measured thing; `ratio` is `value` divided by what `peer` took in the same run."""
+
+    name: str
+    value: float
+    unit: str
+    peer: str
+    ratio: float
+    settings: dict[str, Setting]
+
+
+class BenchReport(msgspec.Struct, frozen=True):
+    """All rows of one benchmark; `rounds` holds every single measurement, by name, in the order taken."""
+
+    rows: list[BenchRow]
+    hardware: dict[str, Setting]
+    rounds: list[dict[str, list[float]]]
+
+
+def describe_hardware() -> dict[str, Setting]:
+    """The processor, the cores this process may use, and what NumPy computes with."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas_threads": _blas_threads(),
+    }
+
+
+def _cpu_model() -> str:
+    fields: dict[str, str] = {}
+    for line in _lines(Path("/proc/cpuinfo")):
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    if "model name" in fields:
+        return fields["model name"]
+    return f"{platform.machine()} implementer {fields.get('CPU implementer', '?')} part {fields.get('CPU part', '?')}"
+
+
+def _blas_threads() -> int:
+    """Threads of the BLAS library that is loaded; 0 when it does not say."""
+    loaded = {line.split()[-1] for line in _lines(Path("/proc/self/maps")) if "openblas" in line}
+    for library in sorted(loaded):
+        handle = ctypes.CDLL(library)
+        for name in _BLAS_THREADS:
+            if hasattr(handle, name):
+                return int(getattr(handle, name)())
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

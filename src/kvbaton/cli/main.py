@@ -1,0 +1,57 @@
+"""Entry point of the `kvbaton` command: exit code 0 all well, 1 the thing checked for was found, 2 it could not be run."""
+
+from __future__ import annotations
+
+import sys
+
+import cyclopts
+from cyclopts import App
+from rich.console import Console
+
+from kvbaton import __version__
+from kvbaton.cli.bench import bench_app
+from kvbaton.cli.router import router
+from kvbaton.cli.serve import serve
+from kvbaton.cli.up import up
+from kvbaton.cli.verify import verify
+from kvbaton.errors import KVBatonError
+
+__all__ = ["main"]
+
+COULD_NOT_RUN = 2
+INTERRUPTED = 130
+
+
+def make_app() -> App:
+    """The command line with all its commands."""
+    app = App(
+        name="kvbaton",
+        help="Hands the KV cache of a language model from a prefill instance to a decode instance.",
+        version=__version__,
+    )
+    app.command(up)
+    app.command(verify)
+    app.command(serve)
+    app.command(router)
+    app.command(bench_app)
+    return app
+
+
+def main() -> None:
+    """Run one command and exit with its code; every failure is one clear line on standard error."""
+    console = Console(stderr=True)
+    try:
+        code = make_app()(sys.argv[1:], print_error=True, exit_on_error=False, error_console=console)
+    except cyclopts.CycloptsError:
+        sys.exit(COULD_NOT_RUN)
+    except KVBatonError as error:
+        console.print("error:", style="bold red", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(COULD_NOT_RUN)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`kvbaton router`: the router alone."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["router"]
+
+
+def router(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    discovery_host: str | None = None,
+    discovery_port: int = 8001,
+    expire_after_s: float = 5.0,
+    verbose: bool = False,
+) -> int:
+    """Route OpenAI-style requests to prefill and decode instances that register here, and serve the chat page at `/`.
+
+    Parameters
+    ----------
+    host: where to listen.
+    port: port of the OpenAI-compatible API and the page.
+    discovery_host: where to listen for registrations; the same as `host` when not given.
+    discovery_port: port on which instances register.
+    expire_after_s: an instance that was silent for so long is no longer used.
+    verbose: log more.
+    """
+    from kvbaton.cli.running import run_server, set_up_logging
+    from kvbaton.router.app import serve_router
+    from kvbaton.router.settings import RouterSettings
+
+    set_up_logging(verbose)
+    settings = RouterSettings(
+        host=host,
+        port=port,
+        discovery_host=discovery_host or host,
+        discovery_port=discovery_port,
+        expire_after_s=expire_after_s,
+    )
+    log = logging.getLogger("kvbaton")
+    return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", host, port)))

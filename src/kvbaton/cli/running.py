@@ -1,0 +1,35 @@
+"""What the commands that run servers share: logging for people, an event loop, and an orderly end on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import uvloop
+
+__all__ = ["run_server", "set_up_logging"]
+
+
+def set_up_logging(verbose: bool = False) -> None:
+    """Log to standard error, one line per event."""
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+
+
+def run_server(server: Coroutine[Any, Any, None]) -> int:
+    """Run until the server ends by itself, or until SIGINT or SIGTERM asks it to; returns the exit code."""
+    return uvloop.run(_until_signal(server))
+
+
+async def _until_signal(server: Coroutine[Any, Any, None]) -> int:
+    task = asyncio.ensure_future(server)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return 0

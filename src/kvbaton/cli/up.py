@@ -1,0 +1,103 @@
+"""`kvbaton up`: a router, prefill and decode instances on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+
+from kvbaton.cli.options import TransportName
+
+__all__ = ["up"]
+
+_HEALTHY_WITHIN_S = 180.0
+_WATCH_S = 0.2
+_LAST_WORDS_S = 1.0
+_SHOWN = ("WARNING", "ERROR", "CRITICAL", "Traceback")
+
+
+def up(
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    model: str = "smollm2",
+    transport: TransportName = "local",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    verbose: bool = False,
+) -> int:
+    """Start a router, prefill and decode instances on this machine, and a chat page to talk to them.
+
+    Parameters
+    ----------
+    prefill: how many prefill instances.
+    decode: how many decode instances.
+    model: `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    transport: how cache bytes travel: `local` or `tcp`.
+    host: where the router listens.
+    port: port of the router.
+    verbose: show everything that the parts log.
+    """
+    from kvbaton.engines.embedded.weights import load_model
+    from kvbaton.errors import ConfigError
+    from kvbaton.launch.fleet import Fleet
+    from kvbaton.launch.local import InstanceOptions, pair_parts, router_part
+    from kvbaton.launch.ports import PortPicker, check_port_free
+
+    for name, count in (("--prefill", prefill), ("--decode", decode)):
+        if count < 1:
+            raise ConfigError(f"{name} is {count}; at least one instance of each kind is needed")
+    console = Console()
+    check_port_free(host, port, "--port")
+    served = load_model(model, progress=lambda line: console.print(f"  {line}", style="dim", highlight=False)).name
+    ports = PortPicker()
+    discovery_port = ports.pick()
+    options = InstanceOptions(model, transport, prefill + decode)
+    signal.signal(signal.SIGTERM, _interrupt)
+    started = time.monotonic()
+    with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
+        try:
+            fleet.start(router_part(host, port, discovery_port))
+            for part in pair_parts(prefill, decode, options, ports, discovery_port):
+                fleet.start(part)
+            fleet.wait_healthy(_HEALTHY_WITHIN_S, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
+            console.print(_welcome(host, port, served, time.monotonic() - started))
+            return _watch(fleet, console)
+        except KeyboardInterrupt:
+            console.print("\nstopping; nothing will be left behind")
+            return 0
+
+
+def _watch(fleet: Any, console: Console) -> int:
+    """Wait until a part dies; the survivors get a moment to tell their clients."""
+    while (death := fleet.death()) is None:
+        time.sleep(_WATCH_S)
+    console.print(f"[bold red]{death}[/]; stopping the others", highlight=False)
+    for line in death.last_lines[-5:]:
+        console.print(f"  {death.name} | {line}", markup=False, highlight=False, style="dim")
+    time.sleep(_LAST_WORDS_S)
+    return 1
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    del number, frame
+    raise KeyboardInterrupt
+
+
+def _show_line(console: Console, name: str, line: str, verbose: bool) -> None:
+    if verbose or any(word in line for word in _SHOWN):
+        console.print(f"{name} | {line}", markup=False, highlight=False, style="dim", soft_wrap=True)
+
+
+def _welcome(host: str, port: int, model: str, seconds: float) -> Panel:
+    url = f"http://{host}:{port}"
+    text = (
+        f"[bold]chat:[/]  {url}\n\n"
+        f"[bold]or:[/]    curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'         -d \'{{"model": "{model}", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}}\'\n\n'
+        "[bold]stop:[/]  Ctrl-C"
+    )
+    return Panel(text, title=f"kvbaton is up ({seconds:.0f} s)", border_style="green", expand=False)

@@ -1,0 +1,82 @@
+"""The card: what an instance tells a peer before any address of it is used, and whether two cards fit together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.layout import Layout
+from kvbaton.core.plan import pair_layouts
+from kvbaton.errors import Incompatible
+
+__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible"]
+
+PROTOCOL = 1
+"""Version of the control protocol; peers of another one are refused by name."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How a peer reaches one rank's region over one transport."""
+
+    transport: str
+    region_bytes: int
+    details: dict[str, str | int]
+
+
+class RankCard(msgspec.Struct, frozen=True):
+    """One rank of an instance: what its cache looks like and how to reach it."""
+
+    rank: int
+    layout: Layout
+    endpoints: tuple[Endpoint, ...]
+
+
+class ProcessId(msgspec.Struct, frozen=True):
+    """Names one process of one host for good: a recycled pid has another start time."""
+
+    host: str
+    pid: int
+    started: int
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What an instance tells the world. Durations in seconds; no points in time."""
+
+    incarnation: Incarnation
+    model: str
+    fingerprint: str
+    shape: str
+    ranks: tuple[RankCard, ...]
+    process: ProcessId
+    hold_s: float
+    give_up_s: float
+    protocol: int = PROTOCOL
+
+
+def check_compatible(source: Card, target: Card, *, ours: Card) -> None:
+    """Refuse a pair that cannot hand off; `ours` is the one of the two that asks, and is named first in the error."""
+    theirs = source if ours is target else target
+    for field in ("protocol", "fingerprint", "shape"):
+        if getattr(ours, field) != getattr(theirs, field):
+            raise Incompatible(_NAMES.get(field, field), _shown(ours, field), _shown(theirs, field))
+    if not source.hold_s > target.give_up_s:
+        hold, give_up = f"hold_s {source.hold_s}", f"give_up_s {target.give_up_s}"
+        here, there = (hold, give_up) if ours is source else (give_up, hold)
+        raise Incompatible("source hold_s must be longer than target give_up_s; it", here, there)
+    if len(source.ranks) != len(target.ranks):
+        raise Incompatible("number of ranks", len(ours.ranks), len(theirs.ranks))
+    for source_rank, target_rank in zip(source.ranks, target.ranks, strict=True):
+        try:
+            pair_layouts(source_rank.layout, target_rank.layout)
+        except Incompatible as error:
+            if ours is target:
+                raise
+            raise Incompatible(error.field, error.theirs, error.ours) from error
+
+
+_NAMES = {"fingerprint": "model"}
+
+
+def _shown(card: Card, field: str) -> str:
+    value = getattr(card, field)
+    return f"{card.model} ({value})" if field == "fingerprint" else str(value)

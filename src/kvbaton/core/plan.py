@@ -1,0 +1,135 @@
+"""From two layouts and two block lists to the runs of a leg.
+
+The part that depends only on the pair of ranks (`Pair`) is worked out once per pair of cards and refuses what does not fit,
+naming the field and both values. The part that depends on the request (`plan_runs`) only looks at block lists; it is
+vectorised over blocks, planes and layers, and joins neighbours that are neighbours on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.handoff import BlockLists
+from kvbaton.core.layout import Group, Layout
+from kvbaton.errors import Incompatible, RangeError
+
+__all__ = ["Pair", "Runs", "pair_layouts", "plan_runs"]
+
+Runs = npt.NDArray[np.uint64]
+"""Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
+
+_MUST_AGREE = (
+    "kind",
+    "layers",
+    "planes",
+    "dtype",
+    "element_bytes",
+    "head_size",
+    "total_heads",
+    "head_start",
+    "heads",
+    "block_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two layouts that fit together; made by `pair_layouts`."""
+
+    source: Layout
+    target: Layout
+
+
+def pair_layouts(source: Layout, target: Layout) -> Pair:
+    """Check that a cache in `source` can be copied into `target`; raises Incompatible with the field and both values."""
+    if len(source.groups) != len(target.groups):
+        raise Incompatible("layout groups", len(target.groups), len(source.groups))
+    for index, (ours, theirs) in enumerate(zip(target.groups, source.groups, strict=True)):
+        for field in _MUST_AGREE:
+            if getattr(ours, field) != getattr(theirs, field):
+                raise Incompatible(f"layout group {index} {field}", getattr(ours, field), getattr(theirs, field))
+        if not (ours.is_token_contiguous and theirs.is_token_contiguous):
+            raise Incompatible(f"layout group {index} strides", _strides(ours), _strides(theirs))
+        if not (ours.is_within(target.region_bytes) and theirs.is_within(source.region_bytes)):
+            here, there = _bounds(ours, target), _bounds(theirs, source)
+            raise Incompatible(f"layout group {index} bytes within their region", here, there)
+    return Pair(source, target)
+
+
+def _strides(group: Group) -> str:
+    return f"token {group.token_stride}, head {group.head_stride}, {group.token_bytes} bytes per token"
+
+
+def _bounds(group: Group, layout: Layout) -> str:
+    return f"up to {group.end} of {layout.region_bytes}"
+
+
+def plan_runs(pair: Pair, source_blocks: BlockLists, target_blocks: BlockLists, first_token: int, tokens: int) -> Runs:
+    """Runs that copy tokens `first_token` up to `tokens` of every layer; raises RangeError for what does not exist."""
+    if first_token < 0:
+        raise RangeError(f"first_token is {first_token}; it must not be negative")
+    groups = len(pair.target.groups)
+    for side, lists in (("source", source_blocks), ("target", target_blocks)):
+        if len(lists) != groups:
+            raise RangeError(f"{side} block lists are for {len(lists)} groups where the layout has {groups}")
+    parts = [
+        _group_runs(source, target, source_list, target_list, first_token, tokens)
+        for source, target, source_list, target_list in zip(
+            pair.source.groups, pair.target.groups, source_blocks, target_blocks, strict=True
+        )
+    ]
+    return np.concatenate(parts) if parts else np.empty((0, 3), np.uint64)
+
+
+def _group_runs(
+    source: Group, target: Group, source_list: tuple[int, ...], target_list: tuple[int, ...], first_token: int, tokens: int
+) -> Runs:
+    if first_token >= tokens:
+        return np.empty((0, 3), np.uint64)
+    size = source.block_tokens
+    first, last = first_token // size, -(-tokens // size)
+    source_ids = _block_ids("source", source, source_list, first, last)
+    target_ids = _block_ids("target", target, target_list, first, last)
+    starts = np.arange(first, last, dtype=np.int64) * size
+    lows = np.maximum(starts, first_token) - starts
+    counts = np.minimum(starts + size, tokens) - starts - lows
+    source_at = source_ids * source.block_stride + lows * source.token_stride
+    target_at = target_ids * target.block_stride + lows * target.token_stride
+    in_block = _join_neighbours(source_at, target_at, counts * source.token_bytes)
+    return _repeat_over_layers(source, target, in_block)
+
+
+def _block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: int) -> npt.NDArray[np.int64]:
+    if len(ids) < last:
+        raise RangeError(f"{side} block list has {len(ids)} blocks where {last} are needed")
+    try:
+        wanted = np.asarray(ids[first:last], dtype=np.int64)
+    except OverflowError:
+        raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
+    bad = wanted[(wanted < 0) | (wanted >= group.blocks)]
+    if bad.size:
+        raise RangeError(f"{side} block {int(bad[0])} is outside 0..{group.blocks - 1}")
+    return wanted
+
+
+def _join_neighbours(
+    source_at: npt.NDArray[np.int64], target_at: npt.NDArray[np.int64], run_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    ends = np.arange(1, len(run_bytes))
+    apart = (source_at[ends] != source_at[ends - 1] + run_bytes[ends - 1]) | (
+        target_at[ends] != target_at[ends - 1] + run_bytes[ends - 1]
+    )
+    heads = np.concatenate([[0], ends[apart]])
+    return np.stack([source_at[heads], target_at[heads], np.add.reduceat(run_bytes, heads)], axis=1)
+
+
+def _repeat_over_layers(source: Group, target: Group, in_block: npt.NDArray[np.int64]) -> Runs:
+    layer = np.repeat(np.arange(len(source.layers), dtype=np.int64), source.planes)
+    plane = np.tile(np.arange(source.planes, dtype=np.int64), len(source.layers))
+    bases = np.zeros((len(layer), 1, 3), np.int64)
+    bases[:, 0, 0] = source.offset + layer * source.layer_stride + plane * source.plane_stride
+    bases[:, 0, 1] = target.offset + layer * target.layer_stride + plane * target.plane_stride
+    return (bases + in_block[None]).reshape(-1, 3).astype(np.uint64)

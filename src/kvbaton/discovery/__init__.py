@@ -1,0 +1,1 @@
+"""How instances make themselves known: the registration message, announcer, listener and registry."""

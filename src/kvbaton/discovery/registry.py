@@ -1,0 +1,256 @@
+"""Who is alive: the instances a router may send requests to, and those it refused, with the reason.
+
+An instance is known by its `http_address` and type. Another incarnation, or another control address, at the same
+`http_address` means that the process there was restarted: whatever was known of it is dropped at once, and a late message
+of the earlier incarnation does not bring it back. Time is an argument; every table is bounded; any thread may call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
+
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+
+__all__ = [
+    "Instance",
+    "Left",
+    "Outcome",
+    "Refreshed",
+    "Refused",
+    "RefusedInstance",
+    "Registered",
+    "Registry",
+    "Replaced",
+]
+
+_Key = tuple[str, InstanceType]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A live instance: its latest registration, and when it came and was last heard of."""
+
+    registration: Registration
+    since: float
+    last_seen: float
+
+    @property
+    def http_address(self) -> str:
+        """Where its API listens, `host:port`."""
+        return self.registration.http_address
+
+    @property
+    def zmq_address(self) -> str:
+        """Its control address, as it goes into a request id."""
+        return self.registration.zmq_address
+
+    @property
+    def type(self) -> InstanceType:
+        """Which side it takes."""
+        return self.registration.type
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedInstance:
+    """An instance that registers but is not used, and why."""
+
+    registration: Registration
+    reason: str
+    since: float
+    last_seen: float
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The instance is new."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """The instance was known; this was its heartbeat."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The instance took the place of earlier ones at the same http_address."""
+
+    instance: Instance
+    earlier: tuple[Instance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The instance is not used; `is_new` when this reason was not known before."""
+
+    reason: str
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The instance said goodbye; None when it was not known."""
+
+    instance: Instance | None
+
+
+Outcome = Registered | Refreshed | Replaced | Refused | Left
+
+
+class Registry:
+    """The instances that were heard of within `expire_after_s`, at most `max_instances` of them."""
+
+    def __init__(
+        self,
+        transfer_mode: TransferMode = TransferMode.READ,
+        expire_after_s: float = 5.0,
+        max_instances: int = 1024,
+        max_refused: int = 64,
+    ) -> None:
+        self.transfer_mode = transfer_mode
+        self.expire_after_s = expire_after_s
+        self._max_instances = max_instances
+        self._max_refused = max_refused
+        self._live: OrderedDict[_Key, Instance] = OrderedDict()
+        self._refused: OrderedDict[_Key, RefusedInstance] = OrderedDict()
+        self._superseded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._expired: deque[Instance] = deque(maxlen=max_instances)
+        self._lock = threading.Lock()
+
+    def register(self, message: Registration, now: float) -> Outcome:
+        """Take in one message (registration, heartbeat or goodbye), and say what it changed."""
+        with self._lock:
+            self._drop_expired(now)
+            if message.bye:
+                return self._leave(message)
+            if (message.http_address, message.incarnation) in self._superseded:
+                return self._refuse(message, now, _superseded_reason(message))
+            earlier = self._supersede(message)
+            reason = self._objection(message)
+            if reason is not None:
+                return self._refuse(message, now, reason)
+            return self._admit(message, now, earlier)
+
+    def expire(self, now: float) -> tuple[Instance, ...]:
+        """Forget the instances that have been silent for too long; each of them is returned by one call."""
+        with self._lock:
+            self._drop_expired(now)
+            told = tuple(self._expired)
+            self._expired.clear()
+            return told
+
+    def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
+        """The instances that may be used, in the order they came; all, or those of one type."""
+        with self._lock:
+            return tuple(i for i in self._live.values() if self._is_alive(i, now) and kind in (None, i.type))
+
+    def refused(self, now: float) -> tuple[RefusedInstance, ...]:
+        """The instances that still register but are not used, oldest first."""
+        with self._lock:
+            return tuple(r for r in self._refused.values() if now - r.last_seen < self.expire_after_s)
+
+    def _is_alive(self, instance: Instance, now: float) -> bool:
+        return now - instance.last_seen < self.expire_after_s
+
+    def _drop_expired(self, now: float) -> None:
+        for key in [key for key, instance in self._live.items() if not self._is_alive(instance, now)]:
+            self._expired.append(self._live.pop(key))
+        for key in [key for key, refused in self._refused.items() if now - refused.last_seen >= self.expire_after_s]:
+            del self._refused[key]
+
+    def _leave(self, message: Registration) -> Left:
+        key = _key(message)
+        self._forgive(message)
+        known = self._live.get(key)
+        if known is None or not _is_same_process(known.registration, message):
+            return Left(None)
+        return Left(self._live.pop(key))
+
+    def _supersede(self, message: Registration) -> tuple[Instance, ...]:
+        keys = [(message.http_address, kind) for kind in InstanceType]
+        known = [self._live[key] for key in keys if key in self._live]
+        earlier = tuple(i for i in known if not _is_same_process(i.registration, message))
+        for instance in earlier:
+            del self._live[_key(instance.registration)]
+            incarnation = instance.registration.incarnation
+            if incarnation and incarnation != message.incarnation:
+                self._superseded[instance.http_address, incarnation] = None
+        while len(self._superseded) > self._max_instances:
+            self._superseded.popitem(last=False)
+        return earlier
+
+    def _objection(self, message: Registration) -> str | None:
+        if message.transfer_mode is not self.transfer_mode:
+            return (
+                f"transfer_mode is {message.transfer_mode} there and {self.transfer_mode} here; start the instance with"
+                f" {self.transfer_mode}, or the router with --transfer-mode {message.transfer_mode}"
+            )
+        for field in ("fingerprint", "model"):
+            objection = self._mismatch(message, field)
+            if objection is not None:
+                return objection
+        if _key(message) not in self._live and len(self._live) >= self._max_instances:
+            return f"the registry is full: {len(self._live)} instances are live"
+        return None
+
+    def _mismatch(self, message: Registration, field: str) -> str | None:
+        theirs: str = getattr(message, field)
+        for other in self._live.values():
+            ours: str = getattr(other.registration, field)
+            if theirs and ours and ours != theirs and _key(other.registration) != _key(message):
+                return (
+                    f"{field} is {theirs!r} there and {ours!r} at {other.http_address}; a router serves one model:"
+                    " start the instance with the same model, or with a router of its own"
+                )
+        return None
+
+    def _refuse(self, message: Registration, now: float, reason: str) -> Refused:
+        key = _key(message)
+        self._drop_live_process(message)
+        before = self._refused.pop(key, None)
+        is_new = before is None or before.reason != reason
+        since = now if before is None else before.since
+        self._refused[key] = RefusedInstance(message, reason, since, now)
+        while len(self._refused) > self._max_refused:
+            self._refused.popitem(last=False)
+        return Refused(reason, is_new)
+
+    def _forgive(self, message: Registration) -> None:
+        refused = self._refused.get(_key(message))
+        if refused is not None and _is_same_process(refused.registration, message):
+            del self._refused[_key(message)]
+
+    def _drop_live_process(self, message: Registration) -> None:
+        known = self._live.get(_key(message))
+        if known is not None and _is_same_process(known.registration, message):
+            del self._live[_key(message)]
+
+    def _admit(self, message: Registration, now: float, earlier: tuple[Instance, ...]) -> Outcome:
+        key = _key(message)
+        self._forgive(message)
+        known = self._live.get(key)
+        if known is not None:
+            self._live[key] = replace(known, registration=message, last_seen=now)
+            return Refreshed(self._live[key])
+        self._live[key] = Instance(message, since=now, last_seen=now)
+        return Replaced(self._live[key], earlier) if earlier else Registered(self._live[key])
+
+
+def _key(message: Registration) -> _Key:
+    return message.http_address, message.type
+
+
+def _is_same_process(one: Registration, other: Registration) -> bool:
+    return (one.incarnation, one.zmq_address) == (other.incarnation, other.zmq_address)
+
+
+def _superseded_reason(message: Registration) -> str:
+    return (
+        f"incarnation {message.incarnation!r} at {message.http_address} was replaced by a later one; if both processes still"
+        " run, give each its own http_address"
+    )

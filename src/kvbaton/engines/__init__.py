@@ -1,0 +1,1 @@
+"""Engines that kvbaton plugs into. They translate between an engine and its agents; they do not decide."""

@@ -1,0 +1,1 @@
+"""A small real engine in NumPy: Llama-family models, paged KV cache, continuous batching, an OpenAI-compatible server."""

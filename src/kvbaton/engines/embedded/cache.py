@@ -1,0 +1,87 @@
+"""The paged cache: keys and values of every layer in one allocation that a transport can register as one region."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.layout import Group, Layout
+from kvbaton.engines.embedded.config import ModelConfig
+from kvbaton.errors import ConfigError
+
+__all__ = ["POISON_BYTE", "PagedCache"]
+
+POISON_BYTE = 0x4B
+"""What a poisoned block is filled with; as a float32 it is about 13 million, finite and far from any real key."""
+
+
+class PagedCache:
+    """K and V of every layer in one page-aligned allocation, cut into blocks.
+
+    `data` has the shape (layers, 2, blocks, block_tokens, kv_heads, head_size); plane 0 holds keys, plane 1 values.
+    """
+
+    def __init__(self, config: ModelConfig, blocks: int, block_tokens: int) -> None:
+        if blocks < 1 or block_tokens < 1:
+            raise ConfigError(f"a cache of {blocks} blocks of {block_tokens} tokens cannot be made; both must be at least 1")
+        shape = (config.layers, 2, blocks, block_tokens, config.kv_heads, config.head_size)
+        region_bytes = int(np.prod(shape, dtype=np.int64)) * 4
+        self._region = _anonymous_memory(region_bytes, blocks)
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.data: npt.NDArray[np.float32] = np.frombuffer(self._region, np.float32, region_bytes // 4).reshape(shape)
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole region as writable bytes."""
+        return self.data.reshape(-1).view(np.uint8).data
+
+    @property
+    def address(self) -> int:
+        """Where the region starts in this process."""
+        return self.data.ctypes.data
+
+    def layout(self) -> Layout:
+        """Describe the region: one group of all layers with full attention."""
+        layers, planes, blocks, block_tokens, heads, head_size = self.data.shape
+        layer_stride, plane_stride, block_stride, token_stride, head_stride, element_bytes = self.data.strides
+        group = Group(
+            kind="full",
+            layers=tuple(range(layers)),
+            planes=planes,
+            blocks=blocks,
+            block_tokens=block_tokens,
+            head_start=0,
+            heads=heads,
+            total_heads=heads,
+            head_size=head_size,
+            dtype=str(self.data.dtype),
+            element_bytes=element_bytes,
+            offset=0,
+            layer_stride=layer_stride,
+            plane_stride=plane_stride,
+            block_stride=block_stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+        )
+        return Layout(region_bytes=self.data.nbytes, groups=(group,))
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill `blocks`, in all layers and both planes, with `POISON_BYTE`."""
+        words = self.data.view(np.uint32)
+        words[:, :, np.asarray(blocks, np.intp)] = POISON_BYTE * 0x01010101
+
+
+def _anonymous_memory(region_bytes: int, blocks: int) -> mmap.mmap:
+    try:
+        region = mmap.mmap(-1, region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        what = f"no memory for a cache of {blocks} blocks ({region_bytes} bytes)"
+        raise ConfigError(f"{what}: {error}; use fewer blocks") from error
+    with contextlib.suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region

@@ -1,0 +1,193 @@
+"""The engine's thread, and the doors through which other threads reach it.
+
+Requests, cancels and wake-ups go into an inbox under one lock; the thread takes them at the start of each step, so the
+engine itself needs no locks. Sinks are called from the thread, with no lock held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvbaton.agent.engine_port import HandoffPort
+from kvbaton.core.handoff import RequestId
+from kvbaton.engines.embedded.cache import PagedCache
+from kvbaton.engines.embedded.engine_core import EngineCore, EngineSettings
+from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sink
+from kvbaton.engines.embedded.stats import EngineStats
+from kvbaton.engines.embedded.weights import LoadedModel
+from kvbaton.errors import LocalError
+
+__all__ = ["Engine", "EngineBusy", "EngineSettings", "EngineStats", "EngineStopped"]
+
+_logger = logging.getLogger(__name__)
+
+_STOPPING = "the engine is stopping"
+
+
+class EngineBusy(LocalError):
+    """The queue is full; try again later, or at another instance."""
+
+    retryable = True
+
+
+class EngineStopped(LocalError):
+    """The engine is closed, or its thread does not stop."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Submission:
+    request: GenerationRequest
+    sink: Sink
+    submitted_s: float
+
+
+class Engine:
+    """Runs requests on one thread of its own: `start` it, `submit` to it from anywhere, `close` it."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: PagedCache,
+        port: HandoffPort | None,
+        settings: EngineSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = EngineCore(loaded, cache, port, settings, clock)
+        self._loaded = loaded
+        self._settings = settings
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._inbox: deque[_Submission | RequestId] = deque()
+        self._submissions = 0
+        self._is_woken = False
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+        self._stats = self._core.stats()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that this engine runs."""
+        return self._loaded
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queue a request; every output goes to `sink`, from the engine's thread, and the last has a finish reason.
+
+        Raises BadRequest for what can never run, EngineBusy when too many wait, EngineStopped after `close`.
+        """
+        self._core.check(request)
+        with self._condition:
+            if self._is_stopping:
+                raise EngineStopped(f"request {request.request_id} comes too late: {_STOPPING}; send it to another instance")
+            waiting = self._submissions + self._core.queued
+            if waiting >= self._settings.max_waiting:
+                most = self._settings.max_waiting
+                raise EngineBusy(f"{waiting} requests wait already and max_waiting is {most}; try again later")
+            self._submissions += 1
+            self._put(_Submission(request, sink, self._clock()))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Give a request up; unknown and finished ones are ignored."""
+        with self._condition:
+            if not self._is_stopping:
+                self._put(request_id)
+
+    def wake(self) -> None:
+        """Have the engine look at its port's events now."""
+        with self._condition:
+            self._is_woken = True
+            self._condition.notify()
+
+    def step(self) -> bool:
+        """Do one step on the caller's thread; false when there was nothing to do. Not while the engine's own thread runs."""
+        took = self._take_inbox()
+        worked = self._core.step()
+        self._stats = self._core.stats()
+        return worked or took
+
+    def stats(self) -> EngineStats:
+        """How the engine stood after its last step; what has been submitted since counts as waiting."""
+        stats, submissions = self._stats, self._submissions
+        if not submissions:
+            return stats
+        waiting = stats.requests["waiting"] + submissions
+        return dataclasses.replace(stats, requests={**stats.requests, "waiting": waiting})
+
+    def start(self) -> None:
+        """Start the thread."""
+        with self._condition:
+            if self._is_stopping or self._thread is not None:
+                raise EngineStopped("an engine starts once; make a new one")
+            self._thread = threading.Thread(target=self._run, name="kvbaton-engine", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and end every live request as cancelled; hand-offs are given up. Idempotent.
+
+        Raises EngineStopped when the step under way does not end in `close_s` seconds; then no request was ended.
+        """
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join(self._settings.close_s)
+            if self._thread.is_alive():
+                raise EngineStopped(f"the engine's step has not ended in {self._settings.close_s} s (close_s); kill it")
+        self._take_inbox()
+        self._core.end_all(FinishReason.CANCELLED, _STOPPING)
+        self._stats = self._core.stats()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            if not self._step_safely():
+                self._wait()
+
+    def _step_safely(self) -> bool:
+        """One step; a bug in the engine itself ends every live request, and the thread goes on."""
+        try:
+            return self.step()
+        except Exception as error:
+            _logger.exception("a step of the engine failed; every live request is ended")
+            reason = f"the engine failed: {error!r}"
+        try:
+            self._core.end_all(FinishReason.ERROR, reason)
+        except Exception:
+            _logger.exception("the engine could not end its requests")
+        return False
+
+    def _wait(self) -> None:
+        with self._condition:
+            if not (self._is_woken or self._is_stopping):
+                self._condition.wait(self._settings.idle_wait_s)
+            self._is_woken = False
+
+    def _put(self, item: _Submission | RequestId) -> None:
+        self._inbox.append(item)
+        self._is_woken = True
+        self._condition.notify()
+
+    def _take_inbox(self) -> bool:
+        with self._condition:
+            items = tuple(self._inbox)
+            self._inbox.clear()
+        for item in items:
+            if isinstance(item, _Submission):
+                self._core.add(item.request, item.sink, item.submitted_s)
+            else:
+                self._core.cancel(item)
+        with self._condition:
+            self._submissions -= sum(isinstance(item, _Submission) for item in items)
+        return bool(items)

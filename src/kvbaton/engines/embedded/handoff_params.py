@@ -1,0 +1,160 @@
+"""The seam between a router's `kv_transfer_params` and the engine's hand-offs: translates both ways, decides nothing."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.core.addresses import ControlAddress, parse_request_id
+from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
+from kvbaton.engines.embedded.request import FromSource, ToTarget
+from kvbaton.errors import AddressError, BadRequest
+
+__all__ = ["HandoffInfo", "HandoffWish", "KVTransferParams", "SourceWish", "TargetWish", "answer_params", "read_params"]
+
+_FIELD = "kv_transfer_params"
+_MAX_TRANSFER_ID = 256
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffInfo:
+    """What an instance tells about itself in its answers, so that a target finds it."""
+
+    control_address: ControlAddress
+    incarnation: Incarnation
+
+
+class KVTransferParams(msgspec.Struct, frozen=True):
+    """The `kv_transfer_params` object of a request body. Keys that are not listed here are ignored."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: str | None = None
+    remote_engine_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_handshake_port: int | None = None
+    remote_notify_port: int | None = None
+    remote_dp_rank: int | None = None
+    remote_dp_size: int | None = None
+    remote_tp_size: int | None = None
+    tp_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceWish:
+    """The caller wants this instance to prefill, and another one to decode."""
+
+    transfer_id: TransferId
+
+    def handoff(self, prompt_index: int, sample_index: int) -> ToTarget:
+        """The hand-off of one prompt's one sample."""
+        return ToTarget(HandoffKey(self.transfer_id, prompt_index, sample_index))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetWish:
+    """The caller wants this instance to decode what `source` has prefilled."""
+
+    transfer_id: TransferId
+    source: ControlAddress
+    source_incarnation: Incarnation | None
+
+    def handoff(self, prompt_index: int, sample_index: int) -> FromSource:
+        """The hand-off of one prompt's one sample."""
+        return FromSource(HandoffKey(self.transfer_id, prompt_index, sample_index), self.source, self.source_incarnation)
+
+
+HandoffWish = SourceWish | TargetWish
+
+
+def read_params(params: KVTransferParams | None, request_id: str | None) -> HandoffWish | None:
+    """What the caller wants to hand off; None for a plain request. Raises BadRequest that names the field.
+
+    The source's address comes from the request id when that carries one, else from the `remote_*` keys.
+    """
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        return None
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise _bad("do_remote_prefill", "do_remote_decode and do_remote_prefill are both true; a request has one side only")
+    if params.do_remote_decode:
+        return SourceWish(_transfer_id(params, TransferId(f"auto-{uuid.uuid4().hex}")))
+    incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
+    return TargetWish(_transfer_id(params, None), _source_address(params, request_id), incarnation)
+
+
+def answer_params(wish: SourceWish, info: HandoffInfo) -> dict[str, object]:
+    """What a source's answer carries for the request that goes to the target."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": wish.transfer_id,
+        "remote_engine_id": info.incarnation,
+        "remote_host": info.control_address.host,
+        "remote_port": info.control_address.handshake,
+        "remote_block_ids": None,
+        "tp_size": 1,
+        "remote_dp_rank": 0,
+    }
+
+
+def _transfer_id(params: KVTransferParams, default: TransferId | None) -> TransferId:
+    if params.transfer_id is None:
+        if default is None:
+            raise _bad("transfer_id", "is missing; send the one that the prefill instance answered with")
+        return default
+    if not 1 <= len(params.transfer_id) <= _MAX_TRANSFER_ID:
+        raise _bad("transfer_id", f"has {len(params.transfer_id)} characters; 1 to {_MAX_TRANSFER_ID} are possible")
+    return TransferId(params.transfer_id)
+
+
+def _source_address(params: KVTransferParams, request_id: str | None) -> ControlAddress:
+    told = _body_address(params)
+    try:
+        embedded = parse_request_id(request_id)[0] if request_id else None
+    except AddressError as error:
+        embedded, why = None, str(error)
+    else:
+        why = "there is no X-Request-Id header"
+    if embedded is None:
+        if told is None:
+            raise _bad("remote_host", f"do_remote_prefill is true, but no source is named: {why}, and remote_host is missing")
+        return told
+    if told is not None and (told.host, told.handshake) != (embedded.host, embedded.handshake):
+        raise _bad(
+            "remote_host", f"names the source {told}, but X-Request-Id names {embedded}; send one of them, or equal ones"
+        )
+    return embedded
+
+
+def _body_address(params: KVTransferParams) -> ControlAddress | None:
+    if params.remote_host is None:
+        return None
+    handshake_field = "remote_port" if params.remote_handshake_port is None else "remote_handshake_port"
+    handshake = _port(
+        handshake_field, params.remote_port if params.remote_handshake_port is None else params.remote_handshake_port
+    )
+    notify = handshake if params.remote_notify_port is None else _port("remote_notify_port", params.remote_notify_port)
+    address = ControlAddress(params.remote_host, handshake, notify)
+    try:
+        is_usable = ControlAddress.parse(str(address)) == address
+    except AddressError:
+        is_usable = False
+    if not is_usable:
+        raise _bad("remote_host", f"{params.remote_host!r} is no host name or IP address")
+    return address
+
+
+def _port(field: str, value: int | None) -> int:
+    if value is None:
+        raise _bad(field, "is missing, although remote_host is given")
+    if not 1 <= value <= _MAX_PORT:
+        raise _bad(field, f"{value} is no port; 1 to {_MAX_PORT} are possible")
+    return value
+
+
+def _bad(field: str, message: str) -> BadRequest:
+    return BadRequest(f"{_FIELD}.{field}", f"{_FIELD}.{field}: {message}")

@@ -1,0 +1,90 @@
+"""Errors as the HTTP face shows them: one status, one OpenAI-style JSON object, whatever went wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import orjson
+from aiohttp import web
+
+from kvbaton.errors import BadRequest, Bug, KVBatonError, RequestError
+
+__all__ = ["BUG_MESSAGE", "HttpError", "error_body", "error_response", "errors_as_json", "to_http_error"]
+
+_logger = logging.getLogger(__name__)
+_RETRY_AFTER_S = 1
+
+BUG_MESSAGE = "internal error; the log of this instance says more"
+"""What a client is told of an error that nobody meant to raise."""
+
+
+class HttpError(KVBatonError):
+    """The end of an API request as its client sees it: status, kind of error, and the field to blame, if one is."""
+
+    def __init__(
+        self, status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry = retry
+
+
+def to_http_error(error: KVBatonError) -> HttpError:
+    """The status of an error: the caller's fault is 400, ours 500, and what may pass by itself 503."""
+    match error:
+        case HttpError():
+            return error
+        case BadRequest():
+            return HttpError(400, "invalid_request_error", str(error), param=error.field)
+        case RequestError():
+            return HttpError(400, "invalid_request_error", str(error))
+        case Bug():
+            return HttpError(500, "server_error", str(error))
+    return HttpError(503, "overloaded", str(error), retry=True)
+
+
+def error_body(error: HttpError) -> bytes:
+    """The JSON object of an error."""
+    shown = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
+    return orjson.dumps({"error": shown})
+
+
+def error_response(error: HttpError) -> web.Response:
+    """The whole answer for an error that came before the first byte."""
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.retry else None
+    return web.Response(status=error.status, body=error_body(error), content_type="application/json", headers=headers)
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Turn whatever a handler raises into an error answer; nothing but a disconnect gets past it."""
+    try:
+        return await handler(request)
+    except KVBatonError as error:
+        return error_response(to_http_error(error))
+    except web.HTTPException as error:
+        response = error_response(_of_status(request, error))
+        response.headers.extend({"Allow": error.headers["Allow"]} if "Allow" in error.headers else {})
+        return response
+    except Exception:
+        _logger.exception("bug while answering %s %s", request.method, request.path)
+        return error_response(HttpError(500, "server_error", BUG_MESSAGE))
+
+
+def _of_status(request: web.Request, error: web.HTTPException) -> HttpError:
+    match error.status:
+        case HTTPStatus.NOT_FOUND:
+            return HttpError(404, "not_found_error", f"there is no {request.path} here; see /v1/models and /health")
+        case HTTPStatus.METHOD_NOT_ALLOWED:
+            return HttpError(405, "invalid_request_error", f"{request.path} does not take {request.method}")
+        case HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            return HttpError(413, "invalid_request_error", f"the body is too large: {error.text}; send a shorter prompt")
+    kind = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return HttpError(error.status, kind, error.reason)

@@ -1,0 +1,185 @@
+"""One request inside the engine: its tokens, its blocks, how far its cache is computed, and the text it may show."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import secrets
+
+from kvbaton.agent.engine_port import HandoffStats
+from kvbaton.core.handoff import Aux, HandoffKey
+from kvbaton.engines.embedded.pool import PrefixDigests
+from kvbaton.engines.embedded.request import (
+    FinishReason,
+    FromSource,
+    GenerationRequest,
+    RequestRecord,
+    Sink,
+    TokenOutput,
+    ToTarget,
+)
+from kvbaton.engines.embedded.sampling import Sampled
+from kvbaton.engines.embedded.stops import StopFilter
+from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer
+from kvbaton.errors import Bug
+
+__all__ = ["Phase", "Sequence", "choose_seed"]
+
+
+class Phase(enum.StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    FETCHING = "fetching"
+    DECODING = "decoding"
+    HELD = "held"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """The tokens of one request, prompt first; the cache of the first `computed` of them lies in `blocks`.
+
+    `number` is the order of arrival. `limit` is the most tokens, prompt included, that the sequence may grow to.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        tokenizer: Tokenizer,
+        *,
+        number: int,
+        limit: int,
+        block_tokens: int,
+        submitted_s: float,
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.number = number
+        self.seed = choose_seed(request)
+        self.phase = Phase.WAITING
+        self.tokens = list(request.prompt_ids)
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.record = RequestRecord()
+        self.submitted_s = submitted_s
+        self.admitted_s: float | None = None
+        self.has_ended = False
+        self.limit = min(limit, self.prompt_tokens + (1 if self.is_source else request.sampling.max_tokens))
+        self._digests = PrefixDigests(block_tokens)
+        self._eos_ids = frozenset() if request.sampling.ignore_eos else tokenizer.eos_ids
+        self._text = TextStream(tokenizer)
+        self._stops = StopFilter(request.sampling.stop)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as it was asked."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens chosen so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens that the model has yet to run."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def key(self) -> HandoffKey:
+        """The key of this request's hand-off; only for a request that has one."""
+        if self.request.handoff is None:
+            raise Bug(f"request {self.request.request_id} has no hand-off")
+        return self.request.handoff.key
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the cache is to be handed off after prefill."""
+        return isinstance(self.request.handoff, ToTarget)
+
+    @property
+    def awaits_source(self) -> bool:
+        """Whether the cache of the prompt is still to come from a prefill instance."""
+        return isinstance(self.request.handoff, FromSource) and not self.record.handed_off
+
+    def digests(self, tokens: int) -> list[bytes]:
+        """The prefix digests of the full blocks within the first `tokens` tokens."""
+        return self._digests.of(self.tokens, tokens)
+
+    def admitted(self, now: float, cached_tokens: int) -> None:
+        """Note when the request first left the queue, and how much of its prompt was cached."""
+        self.admitted_s = now
+        self.record.queue_s = now - self.submitted_s
+        self.record.cached_tokens = cached_tokens
+
+    def landed(self, aux: Aux, stats: HandoffStats, now: float) -> None:
+        """Note that the cache of the prompt has come from the source, and what that took."""
+        record = self.record
+        record.handed_off = True
+        record.queue_s, record.prefill_s = aux.queue_s, aux.prefill_s
+        record.handoff_s = now - (self.submitted_s if self.admitted_s is None else self.admitted_s)
+        record.handover_s, record.transport = stats.handover_s, stats.transport
+        record.bytes_planned, record.bytes_moved = stats.bytes_planned, stats.bytes_moved
+
+    def preempted(self) -> None:
+        """Forget the blocks; the tokens so far are run again when the request is admitted anew."""
+        self.blocks, self.computed, self.phase = [], 0, Phase.WAITING
+        self.record.recomputed |= self.record.handed_off
+
+    def append(self, sampled: Sampled, now: float) -> TokenOutput:
+        """Add a chosen token; the output says what to show of it, and whether the answer ends here."""
+        if not self.output_tokens:
+            self._note_first_token(now)
+        self.tokens.append(sampled.token_id)
+        text, reason = self._judge(sampled.token_id)
+        return TokenOutput(
+            token_id=sampled.token_id,
+            text=text,
+            logprob=sampled.logprob,
+            top_logprobs=sampled.top_logprobs,
+            finish_reason=reason,
+            record=self.record if reason else None,
+        )
+
+    def end(self, reason: FinishReason, error: str) -> TokenOutput:
+        """The output that ends the answer early."""
+        return TokenOutput(token_id=-1, text="", finish_reason=reason, error=error, record=self.record)
+
+    def aux(self, sampled: Sampled) -> Aux:
+        """What travels to the target beside the cache."""
+        return Aux(
+            token_id=sampled.token_id,
+            logprob=sampled.logprob,
+            top_logprobs=sampled.top_logprobs,
+            queue_s=self.record.queue_s,
+            prefill_s=self.record.prefill_s,
+        )
+
+    def _note_first_token(self, now: float) -> None:
+        self.record.first_token_s = now - self.submitted_s
+        if not self.record.handed_off and self.admitted_s is not None:
+            self.record.prefill_s = now - self.admitted_s
+
+    def _judge(self, token_id: int) -> tuple[str, FinishReason | None]:
+        if token_id in self._eos_ids:
+            return self._last_text(), FinishReason.STOP
+        text = self._stops.feed(self._text.feed(token_id))
+        if not self._stops.stopped and len(self.tokens) < self.limit:
+            return text, None
+        text += self._last_text()
+        return text, FinishReason.STOP if self._stops.stopped else FinishReason.LENGTH
+
+    def _last_text(self) -> str:
+        return self._stops.feed(self._text.finish()) + self._stops.finish()
+
+
+def choose_seed(request: GenerationRequest) -> int:
+    """The seed that the request names; else one made of the hand-off's key, so that both sides agree; else a fresh one."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    if request.handoff is not None:
+        digest = hashlib.blake2b(str(request.handoff.key).encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "little")
+    return secrets.randbits(56)

@@ -1,0 +1,98 @@
+"""The running choices of one API request: submits them, brings their outputs into the event loop, cancels what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Protocol
+
+from kvbaton.core.handoff import RequestId
+from kvbaton.engines.embedded.http_errors import HttpError
+from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
+
+__all__ = ["Runner", "Submission"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What a submission needs of an engine; both methods may be called from any thread and do not wait."""
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Start `request`; its outputs go to `sink`."""
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Give a running request up."""
+
+
+class Submission:
+    """Owns its requests in the engine: entering submits all or none, leaving cancels those that have not finished."""
+
+    def __init__(self, engine: Runner, requests: tuple[GenerationRequest, ...], *, progress_timeout_s: float) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._progress_timeout_s = progress_timeout_s
+        self._loop = asyncio.get_running_loop()
+        most_outputs = sum(request.sampling.max_tokens + 1 for request in requests)
+        self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue(most_outputs)
+        self._running: set[int] = set()
+
+    def __enter__(self) -> Submission:
+        try:
+            for index, request in enumerate(self._requests):
+                self._running.add(index)
+                try:
+                    self._engine.submit(request, self._sink(index))
+                except BaseException:
+                    self._running.discard(index)
+                    raise
+        except BaseException:
+            self._cancel_running()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._cancel_running()
+
+    async def next(self) -> tuple[int, TokenOutput]:
+        """The next output and the index of its choice; raises HttpError when a choice failed or nothing moves any more."""
+        try:
+            async with asyncio.timeout(self._progress_timeout_s):
+                index, output = await self._outputs.get()
+        except TimeoutError as error:
+            message = f"the engine has produced nothing for {self._progress_timeout_s:g} s; the request was given up"
+            raise HttpError(504, "timeout", message) from error
+        self._raise_if_failed(index, output)
+        return index, output
+
+    def _raise_if_failed(self, index: int, output: TokenOutput) -> None:
+        if output.finish_reason is FinishReason.CANCELLED:
+            raise HttpError(503, "cancelled", output.error or "the engine gave the request up; send it again", retry=True)
+        if output.finish_reason is FinishReason.ERROR:
+            handoff = self._requests[index].handoff
+            if isinstance(handoff, FromSource):
+                raise HttpError(502, "handoff_failed", f"hand-off {handoff.key} failed: {output.error or 'no reason given'}")
+            raise HttpError(500, "server_error", output.error or "the engine failed and gave no reason")
+
+    def _sink(self, index: int) -> Sink:
+        def take(output: TokenOutput) -> None:
+            if output.finish_reason is not None:
+                self._running.discard(index)
+            try:
+                self._loop.call_soon_threadsafe(self._put, index, output)
+            except RuntimeError:
+                _logger.debug("output of %s dropped: the event loop is closed", self._requests[index].request_id)
+
+        return take
+
+    def _put(self, index: int, output: TokenOutput) -> None:
+        try:
+            self._outputs.put_nowait((index, output))
+        except asyncio.QueueFull:
+            _logger.error("bug: the engine sends more outputs for %s than it may", self._requests[index].request_id)
+
+    def _cancel_running(self) -> None:
+        for index in sorted(self._running):
+            self._engine.cancel(self._requests[index].request_id)
+        self._running.clear()

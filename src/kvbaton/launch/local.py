@@ -1,0 +1,63 @@
+"""The usual local set-up as parts: a router, prefill and decode instances, and single instances to compare with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.ports import PortPicker
+
+__all__ = ["InstanceOptions", "instance_part", "kvbaton_command", "pair_parts", "router_part"]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOptions:
+    """What every embedded instance of a set-up has in common."""
+
+    model: str
+    transport: str
+    engines: int
+    """How many engines share the cores of this machine."""
+    extra: tuple[str, ...] = ()
+    """More arguments for `kvbaton serve`."""
+
+
+def kvbaton_command(*arguments: str) -> list[str]:
+    """The command line that runs `kvbaton` with the interpreter and package of this process."""
+    return [sys.executable, "-m", "kvbaton.cli.main", *arguments]
+
+
+def router_part(host: str, port: int, discovery_port: int, health_path: str = "/health") -> Part:
+    """A router for READ instances."""
+    command = kvbaton_command("router", "--host", host, "--port", str(port), "--discovery-port", str(discovery_port))
+    return Part("router", command, f"http://{_in_url(host)}:{port}{health_path}")
+
+
+def instance_part(
+    name: str, role: str, options: InstanceOptions, ports: PortPicker, routers: Sequence[str] = ()
+) -> tuple[Part, str]:
+    """One embedded instance on free loopback ports, and its base URL."""
+    port = ports.pick()
+    command = kvbaton_command("serve", "--role", role, "--model", options.model, "--port", str(port))
+    command += ["--control-port", str(ports.pick()), "--transport", options.transport]
+    for router in routers:
+        command += ["--router", router]
+    command += options.extra
+    url = f"http://127.0.0.1:{port}"
+    return Part(name, command, f"{url}/health", core_share(options.engines)), url
+
+
+def pair_parts(prefill: int, decode: int, options: InstanceOptions, ports: PortPicker, discovery_port: int) -> list[Part]:
+    """`prefill` prefill and `decode` decode instances that register with the router at `discovery_port`."""
+    routers = [f"127.0.0.1:{discovery_port}"]
+    return [
+        instance_part(f"{role}-{index}", role, options, ports, routers)[0]
+        for role, count in (("prefill", prefill), ("decode", decode))
+        for index in range(count)
+    ]
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

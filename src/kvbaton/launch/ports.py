@@ -1,0 +1,55 @@
+"""Finding ports that are free now, below the range that the kernel hands out for outgoing connections."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from kvbaton.errors import ConfigError
+
+__all__ = ["PortPicker", "check_port", "check_port_free"]
+
+_FIRST, _LAST = 10_000, 32_767
+_TRIES = 1000
+
+
+class PortPicker:
+    """Hands out free ports, each at most once."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._given: set[int] = set()
+        self._random = random.Random()
+
+    def pick(self) -> int:
+        """A port that nobody listens on and that was not handed out before."""
+        for _ in range(_TRIES):
+            port = self._random.randint(_FIRST, _LAST)
+            if port not in self._given and _is_free(self._host, port):
+                self._given.add(port)
+                return port
+        raise ConfigError(f"no free port between {_FIRST} and {_LAST} on {self._host}; end some servers and try again")
+
+
+def check_port(port: int, option: str) -> None:
+    """Raise ConfigError, naming `option`, when `port` is no port that can be listened on."""
+    if not 0 < port < 65536:
+        raise ConfigError(f"{option} is {port}; it must be between 1 and 65535")
+
+
+def check_port_free(host: str, port: int, option: str) -> None:
+    """Raise ConfigError, naming `option`, when `port` is no port, or somebody listens on it."""
+    check_port(port, option)
+    if not _is_free(host, port):
+        raise ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another with {option}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,41 @@
+"""The router's own answers, in the form OpenAI clients expect: JSON, and errors as an `error` object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+__all__ = ["error_event", "error_object", "error_response", "json_response"]
+
+_TYPES = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error"}
+
+
+def error_object(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """The body of an error: what happened, whose fault, and the field it lies in."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A compact JSON answer."""
+    return web.Response(body=msgspec.json.encode(value), status=status, headers=headers, content_type="application/json")
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    code: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    """An error answer."""
+    return json_response(error_object(status, message, code=code, param=param), status, headers)
+
+
+def error_event(message: str, code: str) -> bytes:
+    """A server-sent event that tells a client, in the middle of a stream, that the rest will not come."""
+    return b"data: " + msgspec.json.encode(error_object(502, message, code=code)) + b"\n\n"

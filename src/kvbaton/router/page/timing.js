@@ -1,0 +1,52 @@
+// The bar under an answer: where the time until its first token went.
+import { element } from "./dom.js";
+
+const milliseconds = (seconds) => {
+  const ms = seconds * 1000;
+  return ms < 10 ? `${ms.toFixed(1)} ms` : `${Math.round(ms).toLocaleString("en")} ms`;
+};
+
+const bytes = (count) => {
+  const units = ["B", "KiB", "MiB", "GiB"];
+  let step = 0;
+  while (count >= 1024 && step < units.length - 1) { count /= 1024; step += 1; }
+  return `${step ? count.toFixed(1) : count} ${units[step]}`;
+};
+
+const positive = (value) => (Number.isFinite(value) && value > 0 ? value : 0);
+
+// first_token_s counts from the request's arrival at the instance that answers; what the other parts explain is taken off it.
+function parts(record, seenS) {
+  const [queue, prefill, handoff] = [positive(record.queue_s), positive(record.prefill_s), positive(record.handoff_s)];
+  const explained = record.handed_off ? handoff : queue + prefill;
+  const first = positive(record.first_token_s - explained);
+  return [
+    ["queue", "queue", queue],
+    ["prefill", "prefill", prefill],
+    ["handoff", "hand-off", handoff],
+    ["first", "first token", first],
+    ["rest", "router and network", positive(seenS - queue - prefill - handoff - first)],
+  ];
+}
+
+function remarks(record) {
+  const said = [];
+  if (record.handed_off) said.push(`${bytes(positive(record.bytes_moved))} moved${record.transport ? ` over ${record.transport}` : ""}`);
+  if (record.recomputed) said.push("prompt computed again at the decode instance");
+  if (positive(record.cached_tokens)) said.push(`${record.cached_tokens} tokens were cached`);
+  return said;
+}
+
+export function timing(record, seenS) {
+  const segments = parts(record ?? {}, seenS).filter(([, , seconds]) => seconds > 0);
+  const track = element("div", "track", ...segments.map(([name, , seconds]) => {
+    const piece = element("span", name);
+    piece.style.flexGrow = seconds * 1000;
+    return piece;
+  }));
+  track.setAttribute("aria-hidden", "true");
+  const legend = element("ul", "legend", ...segments.map(([name, label, seconds]) =>
+    element("li", name, element("span", "", `${label} ${milliseconds(seconds)}`))));
+  const summary = [`first token after ${milliseconds(seenS)}, seen from here`, ...remarks(record ?? {})].join(" · ");
+  return element("div", "timing", record ? track : null, record ? legend : null, element("div", "note", summary));
+}

@@ -1,0 +1,200 @@
+"""The contract that every transport keeps.
+
+A transport moves *runs* between the memory of this rank and the memory of a peer rank. The caller posts a batch and goes
+on; the transport's own mover (a NIC, the kernel, a copy thread) moves the bytes; `poll` hands out what has finished.
+
+What every implementation promises:
+
+- `post` checks every run against the ranges of both regions before it accepts the batch, never waits for the copy, and
+  never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
+- The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
+  a batch without bytes completes with success and 0 bytes.
+- `post` refuses (TransportError, retryable) what is beyond `max_in_flight`; a batch counts until `poll` handed it out.
+- `after` is asked from the mover's thread and must not wait; when it raises, or is not true within `timeout_s`, the
+  batch completes with an error and was never started.
+- `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
+  visible in target memory; a completion with one means that the mover will not touch this side's memory for it again.
+- `cancel` asks; the answer is the ticket's completion (cancelled, or finished first), after which its memory is quiet.
+- `revoke(peer)` ends all use of the peer: its tickets complete with an error, later posts to it are refused until it is
+  connected anew.
+- `late_writes` declares what a peer can still do to *this side's* registered memory after a cancel or a revoke.
+- `wakeup_fd` is readable while `poll` has something, so that nobody spins. `close` closes it; `poll` still hands out
+  what was left.
+- One slow or dead peer delays no other.
+
+`post`, `poll`, `cancel` and `revoke` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any, NewType, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.card import Endpoint
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.plan import Runs
+from kvbaton.errors import ConfigError
+
+__all__ = [
+    "AfterEvent",
+    "Batch",
+    "Completion",
+    "Direction",
+    "Endpoint",
+    "LateWrites",
+    "PeerRank",
+    "Region",
+    "Runs",
+    "Ticket",
+    "Transport",
+    "TransportSettings",
+]
+
+Ticket = NewType("Ticket", int)
+"""Names one posted batch; unique within a transport."""
+
+AfterEvent = Callable[[], bool]
+"""Tells whether the producer's work is done; a batch posted `after` it is not started before it returns true."""
+
+
+class PeerRank(msgspec.Struct, frozen=True, order=True):
+    """One rank of one incarnation of a peer instance."""
+
+    incarnation: Incarnation
+    rank: int = 0
+
+
+class Direction(enum.StrEnum):
+    """Who holds the source: READ fills this side's memory from the peer's, WRITE the other way round."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class LateWrites(enum.StrEnum):
+    """What a peer can do to this side's memory after it lost the right to."""
+
+    IMPOSSIBLE = "impossible"
+    REVOCABLE = "revocable"
+    UNFENCED = "unfenced"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """The one piece of this rank's memory that peers may reach; keeps the buffer under it alive."""
+
+    address: int
+    region_bytes: int
+    view: memoryview
+
+    @classmethod
+    def of(cls, buffer: npt.NDArray[Any] | bytearray | memoryview | mmap) -> Region:
+        """The region of a writable, contiguous, non-empty buffer, such as a NumPy array. Raises ConfigError otherwise."""
+        array = buffer if isinstance(buffer, np.ndarray) else np.asarray(buffer)
+        flags = array.flags
+        if not flags.writeable or not flags.c_contiguous or array.nbytes == 0:
+            raise ConfigError(
+                "a region needs a writable, contiguous, non-empty buffer, not one with "
+                f"writeable={flags.writeable}, c_contiguous={flags.c_contiguous}, {array.nbytes} bytes"
+            )
+        flat = array.reshape(-1).view(np.uint8)
+        return cls(int(flat.ctypes.data), flat.nbytes, flat.data)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSettings:
+    """How a transport behaves; checked when made.
+
+    `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
+    `slice_bytes` is moved for one peer before the next one has its turn. `host` and `port` are where `tcp` listens
+    (port 0: one below 32768 that is free).
+    """
+
+    incarnation: Incarnation | None = None
+    timeout_s: float = 30.0
+    max_in_flight: int = 4096
+    max_peers: int = 1024
+    slice_bytes: int = 2 << 20
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes"):
+            if not getattr(self, setting) > 0:
+                raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0")
+        if self.slice_bytes > 64 << 20:
+            raise ConfigError(f"transport setting slice_bytes is {self.slice_bytes}; it must be at most {64 << 20}")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"transport setting port is {self.port}; it must be 0 (find a free one) to 65535")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Runs between this rank's region and one peer rank's region, posted and completed as one."""
+
+    peer: PeerRank
+    direction: Direction
+    runs: Runs
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this batch moves."""
+        return int(self.runs[:, 2].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of one posted batch; `error` is empty exactly when every byte has arrived."""
+
+    ticket: Ticket
+    moved_bytes: int
+    error: str = ""
+    cancelled: bool = False
+
+
+class Transport(Protocol):
+    """One way to move runs; see the module's text for the promises."""
+
+    @property
+    def name(self) -> str:
+        """The name users choose it by."""
+
+    @property
+    def late_writes(self) -> LateWrites:
+        """The declared promise about late writes into this side's memory."""
+
+    @property
+    def directions(self) -> frozenset[Direction]:
+        """What `post` accepts."""
+
+    @property
+    def wakeup_fd(self) -> int:
+        """File descriptor that is readable while `poll` has completions to hand out."""
+
+    def endpoint(self) -> Endpoint:
+        """Describe this rank's region for its card."""
+
+    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        """Make `peer` known; cheap, does not wait for the peer. Raises TransportError when it cannot be reached from here."""
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
+
+    def poll(self) -> list[Completion]:
+        """Hand out what has completed since the last call; never waits."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
+
+    def revoke(self, peer: PeerRank) -> None:
+        """End all use of `peer`; unknown peers are ignored."""
+
+    def close(self) -> None:
+        """Stop the mover, complete what is in flight with an error, and give everything back. Idempotent."""

@@ -1,0 +1,190 @@
+"""A decorator that makes any transport fail on command: for negative controls, tests and `--drop-writes`.
+
+Nothing here is random: what goes wrong is stated in `Faults`, may be changed at any time, and holds for batches posted then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvbaton.errors import TransportError
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    LateWrites,
+    PeerRank,
+    Region,
+    Ticket,
+    Transport,
+)
+from kvbaton.transport.runs import check_runs
+
+__all__ = ["Faults", "FaultyTransport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong.
+
+    drop_writes: success is reported, nothing is moved
+    fail_after:  so many more batches go well, every later one completes with an error (None: all go well)
+    corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out
+    stall:       batches are accepted and do not complete until cancelled, revoked or closed
+    delay_s:     a batch starts so much later
+    """
+
+    drop_writes: bool = False
+    fail_after: int | None = None
+    corrupt: bool = False
+    stall: bool = False
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    ticket: Ticket
+    batch: Batch
+    faults: Faults
+
+
+class FaultyTransport:
+    """`inner` with `faults`; the owner of `inner` from now on. `region` is the one that `inner` was made for."""
+
+    def __init__(self, inner: Transport, region: Region, faults: Faults) -> None:
+        self._inner = inner
+        self._region = region
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._peer_bytes: dict[PeerRank, int] = {}
+        self._posted: dict[Ticket, _Posted] = {}
+        self._inner_tickets: dict[Ticket, Ticket] = {}
+        self._last_ticket = 0
+
+    def set_faults(self, faults: Faults) -> None:
+        """What goes wrong from the next post on."""
+        with self._lock:
+            self._faults = faults
+
+    @property
+    def name(self) -> str:
+        """The name of the inner transport."""
+        return self._inner.name
+
+    @property
+    def late_writes(self) -> LateWrites:
+        """The promise of the inner transport."""
+        return self._inner.late_writes
+
+    @property
+    def directions(self) -> frozenset[Direction]:
+        """What the inner transport accepts."""
+        return self._inner.directions
+
+    @property
+    def wakeup_fd(self) -> int:
+        """That of the inner transport."""
+        return self._inner.wakeup_fd
+
+    def endpoint(self) -> Endpoint:
+        """That of the inner transport."""
+        return self._inner.endpoint()
+
+    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        """Connect the inner transport."""
+        self._inner.connect(peer, endpoint)
+        with self._lock:
+            self._peer_bytes[peer] = endpoint.region_bytes
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        """Post to the inner transport what the faults leave of `batch`; its ranges are checked in any case."""
+        with self._lock:
+            faults = self._faults
+            if batch.peer in self._peer_bytes:
+                self._check(batch)
+            ticket = Ticket(self._last_ticket + 1)
+            self._post(_Posted(ticket, batch, faults), after)
+            self._last_ticket = ticket
+            if faults.fail_after:
+                self._faults = replace(faults, fail_after=faults.fail_after - 1)
+            return ticket
+
+    def poll(self) -> list[Completion]:
+        """Hand out the inner completions, falsified as the faults say."""
+        with self._lock:
+            completions = [self._falsify(completion) for completion in self._inner.poll()]
+        return [completion for completion in completions if completion is not None]
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel in the inner transport; this ends a stall too."""
+        with self._lock:
+            inner_ticket = self._inner_tickets.get(ticket)
+        if inner_ticket is not None:
+            self._inner.cancel(inner_ticket)
+
+    def revoke(self, peer: PeerRank) -> None:
+        """Revoke in the inner transport; this ends a stall too."""
+        with self._lock:
+            self._peer_bytes.pop(peer, None)
+        self._inner.revoke(peer)
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        with self._lock:
+            self._peer_bytes.clear()
+        self._inner.close()
+
+    def _check(self, batch: Batch) -> None:
+        ours, theirs = self._region.region_bytes, self._peer_bytes[batch.peer]
+        reading = batch.direction is Direction.READ
+        check_runs(batch.runs, theirs if reading else ours, ours if reading else theirs)
+
+    def _post(self, posted: _Posted, after: AfterEvent | None) -> None:
+        faults, batch = posted.faults, posted.batch
+        if faults.drop_writes or faults.stall or faults.fail_after == 0:
+            batch = replace(batch, runs=np.empty((0, 3), np.uint64))
+        inner_ticket = self._inner.post(batch, _later(after, faults))
+        self._posted[inner_ticket] = posted
+        self._inner_tickets[posted.ticket] = inner_ticket
+
+    def _falsify(self, completion: Completion) -> Completion | None:
+        posted = self._posted.pop(completion.ticket)
+        del self._inner_tickets[posted.ticket]
+        completion = replace(completion, ticket=posted.ticket)
+        if completion.error:
+            return None if self._stalls_on(posted, completion) else completion
+        if posted.faults.fail_after == 0:
+            return replace(completion, moved_bytes=0, error="TransportError: failed on command (fail_after)")
+        if posted.faults.corrupt and posted.batch.direction is Direction.READ and completion.moved_bytes:
+            self._flip_byte(posted.batch)
+        return replace(completion, moved_bytes=posted.batch.wire_bytes)
+
+    def _stalls_on(self, posted: _Posted, completion: Completion) -> bool:
+        """The inner transport gave a stalled batch up by its own deadline: post it again, unless somebody ended it."""
+        if not posted.faults.stall or completion.cancelled or posted.batch.peer not in self._peer_bytes:
+            return False
+        try:
+            self._post(posted, None)
+        except TransportError:
+            return False
+        return True
+
+    def _flip_byte(self, batch: Batch) -> None:
+        target = next(target for _, target, count in batch.runs.tolist() if count)
+        self._region.view[target] ^= 0xFF
+
+
+def _later(after: AfterEvent | None, faults: Faults) -> AfterEvent | None:
+    """The event that a batch waits for: its own, after the delay; never, when it stalls."""
+    if faults.stall:
+        return lambda: False
+    if not faults.delay_s:
+        return after
+    start = time.monotonic() + faults.delay_s
+    return lambda: time.monotonic() >= start and (after is None or after())

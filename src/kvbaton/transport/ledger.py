@@ -1,0 +1,209 @@
+"""The books of a transport: known peers, batches in flight, completions, and what its mover is asked to do.
+
+Every thread may write into the books; the mover alone acts on them. A caller's wish (post, cancel, revoke) becomes a
+command that the mover takes; what the mover finishes becomes a completion that `poll` hands out. Both are bounded by
+`max_in_flight`, which counts a batch from `admit` until its completion was handed out.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvbaton.errors import Bug, KVBatonError, TransportError
+from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Ticket, TransportSettings
+from kvbaton.transport.runs import RunCursor, check_runs
+from kvbaton.transport.wakeup import Wakeup
+
+__all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "describe"]
+
+L = TypeVar("L")
+
+
+@dataclass(slots=True, eq=False)
+class Job(Generic[L]):
+    """One batch in flight, as the mover sees it."""
+
+    ticket: Ticket
+    link: L
+    cursor: RunCursor
+    after: AfterEvent | None
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Post(Generic[L]):
+    """Start this job."""
+
+    job: Job[L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cancel(Generic[L]):
+    """Stop this job and finish it as cancelled."""
+
+    job: Job[L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Revoke(Generic[L]):
+    """Stop and fail every job of this link, and let go of it."""
+
+    link: L
+
+
+Command = Post[L] | Cancel[L] | Revoke[L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Peer(Generic[L]):
+    endpoint: Endpoint
+    link: L
+
+
+class Ledger(Generic[L]):
+    """Peers, jobs, commands and completions of one transport; `L` is what the mover keeps per peer."""
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        self._region = region
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._peers: dict[PeerRank, _Peer[L]] = {}
+        self._jobs: dict[Ticket, Job[L]] = {}
+        self._cancelling: set[Ticket] = set()
+        self._commands: list[Command[L]] = []
+        self._completions: list[Completion] = []
+        self._last_ticket = 0
+        self._shut_reason = ""
+        self.work = Wakeup()
+        self.done = Wakeup()
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether the mover shall end."""
+        return bool(self._shut_reason)
+
+    def endpoint_of(self, peer: PeerRank) -> Endpoint | None:
+        """The endpoint under which `peer` is known, if it is."""
+        with self._lock:
+            known = self._peers.get(peer)
+            return known.endpoint if known else None
+
+    def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
+        """Make `peer` known. Raises TransportError when it is already, the table is full, or the transport is closed."""
+        with self._lock:
+            self._refuse_when_shut()
+            if peer in self._peers:
+                raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
+            if len(self._peers) >= self._settings.max_peers:
+                raise TransportError(f"{len(self._peers)} peers are known, the limit (max_peers); revoke those that are gone")
+            self._peers[peer] = _Peer(endpoint, link)
+
+    def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
+        """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
+        with self._lock:
+            known = self._known(batch.peer)
+        runs = check_runs(batch.runs, known.endpoint.region_bytes, self._region.region_bytes)
+        cursor = RunCursor(runs)
+        with self._lock:
+            known = self._known(batch.peer)
+            if len(self._jobs) + len(self._completions) >= self._settings.max_in_flight:
+                raise TransportError(
+                    f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
+                )
+            self._last_ticket += 1
+            job = Job(Ticket(self._last_ticket), known.link, cursor, after)
+            self._jobs[job.ticket] = job
+            self._command(Post(job))
+        return job.ticket
+
+    def ask_cancel(self, ticket: Ticket) -> None:
+        """Tell the mover, once, to stop the job; unknown and finished tickets are ignored."""
+        with self._lock:
+            job = self._jobs.get(ticket)
+            if job is not None and ticket not in self._cancelling:
+                self._cancelling.add(ticket)
+                self._command(Cancel(job))
+
+    def remove_peer(self, peer: PeerRank) -> None:
+        """Forget `peer` and tell the mover to end its jobs; unknown peers are ignored."""
+        with self._lock:
+            known = self._peers.pop(peer, None)
+            if known is not None:
+                self._command(Revoke(known.link))
+
+    def take_commands(self) -> list[Command[L]]:
+        """What the mover was asked since the last call, in order; `work` stays set once shut, so that no mover sleeps on."""
+        with self._lock:
+            commands, self._commands = self._commands, []
+            if not self._shut_reason:
+                self.work.clear()
+            return commands
+
+    def is_in_flight(self, job: Job[L]) -> bool:
+        """Whether `job` has not been finished."""
+        with self._lock:
+            return job.ticket in self._jobs
+
+    def finish(self, job: Job[L], error: str = "", *, cancelled: bool = False) -> None:
+        """End `job`; the mover calls it exactly once, when it no longer touches memory for it."""
+        with self._lock:
+            if self._jobs.pop(job.ticket, None) is None:
+                raise Bug(f"ticket {job.ticket} was finished twice")
+            self._complete(job, error, cancelled)
+
+    def take_completions(self) -> list[Completion]:
+        """What has finished since the last call."""
+        with self._lock:
+            completions, self._completions = self._completions, []
+            self.done.clear()
+            return completions
+
+    def shut(self, reason: str) -> None:
+        """Accept nothing more and tell the mover to end; the first reason stays."""
+        with self._lock:
+            self._shut_reason = self._shut_reason or reason
+            self.work.set()
+
+    def finish_all(self) -> None:
+        """End what is still in flight with the reason given to `shut`; called when no mover runs any more."""
+        with self._lock:
+            self._commands.clear()
+            jobs, self._jobs = self._jobs, {}
+            for job in jobs.values():
+                self._complete(job, self._shut_reason, cancelled=False)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self.work.close()
+        self.done.close()
+
+    def _known(self, peer: PeerRank) -> _Peer[L]:
+        self._refuse_when_shut()
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(
+                f"peer {peer.incarnation!r} rank {peer.rank} is not connected (or was revoked); connect it first"
+            )
+        return known
+
+    def _refuse_when_shut(self) -> None:
+        if self._shut_reason:
+            raise TransportError(f"{self._shut_reason}; open a new transport")
+
+    def _command(self, command: Command[L]) -> None:
+        self._commands.append(command)
+        self.work.set()
+
+    def _complete(self, job: Job[L], error: str, cancelled: bool) -> None:
+        self._cancelling.discard(job.ticket)
+        self._completions.append(Completion(job.ticket, job.moved_bytes, error, cancelled))
+        self.done.set()
+
+
+def describe(error: Exception) -> str:
+    """An error as the text of a completion: its name and its message; a foreign one is called a bug."""
+    if isinstance(error, KVBatonError):
+        return f"{type(error).__name__}: {error}"
+    return f"Bug: {type(error).__name__}: {error}"

@@ -1,0 +1,93 @@
+"""Two ranks in one process: the transport of tests and simulations, and the shortest example of the contract."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from kvbaton.errors import PeerLost, TransportError
+from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.sliced import SliceMover
+
+__all__ = ["MemoryHub", "MemoryTransport"]
+
+
+class MemoryHub:
+    """Where the ranks of one process find each other's regions. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: dict[int, Region] = {}
+        self._last_seat = 0
+
+    def join(self, region: Region) -> int:
+        """Let others reach `region`; returns the seat it is found under."""
+        with self._lock:
+            self._last_seat += 1
+            self._regions[self._last_seat] = region
+            return self._last_seat
+
+    def leave(self, seat: int) -> None:
+        """Let nobody reach the region of `seat` any more."""
+        with self._lock:
+            self._regions.pop(seat, None)
+
+    def region(self, seat: int) -> Region:
+        """The region of `seat`; raises PeerLost when it has left."""
+        with self._lock:
+            if seat not in self._regions:
+                raise PeerLost(f"seat {seat} of the hub is empty: the peer has closed its transport")
+            return self._regions[seat]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seat:
+    number: int
+
+
+class _HubReach:
+    def __init__(self, region: Region, hub: MemoryHub) -> None:
+        self._region = region
+        self._hub = hub
+
+    def copy(self, link: _Seat, runs: Runs) -> int:
+        theirs, mine = self._hub.region(link.number).view, self._region.view
+        moved = 0
+        for source, target, count in runs.tolist():
+            mine[target : target + count] = theirs[source : source + count]
+            moved += count
+        return moved
+
+    def confirm(self, link: _Seat) -> None:
+        self._hub.region(link.number)
+
+
+class MemoryTransport(QueuedTransport[_Seat]):
+    """Reads from ranks that share `hub`; closing it is this rank's death as far as its peers can see."""
+
+    def __init__(self, region: Region, hub: MemoryHub, settings: TransportSettings) -> None:
+        ledger: Ledger[_Seat] = Ledger(region, settings)
+        super().__init__(region, settings, ledger, SliceMover("memory", ledger, settings, _HubReach(region, hub)))
+        self._hub = hub
+        self._seat = hub.join(region)
+
+    @property
+    def name(self) -> str:
+        """`memory`."""
+        return "memory"
+
+    def _details(self) -> dict[str, str | int]:
+        return {"seat": self._seat}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> _Seat:
+        seat = detail(endpoint, "seat", int)
+        try:
+            self._hub.region(seat)
+        except PeerLost as error:
+            raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} cannot be reached: {error}") from error
+        return _Seat(seat)
+
+    def _release(self) -> None:
+        self._hub.leave(self._seat)

@@ -1,0 +1,142 @@
+"""The half that our own transports share: the contract's methods on top of the books, with a mover that does the copies."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from typing import Generic, Protocol, TypeVar
+
+from kvbaton.errors import TransportError
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    LateWrites,
+    PeerRank,
+    Region,
+    Ticket,
+    TransportSettings,
+)
+from kvbaton.transport.ledger import Ledger
+
+__all__ = ["Mover", "QueuedTransport", "detail"]
+
+L = TypeVar("L")
+
+
+class Mover(Protocol):
+    """The thread that moves bytes; takes its commands from the ledger and ends once that is shut."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until it has ended, at most `timeout_s`; tells whether it has."""
+
+
+class QueuedTransport(abc.ABC, Generic[L]):
+    """A transport whose mover fills this side's memory by reading: nobody else ever writes there."""
+
+    def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover) -> None:
+        self._region = region
+        self._settings = settings
+        self._ledger = ledger
+        self._mover = mover
+        self._connecting = threading.Lock()
+        self._closing = threading.Lock()
+        self._closed = False
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name users choose it by."""
+
+    @property
+    def late_writes(self) -> LateWrites:
+        """Impossible: this side's own mover executes every copy into its memory."""
+        return LateWrites.IMPOSSIBLE
+
+    @property
+    def directions(self) -> frozenset[Direction]:
+        """Reads only."""
+        return frozenset({Direction.READ})
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Readable while `poll` has completions to hand out; -1 once closed."""
+        return self._ledger.done.fd
+
+    def endpoint(self) -> Endpoint:
+        """Describe this rank's region for its card."""
+        details = {"incarnation": self._settings.incarnation or "", **self._details()}
+        return Endpoint(self.name, self._region.region_bytes, details)
+
+    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        """Make `peer` known; the same endpoint again changes nothing. Raises TransportError when it is out of reach."""
+        with self._connecting:
+            if self._ledger.endpoint_of(peer) != endpoint:
+                self._check(peer, endpoint)
+                self._ledger.add_peer(peer, endpoint, self._link(peer, endpoint))
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
+        if batch.direction not in self.directions:
+            raise TransportError(f"{self.name} does not {batch.direction}; the side that holds the target has to read")
+        return self._ledger.admit(batch, after)
+
+    def poll(self) -> list[Completion]:
+        """Hand out what has completed since the last call; never waits."""
+        return self._ledger.take_completions()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
+        self._ledger.ask_cancel(ticket)
+
+    def revoke(self, peer: PeerRank) -> None:
+        """End all use of `peer`; unknown peers are ignored."""
+        self._ledger.remove_peer(peer)
+
+    def close(self) -> None:
+        """Stop the mover, complete what is in flight with an error, and give everything back. Idempotent.
+
+        Raises TransportError when the mover does not end within `timeout_s`; its memory must then not be reused.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._ledger.shut("TransportError: the transport is closed")
+            if not self._mover.join(self._settings.timeout_s):
+                raise TransportError(f"the {self.name} mover did not end within {self._settings.timeout_s:g} s; close again")
+            self._release()
+            self._ledger.finish_all()
+            self._ledger.close()
+            self._closed = True
+
+    def _check(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        if endpoint.transport != self.name:
+            raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
+        if endpoint.region_bytes <= 0:
+            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0")
+        incarnation = endpoint.details.get("incarnation", "")
+        if incarnation and incarnation != peer.incarnation:
+            raise TransportError(
+                f"endpoint belongs to incarnation {incarnation!r}, not to {peer.incarnation!r}; fetch its card again"
+            )
+
+    @abc.abstractmethod
+    def _details(self) -> dict[str, str | int]:
+        """What a peer needs beside the size of the region."""
+
+    @abc.abstractmethod
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> L:
+        """What the mover keeps for `peer`; raises TransportError when it cannot be reached from here."""
+
+    def _release(self) -> None:
+        """Give back what the subclass owns, once the mover has ended."""
+
+
+def detail(endpoint: Endpoint, field: str, kind: type[L]) -> L:
+    """One field of an endpoint's details; raises TransportError, naming it, when it is missing or of another type."""
+    value = endpoint.details.get(field)
+    if type(value) is not kind:
+        raise TransportError(f"{endpoint.transport} endpoint: {field} is {value!r}; it must be of type {kind.__name__}")
+    return value

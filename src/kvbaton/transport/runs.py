@@ -1,0 +1,91 @@
+"""Runs as arrays: the check that every transport makes before it accepts them, and a cursor that cuts them into slices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvbaton.errors import RangeError
+from kvbaton.transport.base import Runs
+
+__all__ = ["MAX_SLICE_RUNS", "RunCursor", "check_offsets", "check_runs"]
+
+MAX_SLICE_RUNS = 1024
+"""Most runs in one slice; also what one system call takes on Linux."""
+
+_SOURCE, _TARGET, _BYTES = 0, 1, 2
+
+
+def check_runs(runs: Runs, source_bytes: int, target_bytes: int) -> Runs:
+    """A private copy of `runs` without the empty ones.
+
+    Raises RangeError, naming the run, when one leaves the source region or the target region, or when two target runs overlap.
+    """
+    if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3:
+        raise RangeError(f"runs must be a uint64 array of shape (n, 3), not {runs.dtype} of shape {runs.shape}")
+    own = np.array(runs, order="C")
+    check_offsets(own[:, _SOURCE], own[:, _BYTES], source_bytes, "source")
+    check_offsets(own[:, _TARGET], own[:, _BYTES], target_bytes, "target")
+    own = own[own[:, _BYTES] > 0]
+    _check_overlap(own)
+    return own
+
+
+def check_offsets(offsets: Runs, lengths: Runs, region_bytes: int, side: str) -> None:
+    """Raise RangeError unless every piece lies inside a region of `region_bytes`; sums near 2^64 do not wrap."""
+    limit = np.uint64(region_bytes)
+    outside = (lengths > limit) | (offsets > limit - np.minimum(lengths, limit))
+    if outside.any():
+        row = int(outside.argmax())
+        raise RangeError(
+            f"run {row}: {side} offset {offsets[row]} with {lengths[row]} bytes lies outside the {side} region of "
+            f"{region_bytes} bytes"
+        )
+
+
+class RunCursor:
+    """A place in a list of runs, counted in bytes; hands out the next runs in slices."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._ends = np.cumsum(runs[:, _BYTES], dtype=np.int64)
+        self.total_bytes = int(self._ends[-1]) if len(runs) else 0
+        self.done_bytes = 0
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Bytes behind the cursor's place."""
+        return self.total_bytes - self.done_bytes
+
+    def peek(self, max_bytes: int) -> Runs:
+        """The next runs, cut so that they hold at most `max_bytes` in at most `MAX_SLICE_RUNS` pieces."""
+        if not self.remaining_bytes:
+            return self._runs[:0]
+        stop = min(self.done_bytes + max_bytes, self.total_bytes)
+        first = int(np.searchsorted(self._ends, self.done_bytes, side="right"))
+        last = min(int(np.searchsorted(self._ends, stop)), first + MAX_SLICE_RUNS - 1)
+        window = self._runs[first : last + 1].copy()
+        skip = np.uint64(self.done_bytes - int(self._ends[first]) + int(self._runs[first, _BYTES]))
+        window[0] += np.array([skip, skip, 0], np.uint64)
+        window[0, _BYTES] -= skip
+        window[-1, _BYTES] -= np.uint64(max(int(self._ends[last]) - stop, 0))
+        return window
+
+    def advance(self, count: int) -> None:
+        """Move the place on by `count` bytes."""
+        self.done_bytes += count
+
+
+def _check_overlap(runs: Runs) -> None:
+    starts = runs[:, _TARGET]
+    ends = starts + runs[:, _BYTES]
+    if bool((starts[1:] >= ends[:-1]).all()):
+        return
+    order = np.argsort(starts)
+    overlapping = starts[order][1:] < ends[order][:-1]
+    if overlapping.any():
+        at = int(overlapping.argmax())
+        lower, upper = runs[order[at]], runs[order[at + 1]]
+        raise RangeError(
+            f"target runs overlap: offset {lower[_TARGET]} with {lower[_BYTES]} bytes and offset {upper[_TARGET]} with "
+            f"{upper[_BYTES]} bytes"
+        )

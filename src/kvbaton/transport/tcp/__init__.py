@@ -1,0 +1,5 @@
+"""Bytes over TCP: `wire` is the format, `server` hands out this rank's memory, `link` and `mover` read from peers."""
+
+from kvbaton.transport.tcp.transport import TcpTransport
+
+__all__ = ["TcpTransport"]

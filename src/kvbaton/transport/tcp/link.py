@@ -1,0 +1,203 @@
+"""One connection to one peer, driven by the mover: requests go out, replies come straight into target memory."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from kvbaton.errors import PeerLost, PeerRefused, ProtocolError
+from kvbaton.transport.base import PeerRank, Region, Runs
+from kvbaton.transport.ledger import Job
+from kvbaton.transport.tcp.sockets import tune
+from kvbaton.transport.tcp.wire import REPLY_BYTES, Reply, Scatter, Status, pack_request, unpack_reply
+
+__all__ = ["Answer", "LinkState", "TcpLink"]
+
+_WINDOW = 8
+_TURN_BYTES = 1 << 20
+_SCRATCH_BYTES = 256 << 10
+_GREETING_ID = 0
+
+
+class LinkState(enum.Enum):
+    """How far a link is."""
+
+    CLOSED = enum.auto()
+    CONNECTING = enum.auto()
+    GREETING = enum.auto()
+    OPEN = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A question on its way; `job` is None once nobody wants the bytes, which are then read and thrown away."""
+
+    request_id: int
+    payload_bytes: int
+    target: Scatter
+    job: Job[TcpLink] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply that was received to its end for a job: its bytes are in, or `error` says why not."""
+
+    job: Job[TcpLink]
+    moved_bytes: int
+    error: str = ""
+
+
+class TcpLink:
+    """The kept connection to one peer; for the mover's thread only. Methods raise PeerError or OSError when it is lost."""
+
+    def __init__(self, peer: PeerRank, family: int, address: tuple[Any, ...], greeting: bytes) -> None:
+        self.peer = peer
+        self.state = LinkState.CLOSED
+        self.sock: socket.socket | None = None
+        self.deadline: float | None = None
+        self._family = family
+        self._address = address
+        self._greeting = greeting
+        self._outbox = bytearray()
+        self._requests: deque[_Request] = deque()
+        self._last_id = _GREETING_ID
+        self._head = bytearray()
+        self._reply: Reply | None = None
+        self._text = bytearray()
+        self._left_bytes = 0
+
+    def __str__(self) -> str:
+        return f"{self.peer.incarnation!r} rank {self.peer.rank} at {self._address[0]} port {self._address[1]}"
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be sent now."""
+        return self.state is LinkState.OPEN and len(self._requests) < _WINDOW
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the peer owes something, so that lack of progress counts."""
+        return self.state in (LinkState.CONNECTING, LinkState.GREETING) or bool(self._requests)
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether the mover should tell when the socket takes bytes."""
+        return self.state is LinkState.CONNECTING or bool(self._outbox)
+
+    def open(self) -> socket.socket:
+        """Begin to connect; does not wait."""
+        self.sock = socket.socket(self._family, socket.SOCK_STREAM)
+        tune(self.sock)
+        self.state = LinkState.CONNECTING
+        code = self.sock.connect_ex(self._address)
+        if code not in (0, errno.EINPROGRESS):
+            raise PeerLost(f"cannot connect: {os.strerror(code)}")
+        return self.sock
+
+    def close(self) -> list[Job[TcpLink]]:
+        """Let go of the socket; returns the jobs that had requests on their way, each once."""
+        if self.sock is not None:
+            self.sock.close()
+        jobs = {request.job.ticket: request.job for request in self._requests if request.job is not None}
+        self.sock, self.state, self.deadline, self._reply = None, LinkState.CLOSED, None, None
+        self._requests.clear()
+        self._outbox.clear()
+        self._head.clear()
+        return list(jobs.values())
+
+    def ask(self, job: Job[TcpLink], runs: Runs, region: Region) -> None:
+        """Queue one request whose bytes go to the target side of `runs`."""
+        self._last_id += 1
+        pieces = [region.view[target : target + count] for _, target, count in runs.tolist()]
+        scatter = Scatter(pieces)
+        self._requests.append(_Request(self._last_id, scatter.remaining_bytes, scatter, job))
+        self._outbox += pack_request(self._last_id, runs)
+
+    def forget(self, job: Job[TcpLink]) -> None:
+        """From now on throw away what still comes for `job`; its target memory is not touched again."""
+        for request in self._requests:
+            if request.job is job:
+                request.job = None
+
+    def send(self) -> None:
+        """Finish connecting, or send what is queued, as far as the socket takes it."""
+        assert self.sock is not None  # noqa: S101
+        if self.state is LinkState.CONNECTING:
+            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise PeerLost(f"cannot connect: {os.strerror(code)}")
+            self.state = LinkState.GREETING
+            self._outbox += self._greeting
+            self._requests.append(_Request(_GREETING_ID, 0, Scatter([]), None))
+        if self._outbox:
+            del self._outbox[: self.sock.send(self._outbox)]
+
+    def receive(self) -> list[Answer]:
+        """Take what has come, at most a turn's worth, straight into target memory; returns the answers that are complete."""
+        answers: list[Answer] = []
+        budget = _TURN_BYTES
+        try:
+            while budget > 0:
+                budget -= self._receive_some()
+                if self._reply is not None and not self._left_bytes:
+                    answers += self._end_reply(self._reply)
+        except BlockingIOError:
+            pass
+        return answers
+
+    def _receive_some(self) -> int:
+        """One read from the socket: of a reply's head, its text, its bytes, or bytes that nobody wants."""
+        assert self.sock is not None  # noqa: S101
+        if self._reply is None:
+            data = self.sock.recv(REPLY_BYTES - len(self._head))
+            self._head += data
+            count = len(data)
+            if len(self._head) == REPLY_BYTES:
+                self._begin_reply(unpack_reply(self._head))
+        else:
+            count = self._receive_payload(self.sock, self._reply)
+            self._left_bytes -= count
+        if not count:
+            raise PeerLost("the peer closed the connection")
+        return count
+
+    def _receive_payload(self, sock: socket.socket, reply: Reply) -> int:
+        request = self._requests[0]
+        if reply.status is Status.OK and request.job is not None:
+            count = sock.recvmsg_into(request.target.head())[0]
+            request.target.advance(count)
+            return count
+        data = sock.recv(min(self._left_bytes, _SCRATCH_BYTES))
+        if reply.status is not Status.OK:
+            self._text += data
+        return len(data)
+
+    def _begin_reply(self, reply: Reply) -> None:
+        self._head.clear()
+        self._text.clear()
+        if not self._requests or reply.request_id != self._requests[0].request_id:
+            raise ProtocolError(f"a reply to request {reply.request_id}, which is not the one that is due")
+        wanted = self._requests[0].payload_bytes
+        if reply.status is Status.OK and reply.payload_bytes != wanted:
+            raise ProtocolError(f"a reply of {reply.payload_bytes} bytes to a request for {wanted}")
+        self._reply = reply
+        self._left_bytes = reply.payload_bytes
+
+    def _end_reply(self, reply: Reply) -> list[Answer]:
+        request = self._requests.popleft()
+        self._reply = None
+        text = self._text.decode(errors="replace")
+        if reply.status is Status.REFUSED:
+            raise PeerRefused(text)
+        if request.request_id == _GREETING_ID:
+            self.state = LinkState.OPEN
+        if request.job is None:
+            return []
+        if reply.status is Status.RANGE:
+            return [Answer(request.job, 0, f"RangeError: {self}: {text}")]
+        return [Answer(request.job, request.payload_bytes)]

@@ -1,0 +1,177 @@
+"""The thread that reads from tcp peers: it feeds ready batches to their links and takes what the sockets bring.
+
+Everything in it is non-blocking; a peer that connects slowly, stalls or dies has a deadline of its own and delays nobody else.
+"""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from collections.abc import Callable
+
+from kvbaton.errors import PeerError
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
+from kvbaton.transport.schedule import IDLE_S, Schedule
+from kvbaton.transport.tcp.link import Answer, LinkState, TcpLink
+
+__all__ = ["TcpMover"]
+
+
+class TcpMover:
+    """Owns the links' sockets while its thread runs; ends once the ledger is shut, and then closes them."""
+
+    def __init__(self, ledger: Ledger[TcpLink], region: Region, settings: TransportSettings) -> None:
+        self._ledger = ledger
+        self._region = region
+        self._slice_bytes = settings.slice_bytes
+        self._timeout_s = settings.timeout_s
+        self._schedule: Schedule[TcpLink] = Schedule(settings.timeout_s)
+        self._open: set[TcpLink] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(ledger.work.fd, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-mover", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, at most `timeout_s`; tells whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failure = ""
+        try:
+            while not self._ledger.is_shut:
+                self._turn()
+        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
+            failure = f"{describe(error)} (the mover ended)"
+        for link in list(self._open):
+            self._shut_link(link)
+        self._selector.close()
+        if failure:
+            self._ledger.shut(failure)
+            self._ledger.finish_all()
+
+    def _turn(self) -> None:
+        for command in self._ledger.take_commands():
+            self._obey(command)
+        for job, error in self._schedule.check_events(time.monotonic()):
+            self._ledger.finish(job, error)
+        for link in self._schedule.links():
+            self._feed(link)
+        for key, events in self._selector.select(self._patience_s(time.monotonic())):
+            if isinstance(key.data, TcpLink):
+                self._drive(key.data, events)
+        self._expire(time.monotonic())
+
+    def _obey(self, command: Command[TcpLink]) -> None:
+        if isinstance(command, Post):
+            self._schedule.add(command.job, time.monotonic())
+        elif isinstance(command, Cancel):
+            if self._ledger.is_in_flight(command.job):
+                self._end(command.job, "cancelled", cancelled=True)
+        else:
+            self._fail_link(command.link, "TransportError: the peer was revoked", waiting=True)
+
+    def _feed(self, link: TcpLink) -> None:
+        """Ask for as much of the link's ready jobs as its window takes; connect first where needed."""
+        while (job := self._schedule.head(link)) is not None:
+            if not job.cursor.remaining_bytes:
+                self._schedule.discard(job)
+                self._ledger.finish(job)
+            elif link.state is LinkState.CLOSED:
+                self._attempt(link, self._open_link)
+            elif link.has_room:
+                self._ask(job)
+            else:
+                break
+        if link.wants_write and link.state is not LinkState.CONNECTING:
+            self._attempt(link, TcpLink.send)
+        self._watch(link)
+
+    def _ask(self, job: Job[TcpLink]) -> None:
+        runs = job.cursor.peek(self._slice_bytes)
+        job.link.ask(job, runs, self._region)
+        job.cursor.advance(int(runs[:, 2].sum()))
+        if not job.cursor.remaining_bytes:
+            self._schedule.discard(job)
+
+    def _open_link(self, link: TcpLink) -> None:
+        sock = link.open()
+        self._open.add(link)
+        self._selector.register(sock, selectors.EVENT_WRITE, link)
+
+    def _drive(self, link: TcpLink, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._attempt(link, TcpLink.send)
+        if events & selectors.EVENT_READ and link.state is not LinkState.CLOSED:
+            self._attempt(link, self._receive)
+        link.deadline = None
+        self._watch(link)
+
+    def _receive(self, link: TcpLink) -> None:
+        for answer in link.receive():
+            self._on_answer(answer)
+
+    def _on_answer(self, answer: Answer) -> None:
+        job = answer.job
+        if not self._ledger.is_in_flight(job):
+            return
+        job.moved_bytes += answer.moved_bytes
+        if answer.error:
+            self._end(job, answer.error)
+        elif job.moved_bytes == job.cursor.total_bytes:
+            self._ledger.finish(job)
+
+    def _end(self, job: Job[TcpLink], error: str, *, cancelled: bool = False) -> None:
+        """Finish a job before its last byte; what is still on its way for it will be thrown away."""
+        self._schedule.discard(job)
+        job.link.forget(job)
+        self._ledger.finish(job, error, cancelled=cancelled)
+
+    def _attempt(self, link: TcpLink, step: Callable[[TcpLink], None]) -> None:
+        """Do `step`; a peer that is lost, or sends garbage, costs its own jobs only."""
+        try:
+            step(link)
+        except BlockingIOError:
+            return
+        except PeerError as error:
+            self._fail_link(link, f"{type(error).__name__}: {link}: {error}")
+        except OSError as error:
+            self._fail_link(link, f"PeerLost: {link}: {error}")
+
+    def _fail_link(self, link: TcpLink, error: str, *, waiting: bool = False) -> None:
+        """Close the connection and fail the jobs that used it; the next ready job connects anew."""
+        jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
+        jobs.update((job.ticket, job) for job in self._shut_link(link))
+        for job in jobs.values():
+            self._ledger.finish(job, error)
+
+    def _shut_link(self, link: TcpLink) -> list[Job[TcpLink]]:
+        if link in self._open and link.sock is not None:
+            self._selector.unregister(link.sock)
+        self._open.discard(link)
+        return link.close()
+
+    def _watch(self, link: TcpLink) -> None:
+        """Tell the selector what to wait for, and start the deadline of a link that the peer has to move."""
+        if link not in self._open or link.sock is None:
+            return
+        reading = 0 if link.state is LinkState.CONNECTING else selectors.EVENT_READ
+        events = reading | (selectors.EVENT_WRITE if link.wants_write else 0)
+        if self._selector.get_key(link.sock).events != events:
+            self._selector.modify(link.sock, events, link)
+        if not link.is_busy:
+            link.deadline = None
+        elif link.deadline is None:
+            link.deadline = time.monotonic() + self._timeout_s
+
+    def _patience_s(self, now: float) -> float:
+        deadlines = [link.deadline for link in self._open if link.deadline is not None]
+        return max(0.0, min(self._schedule.wait_s(now), min(deadlines, default=now + IDLE_S) - now))
+
+    def _expire(self, now: float) -> None:
+        for link in [link for link in self._open if link.deadline is not None and link.deadline <= now]:
+            doing = "no connection" if link.state is LinkState.CONNECTING else "no progress"
+            self._fail_link(link, f"PeerLost: {link}: {doing} within {self._timeout_s:g} s")

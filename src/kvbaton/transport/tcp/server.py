@@ -1,0 +1,272 @@
+"""One thread that hands out this rank's memory to readers who know the token; it owns the port and every accepted socket.
+
+A connection is a small machine: greeting, then request head, pieces, reply, and again. While a reply is being sent nothing is
+read, so TCP itself holds back a reader that asks faster than it takes. What is no greeting and no request ends that
+connection only, and is counted.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import hmac
+import secrets
+import selectors
+import socket
+import threading
+import time
+
+from kvbaton.errors import ConfigError, ProtocolError, RangeError
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.runs import check_offsets
+from kvbaton.transport.schedule import IDLE_S
+from kvbaton.transport.tcp.sockets import tune
+from kvbaton.transport.tcp.wire import (
+    GREETING_BYTES,
+    MAX_TEXT_BYTES,
+    PIECE_BYTES,
+    REQUEST_BYTES,
+    TOKEN_BYTES,
+    Scatter,
+    Status,
+    is_greeting,
+    pack_greeting,
+    pack_reply,
+    unpack_pieces,
+    unpack_request,
+)
+from kvbaton.transport.wakeup import Wakeup
+
+__all__ = ["RegionServer"]
+
+_PORTS = range(20000, 32768)
+_PORT_TRIES = 200
+_ACCEPT_PAUSE_S = 0.2
+
+
+class _Phase(enum.Enum):
+    GREETING = enum.auto()
+    REQUEST = enum.auto()
+    PIECES = enum.auto()
+    REPLY = enum.auto()
+    LAST_REPLY = enum.auto()
+
+
+class _Reader:
+    """One accepted connection."""
+
+    def __init__(self, sock: socket.socket, region: Region, greeting: bytes, deadline: float) -> None:
+        self.sock = sock
+        self.deadline: float | None = deadline
+        self.phase = _Phase.GREETING
+        self._region = region
+        self._greeting = greeting
+        self._inbox = bytearray()
+        self._wanted = GREETING_BYTES
+        self._request_id = 0
+        self._reply = Scatter([])
+
+    @property
+    def is_replying(self) -> bool:
+        return self.phase in (_Phase.REPLY, _Phase.LAST_REPLY)
+
+    def on_readable(self) -> bool:
+        """Take what has come; False when the connection is over. Raises ProtocolError for garbage."""
+        data = self.sock.recv(self._wanted - len(self._inbox))
+        if not data:
+            return False
+        self._inbox += data
+        if len(self._inbox) == self._wanted:
+            message, self._inbox = self._inbox, bytearray()
+            self._on_message(message)
+        return True
+
+    def on_writable(self) -> bool:
+        """Send on; False when the connection is over."""
+        self._reply.advance(self.sock.sendmsg(self._reply.head()))
+        if self._reply.remaining_bytes:
+            return True
+        if self.phase is _Phase.LAST_REPLY:
+            return False
+        self._await(_Phase.REQUEST, REQUEST_BYTES)
+        return True
+
+    def owes(self) -> bool:
+        """Whether the other end must move on: it is in the middle of something."""
+        return self.phase is not _Phase.REQUEST or bool(self._inbox)
+
+    def _on_message(self, message: bytearray) -> None:
+        if self.phase is _Phase.GREETING:
+            self._on_greeting(message)
+        elif self.phase is _Phase.REQUEST:
+            self._request_id, count = unpack_request(message)
+            self._await(_Phase.PIECES, count * PIECE_BYTES)
+        else:
+            self._on_pieces(message)
+
+    def _on_greeting(self, message: bytearray) -> None:
+        if not is_greeting(message):
+            raise ProtocolError(f"no greeting: {bytes(message[:16])!r}")
+        if hmac.compare_digest(message, self._greeting):
+            self._answer(_Phase.REPLY, Status.OK, [])
+        else:
+            self._answer_text(
+                _Phase.LAST_REPLY, Status.REFUSED, "token or incarnation is not that of this process; fetch its card again"
+            )
+
+    def _on_pieces(self, message: bytearray) -> None:
+        pieces = unpack_pieces(message)
+        try:
+            check_offsets(pieces[:, 0], pieces[:, 1], self._region.region_bytes, "source")
+        except RangeError as error:
+            self._answer_text(_Phase.REPLY, Status.RANGE, str(error))
+            return
+        view = self._region.view
+        self._answer(_Phase.REPLY, Status.OK, [view[offset : offset + count] for offset, count in pieces.tolist()])
+
+    def _answer_text(self, phase: _Phase, status: Status, text: str) -> None:
+        self._answer(phase, status, [memoryview(text.encode()[:MAX_TEXT_BYTES])])
+
+    def _answer(self, phase: _Phase, status: Status, payload: list[memoryview]) -> None:
+        head = pack_reply(status, self._request_id, sum(len(piece) for piece in payload))
+        self._reply = Scatter([memoryview(head), *payload])
+        self.phase = phase
+
+    def _await(self, phase: _Phase, wanted: int) -> None:
+        self.phase = phase
+        self._wanted = wanted
+
+
+class RegionServer:
+    """Listens on `host` and `port`, and serves reads of `region` until `stop`. `garbage_total` counts bad connections."""
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        self._region = region
+        self._timeout_s = settings.timeout_s
+        self._max_readers = settings.max_peers
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._greeting = pack_greeting(self.token, settings.incarnation or "")
+        self.garbage_total = 0
+        self.refused_total = 0
+        self._listener = _listen(settings)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._readers: set[_Reader] = set()
+        self._accept_at = 0.0
+        self._stopping = Wakeup()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stopping.fd, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-server", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread and close every socket; False when the thread did not end within `timeout_s`."""
+        self._stopping.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        for reader in list(self._readers):
+            self._drop(reader)
+        self._selector.close()
+        self._listener.close()
+        self._stopping.close()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._patience_s(time.monotonic())):
+                if key.fd == self._stopping.fd:
+                    return
+                if isinstance(key.data, _Reader):
+                    self._serve(key.data)
+                else:
+                    self._accept()
+            self._expire(time.monotonic())
+
+    def _patience_s(self, now: float) -> float:
+        deadlines = [reader.deadline for reader in self._readers if reader.deadline is not None]
+        if self._accept_at:
+            deadlines.append(self._accept_at)
+        return min(IDLE_S, max(0.0, min(deadlines, default=now + IDLE_S) - now))
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._selector.unregister(self._listener)
+            self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
+            return
+        if len(self._readers) >= self._max_readers:
+            self.refused_total += 1
+            sock.close()
+            return
+        tune(sock)
+        reader = _Reader(sock, self._region, self._greeting, time.monotonic() + self._timeout_s)
+        self._readers.add(reader)
+        self._selector.register(sock, selectors.EVENT_READ, reader)
+
+    def _serve(self, reader: _Reader) -> None:
+        was_replying = reader.is_replying
+        try:
+            alive = reader.on_writable() if was_replying else reader.on_readable()
+        except BlockingIOError:
+            return
+        except OSError:
+            alive = False
+        except Exception:  # noqa: BLE001 - whatever a stranger sends costs its own connection, never this thread
+            self.garbage_total += 1
+            alive = False
+        if not alive:
+            self.refused_total += reader.phase is _Phase.LAST_REPLY
+            self._drop(reader)
+            return
+        reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
+        if reader.is_replying != was_replying:
+            self._selector.modify(reader.sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
+
+    def _expire(self, now: float) -> None:
+        for reader in [reader for reader in self._readers if reader.deadline is not None and reader.deadline <= now]:
+            self._drop(reader)
+        if self._accept_at and self._accept_at <= now:
+            self._accept_at = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _drop(self, reader: _Reader) -> None:
+        self._readers.discard(reader)
+        self._selector.unregister(reader.sock)
+        reader.sock.close()
+
+
+def _listen(settings: TransportSettings) -> socket.socket:
+    """A listening socket on the given port, or on one that is free. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"transport setting host is {settings.host!r}, which is no address of this machine: {error}"
+        ) from error
+    host = str(address[0])
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - refused, not bound
+        raise ConfigError(f"transport setting host is {settings.host!r}; name the address under which peers reach this machine")
+    start = secrets.randbelow(len(_PORTS))
+    ports = [settings.port] if settings.port else [_PORTS[(start + n) % len(_PORTS)] for n in range(_PORT_TRIES)]
+    reason = ""
+    for port in ports:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port, *address[2:]))
+            sock.listen(128)
+        except OSError as error:
+            reason = str(error)
+            sock.close()
+            if error.errno != errno.EADDRINUSE:
+                break
+        else:
+            sock.setblocking(False)
+            return sock
+    raise ConfigError(
+        f"transport settings host {settings.host!r} and port {settings.port or 'any'} cannot be listened on: {reason}"
+    )

@@ -1,0 +1,59 @@
+"""The tcp transport: this side's mover reads from the peer's server, so nobody but this side writes its memory."""
+
+from __future__ import annotations
+
+import socket
+
+from kvbaton.errors import TransportError
+from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.tcp.link import TcpLink
+from kvbaton.transport.tcp.mover import TcpMover
+from kvbaton.transport.tcp.server import RegionServer
+from kvbaton.transport.tcp.wire import TOKEN_BYTES, pack_greeting
+
+__all__ = ["TcpTransport"]
+
+
+class TcpTransport(QueuedTransport[TcpLink]):
+    """Listens on a port of its own for readers of this rank's region, and reads from other ranks' ports."""
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        self._server = RegionServer(region, settings)
+        ledger: Ledger[TcpLink] = Ledger(region, settings)
+        super().__init__(region, settings, ledger, TcpMover(ledger, region, settings))
+
+    @property
+    def name(self) -> str:
+        """`tcp`."""
+        return "tcp"
+
+    @property
+    def garbage_total(self) -> int:
+        """Connections that were closed because what came was no message of ours."""
+        return self._server.garbage_total
+
+    @property
+    def refused_total(self) -> int:
+        """Connections that were refused: a wrong token or incarnation, or too many at once."""
+        return self._server.refused_total
+
+    def _details(self) -> dict[str, str | int]:
+        return {"host": self._server.host, "port": self._server.port, "token": self._server.token.hex()}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> TcpLink:
+        host, port = detail(endpoint, "host", str), detail(endpoint, "port", int)
+        try:
+            token = bytes.fromhex(detail(endpoint, "token", str))
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        except (ValueError, OSError, OverflowError) as error:
+            raise TransportError(f"tcp endpoint: host {host!r}, port {port} or token is not usable: {error}") from error
+        if len(token) != TOKEN_BYTES or not 0 < port < 65536:
+            raise TransportError(f"tcp endpoint: port is {port}, token has {len(token)} bytes; fetch its card again")
+        incarnation = str(endpoint.details.get("incarnation", ""))
+        return TcpLink(peer, found[0], found[4], pack_greeting(token, incarnation))
+
+    def _release(self) -> None:
+        if not self._server.stop(self._settings.timeout_s):
+            raise TransportError(f"the tcp server did not end within {self._settings.timeout_s:g} s; its memory is still read")

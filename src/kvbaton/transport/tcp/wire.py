@@ -1,0 +1,146 @@
+"""The format of the tcp transport: a greeting, then requests for pieces of the owner's region and replies with their bytes.
+
+All numbers are little-endian. A greeting carries the secret token of the endpoint and a digest of the incarnation that the
+reader means, so that a restarted process on the same port refuses readers of the earlier one. Every request, and the greeting,
+is answered by one reply in order; a reply with another status than OK carries a text instead of bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbaton.errors import ProtocolError
+from kvbaton.transport.base import Runs
+from kvbaton.transport.runs import MAX_SLICE_RUNS
+
+__all__ = [
+    "GREETING_BYTES",
+    "MAX_REPLY_BYTES",
+    "MAX_TEXT_BYTES",
+    "PIECE_BYTES",
+    "REPLY_BYTES",
+    "REQUEST_BYTES",
+    "TOKEN_BYTES",
+    "Reply",
+    "Scatter",
+    "Status",
+    "is_greeting",
+    "pack_greeting",
+    "pack_reply",
+    "pack_request",
+    "unpack_pieces",
+    "unpack_reply",
+    "unpack_request",
+]
+
+TOKEN_BYTES = 16
+MAX_TEXT_BYTES = 512
+MAX_REPLY_BYTES = 64 << 20
+"""Most bytes that one request may ask for."""
+
+_MAGIC = b"KVBATON\x01"
+_REQUEST = struct.Struct("<4sIQ")
+_REQUEST_MARK = b"READ"
+_REPLY = struct.Struct("<4sIQQ")
+_REPLY_MARK = b"DATA"
+
+GREETING_BYTES = len(_MAGIC) + TOKEN_BYTES + 16
+REQUEST_BYTES = _REQUEST.size
+REPLY_BYTES = _REPLY.size
+PIECE_BYTES = 16
+
+
+class Status(enum.IntEnum):
+    """How a request was answered."""
+
+    OK = 0
+    REFUSED = 1
+    RANGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The head of a reply; `payload_bytes` follow it."""
+
+    status: Status
+    request_id: int
+    payload_bytes: int
+
+
+def pack_greeting(token: bytes, incarnation: str) -> bytes:
+    """The first bytes of a connection."""
+    return _MAGIC + token + hashlib.blake2b(incarnation.encode(), digest_size=16).digest()
+
+
+def is_greeting(data: bytes | bytearray) -> bool:
+    """Whether the first bytes of a connection come from this protocol and version."""
+    return data.startswith(_MAGIC)
+
+
+def pack_request(request_id: int, runs: Runs) -> bytes:
+    """Ask for the source side of `runs`, in their order."""
+    pieces = np.ascontiguousarray(runs[:, 0:3:2]).astype("<u8", copy=False)
+    return _REQUEST.pack(_REQUEST_MARK, len(runs), request_id) + pieces.tobytes()
+
+
+def unpack_request(data: bytes | bytearray) -> tuple[int, int]:
+    """Request id and number of pieces; raises ProtocolError for anything else."""
+    mark, count, request_id = _REQUEST.unpack(data)
+    if mark != _REQUEST_MARK or not 0 < count <= MAX_SLICE_RUNS:
+        raise ProtocolError(f"no request: mark {mark!r}, {count} pieces (1 to {MAX_SLICE_RUNS} are allowed)")
+    return request_id, count
+
+
+def unpack_pieces(data: bytes | bytearray) -> Runs:
+    """The pieces of a request, shape (n, 2): offset, bytes. Raises ProtocolError when they ask for too much."""
+    pieces = np.frombuffer(bytes(data), "<u8").reshape(-1, 2).astype(np.uint64, copy=False)
+    total = sum(pieces[:, 1].tolist())
+    if total > MAX_REPLY_BYTES:
+        raise ProtocolError(f"one request asks for {total} bytes; at most {MAX_REPLY_BYTES} are allowed")
+    return pieces
+
+
+def pack_reply(status: Status, request_id: int, payload_bytes: int) -> bytes:
+    """The head of a reply."""
+    return _REPLY.pack(_REPLY_MARK, status, request_id, payload_bytes)
+
+
+def unpack_reply(data: bytes | bytearray) -> Reply:
+    """Read the head of a reply; raises ProtocolError for anything else."""
+    mark, status, request_id, payload_bytes = _REPLY.unpack(data)
+    if mark != _REPLY_MARK or status not in iter(Status):
+        raise ProtocolError(f"no reply: mark {mark!r}, status {status}")
+    if status != Status.OK and payload_bytes > MAX_TEXT_BYTES:
+        raise ProtocolError(
+            f"a reply with status {status} has {payload_bytes} bytes of text; at most {MAX_TEXT_BYTES} are allowed"
+        )
+    return Reply(Status(status), request_id, payload_bytes)
+
+
+class Scatter:
+    """Pieces of memory that are sent or filled in order, however few bytes the socket takes at a time."""
+
+    def __init__(self, pieces: list[memoryview]) -> None:
+        self._pieces = [piece for piece in pieces if len(piece)]
+        self._index = 0
+        self.remaining_bytes = sum(len(piece) for piece in pieces)
+
+    def head(self, count: int = 256) -> list[memoryview]:
+        """The next pieces, at most `count`."""
+        return self._pieces[self._index : self._index + count]
+
+    def advance(self, count: int) -> None:
+        """Leave the first `count` bytes behind."""
+        self.remaining_bytes -= count
+        while count:
+            piece = self._pieces[self._index]
+            if count < len(piece):
+                self._pieces[self._index] = piece[count:]
+                return
+            count -= len(piece)
+            self._index += 1

@@ -1,0 +1,53 @@
+"""A file descriptor that is readable exactly while something waits to be noticed."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+__all__ = ["Wakeup"]
+
+
+class Wakeup:
+    """A flag with a file descriptor: readable while set. Safe to use from any thread, also after `close`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to wait on; -1 once closed."""
+        return self._read_fd
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        with self._lock:
+            if not self._is_set and self._write_fd >= 0:
+                os.write(self._write_fd, b"\0")
+                self._is_set = True
+
+    def clear(self) -> None:
+        """Make the descriptor unreadable again."""
+        with self._lock:
+            if self._is_set and self._read_fd >= 0:
+                os.read(self._read_fd, 1)
+                self._is_set = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until set, at most `timeout_s`."""
+        poller = select.poll()
+        poller.register(self._read_fd, select.POLLIN)
+        poller.poll(max(0.0, timeout_s) * 1000)
+
+    def close(self) -> None:
+        """Give the descriptors back. Idempotent."""
+        with self._lock:
+            fds, self._read_fd, self._write_fd = (self._read_fd, self._write_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)

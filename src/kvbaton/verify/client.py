@@ -1,0 +1,63 @@
+"""Asks one server for one completion and reads the answer token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvbaton.errors import PeerError, PeerLost, ProtocolError
+from kvbaton.verify.compare import Answer
+
+__all__ = ["Reply", "ask"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, and what the server recorded about it (empty when it recorded nothing)."""
+
+    answer: Answer
+    record: dict[str, Any]
+
+
+async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tuple[int, ...], max_tokens: int) -> Reply:
+    """One greedy completion with logprobs; raises PeerError in words when the server does not give one."""
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+    }
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise PeerError(f"HTTP {response.status}: {(await response.text())[:300]}")
+            document = await response.json()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
+    except ValueError as error:
+        raise ProtocolError(f"{url} answered 200 with something that is no JSON: {error}") from error
+    return _read(document)
+
+
+def _read(document: Any) -> Reply:
+    try:
+        choice = document["choices"][0]
+        logprobs = choice["logprobs"]
+        tokens = tuple(int(token.removeprefix("token_id:")) for token in logprobs["tokens"])
+        values = tuple(float(value) for value in logprobs["token_logprobs"])
+        gaps = tuple(_gap(candidates) for candidates in logprobs["top_logprobs"])
+        if not len(tokens) == len(values) == len(gaps):
+            raise ValueError(f"{len(tokens)} tokens, {len(values)} logprobs, {len(gaps)} lists of candidates")
+        answer = Answer(tokens, values, gaps, str(choice["finish_reason"]))
+        return Reply(answer, dict(document.get("kvbaton") or {}))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the answer has no logprobs in the expected form: {error!r}") from error
+
+
+def _gap(candidates: dict[str, float]) -> float:
+    best = sorted(candidates.values(), reverse=True)
+    return best[0] - best[1] if len(best) > 1 else float("inf")

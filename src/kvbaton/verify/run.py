@@ -1,0 +1,133 @@
+"""Runs a verification: starts a P/D pair and a single instance, sends the same requests to both, compares the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import aiohttp
+
+from kvbaton.engines.embedded.weights import load_model
+from kvbaton.errors import PeerError
+from kvbaton.launch.fleet import Fleet
+from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, router_part
+from kvbaton.launch.ports import PortPicker
+from kvbaton.verify.client import Reply, ask
+from kvbaton.verify.compare import compare
+from kvbaton.verify.report import Report, RequestRow, make_report
+from kvbaton.verify.workload import make_prompts
+
+__all__ = ["VerifySettings", "run_verify"]
+
+_HEALTHY_WITHIN_S = 180.0
+_REQUEST_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """What to verify, and how much of it."""
+
+    model: str = "smollm2"
+    transport: str = "local"
+    requests: int = 40
+    concurrency: int = 8
+    prefill: int = 1
+    decode: int = 1
+    max_tokens: int = 16
+    longest_prompt: int = 1500
+    seed: int = 0
+    drop_writes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    pair_url: str
+    single_url: str
+    model: str
+
+
+def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
+    """Do it; raises KVBatonError when it could not be run at all."""
+    loaded = load_model(settings.model, progress=say)
+    longest = min(settings.longest_prompt, loaded.config.context_tokens - settings.max_tokens)
+    prompts = make_prompts(lambda text: loaded.tokenizer.encode(text), settings.requests, settings.seed, longest)
+    with Fleet() as fleet:
+        say("starting a router, a prefill, a decode and a single instance")
+        servers = _start(fleet, settings, loaded.name)
+        say(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
+        rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+    return make_report(asdict(settings), rows)
+
+
+def _start(fleet: Fleet, settings: VerifySettings, model: str) -> _Servers:
+    ports = PortPicker()
+    router_port, discovery_port = ports.pick(), ports.pick()
+    engines = settings.prefill + settings.decode + 1
+    extra = ("--poison", "--drop-writes") if settings.drop_writes else ("--poison",)
+    options = InstanceOptions(settings.model, settings.transport, engines, extra)
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+    for part in pair_parts(settings.prefill, settings.decode, options, ports, discovery_port):
+        fleet.start(part)
+    single, single_url = instance_part("single", "both", options, ports)
+    fleet.start(single)
+    fleet.wait_healthy(_HEALTHY_WITHIN_S)
+    return _Servers(f"http://127.0.0.1:{router_port}", single_url, model)
+
+
+async def _send_all(
+    servers: _Servers, prompts: list[tuple[int, ...]], settings: VerifySettings, on_row: Callable[[RequestRow], None]
+) -> list[RequestRow]:
+    gate = asyncio.Semaphore(settings.concurrency)
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def one(index: int) -> RequestRow:
+            async with gate:
+                row = await _send_one(session, servers, index, prompts[index], settings.max_tokens)
+            on_row(row)
+            return row
+
+        return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+
+
+async def _send_one(
+    session: aiohttp.ClientSession, servers: _Servers, index: int, prompt: tuple[int, ...], max_tokens: int
+) -> RequestRow:
+    single, pair = await asyncio.gather(
+        ask(session, servers.single_url, servers.model, prompt, max_tokens),
+        ask(session, servers.pair_url, servers.model, prompt, max_tokens),
+        return_exceptions=True,
+    )
+    for reply in (single, pair):
+        if isinstance(reply, BaseException) and not isinstance(reply, PeerError):
+            raise reply
+    if isinstance(single, Reply) and isinstance(pair, Reply):
+        return _row(index, prompt, single, pair)
+    side, error = ("single instance", single) if isinstance(single, BaseException) else ("P/D pair", pair)
+    return _failed_row(index, prompt, f"{side}: {error}")
+
+
+def _row(index: int, prompt: tuple[int, ...], single: Reply, pair: Reply) -> RequestRow:
+    comparison = compare(single.answer, pair.answer)
+    record = pair.record
+    return RequestRow(
+        request=index,
+        prompt_tokens=len(prompt),
+        output_tokens=len(pair.answer.tokens),
+        verdict=comparison.verdict,
+        detail=comparison.detail,
+        handed_off=bool(record.get("handed_off")),
+        recomputed=bool(record.get("recomputed")),
+        cached_tokens=int(record.get("cached_tokens", 0)),
+        bytes_planned=int(record.get("bytes_planned", 0)),
+        bytes_moved=int(record.get("bytes_moved", 0)),
+        handoff_s=float(record.get("handoff_s", 0.0)),
+        handover_s=float(record.get("handover_s", 0.0)),
+        largest_difference=comparison.largest_difference,
+    )
+
+
+def _failed_row(index: int, prompt: tuple[int, ...], detail: str) -> RequestRow:
+    return RequestRow(index, len(prompt), 0, "failed", detail, False, False, 0, 0, 0, 0.0, 0.0, 0.0)

@@ -1,0 +1,1 @@
+"""Makes the helpers in this directory importable by every test."""

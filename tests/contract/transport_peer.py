@@ -1,0 +1,39 @@
+"""The other side of the transport contract, as a process of its own: a region with a known content, until stdin ends."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.choose import open_transport
+
+__all__ = ["POISON", "content"]
+
+POISON = 0xA5
+"""What target memory holds before a batch; no byte of `content` has this value."""
+
+
+def content(seed: int, count: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a source region."""
+    period = np.random.default_rng(seed).integers(0, POISON, 1_000_003, dtype=np.uint8)
+    return np.resize(period, count)
+
+
+def main() -> None:
+    """Serve one region; the endpoint goes to stdout as one line of JSON."""
+    kind, host, count, seed, incarnation = sys.argv[1:]
+    region = Region.of(content(int(seed), int(count)))
+    transport = open_transport(kind, region, TransportSettings(incarnation=Incarnation(incarnation), host=host))
+    sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

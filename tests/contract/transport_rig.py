@@ -1,0 +1,181 @@
+"""What the transport contract needs from each transport: a target side here, and sources to read from, in other processes."""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from transport_peer import POISON, content
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    PeerRank,
+    Region,
+    Runs,
+    Ticket,
+    Transport,
+    TransportSettings,
+)
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+
+__all__ = ["PATIENCE_S", "Rig", "Source", "Target", "make_runs", "wait_until"]
+
+PATIENCE_S = 30.0
+_PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`; fails the test when it does not come."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.0005)
+
+
+def make_runs(*rows: tuple[int, int, int]) -> Runs:
+    """Runs from rows of source offset, target offset, bytes."""
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+@dataclass
+class Source:
+    """A peer with a region of known content."""
+
+    peer: PeerRank
+    endpoint: Endpoint
+    content: npt.NDArray[np.uint8]
+    kill: Callable[[], None]
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop(self) -> None:
+        """Make the process stand still."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+
+@dataclass
+class Target:
+    """This side: poisoned memory and the transport over it."""
+
+    memory: npt.NDArray[np.uint8]
+    transport: Transport
+
+    def post(self, source: Source, runs: Runs, after: AfterEvent | None = None) -> Ticket:
+        """Read `runs` from `source`."""
+        return self.transport.post(Batch(source.peer, Direction.READ, runs), after)
+
+    def wait(self, count: int = 1) -> list[Completion]:
+        """The next `count` completions, in order of arrival."""
+        found: list[Completion] = []
+        while len(found) < count:
+            assert select.select([self.transport.wakeup_fd], [], [], PATIENCE_S)[0], f"{len(found)} of {count} completions came"
+            found += self.transport.poll()
+        assert len(found) == count
+        return found
+
+    def read(self, source: Source, runs: Runs) -> Completion:
+        """Post `runs` and wait for the completion."""
+        ticket = self.post(source, runs)
+        completion = self.wait()[0]
+        assert completion.ticket == ticket
+        return completion
+
+    def is_readable(self) -> bool:
+        """Whether the wake-up descriptor is readable now."""
+        return bool(select.select([self.transport.wakeup_fd], [], [], 0)[0])
+
+    def holds(self, source: Source, runs: Runs) -> bool:
+        """Whether memory is what it should be after `runs`, poison everywhere else included."""
+        expected = np.full_like(self.memory, POISON)
+        for at, to, count in runs.tolist():
+            expected[to : to + count] = source.content[at : at + count]
+        return np.array_equal(self.memory, expected)
+
+
+@dataclass
+class Rig:
+    """Makes targets and sources for one kind of transport, and takes them down again."""
+
+    kind: str
+    hub: MemoryHub = field(default_factory=MemoryHub)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _made: int = 0
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether sources are processes of their own."""
+        return self.kind in ("local", "tcp")
+
+    def target(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Target:
+        """A poisoned region with its transport."""
+        memory = np.full(region_bytes, POISON, np.uint8)
+        transport = self._open(Region.of(memory), TransportSettings(incarnation=Incarnation("target"), **settings), faults)
+        self._undo.append(transport.close)
+        return Target(memory, transport)
+
+    def source(self, region_bytes: int, seed: int = 1, host: str = "127.0.0.1") -> Source:
+        """A peer to read from, on its own."""
+        self._made += 1
+        peer = PeerRank(Incarnation(f"source{self._made}"))
+        return self._spawn(peer, region_bytes, seed, host) if self.has_processes else self._seat(peer, region_bytes, seed)
+
+    def pair(self, region_bytes: int, **settings: Any) -> tuple[Target, Source]:
+        """A target and a source of equal size, connected."""
+        target, source = self.target(region_bytes, **settings), self.source(region_bytes)
+        target.transport.connect(source.peer, source.endpoint)
+        return target, source
+
+    def take_down(self) -> None:
+        """Close and kill everything, latest first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
+        if self.has_processes:
+            inner = open_transport(self.kind, region, settings)
+        else:
+            inner = MemoryTransport(region, self.hub, settings)
+        if faults is None and self.kind != "faulty":
+            return inner
+        return FaultyTransport(inner, region, faults or Faults())
+
+    def _seat(self, peer: PeerRank, region_bytes: int, seed: int) -> Source:
+        bytes_there = content(seed, region_bytes)
+        transport = MemoryTransport(Region.of(bytes_there), self.hub, TransportSettings(incarnation=peer.incarnation))
+        self._undo.append(transport.close)
+        return Source(peer, transport.endpoint(), bytes_there, transport.close)
+
+    def _spawn(self, peer: PeerRank, region_bytes: int, seed: int, host: str) -> Source:
+        command = [sys.executable, str(_PEER_SCRIPT), self.kind, host, str(region_bytes), str(seed), peer.incarnation]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+        def kill() -> None:
+            process.kill()
+            process.communicate(timeout=PATIENCE_S)
+
+        self._undo.append(kill)
+        assert process.stdout is not None
+        endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
+        return Source(peer, endpoint, content(seed, region_bytes), kill, process)

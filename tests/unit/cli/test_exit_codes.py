@@ -1,0 +1,120 @@
+"""Exit codes of the command line: 2 with one clear line, and never a traceback, for whatever cannot be run."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbaton import __version__
+from kvbaton.cli.main import main
+from kvbaton.launch.ports import PortPicker
+
+
+def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["kvbaton", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    return Refusal(monkeypatch, capsys)
+
+
+class Refusal:
+    """Runs a command that must exit with 2, and gives what it said on standard error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> str:
+        assert _exit_code(self._monkeypatch, *arguments) == 2
+        said = self._capsys.readouterr()
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        return said.err
+
+
+def test_help_and_version_are_all_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(monkeypatch, "--version") == 0
+    assert __version__ in capsys.readouterr().out
+    assert _exit_code(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("up", "verify", "serve", "router", "bench"))
+
+
+@pytest.mark.parametrize("command", ["up", "verify", "serve", "router"])
+def test_an_unknown_option_is_refused_by_name(refusal: Refusal, command: str) -> None:
+    assert "--bogus" in refusal(command, "--bogus")
+
+
+def test_an_unknown_command_is_refused_by_name(refusal: Refusal) -> None:
+    assert "frobnicate" in refusal("frobnicate")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("verify", "--transport", "pigeon"), "pigeon"),
+        (("verify", "--requests", "many"), "many"),
+        (("verify", "--requests", "0"), "--requests is 0"),
+        (("verify", "--concurrency", "-1"), "--concurrency is -1"),
+        (("verify", "--longest-prompt", "0"), "--longest-prompt is 0"),
+        (("up", "--prefill", "0"), "--prefill is 0"),
+        (("up", "--decode", "-2"), "--decode is -2"),
+        (("up", "--port", "99999"), "--port is 99999"),
+        (("serve", "--role", "onlooker"), "onlooker"),
+        (("serve", "--port", "0"), "--port is 0"),
+        (("serve", "--control-port", "70000"), "--control-port is 70000"),
+        (("serve", "--threads", "0"), "--threads is 0"),
+        (("serve", "--model", "tiny", "--transfer-timeout", "60", "--defer-timeout", "60"), "defer_timeout (60 s)"),
+        (("router", "--port", "70000"), "port is 70000"),
+        (("router", "--port", "12345", "--discovery-port", "12345"), "12345"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(refusal: Refusal, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refusal(*arguments)
+
+
+@pytest.mark.parametrize("command", ["up", "verify", "serve"])
+def test_a_missing_model_is_refused_by_path(refusal: Refusal, command: str, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.gguf"
+    port = str(PortPicker().pick())
+    arguments = () if command == "verify" else ("--port", port)
+    said = refusal(command, "--model", str(path), *arguments)
+    assert f"error: model '{path}' does not exist" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all" * 100])
+def test_a_broken_model_file_is_refused_by_path(refusal: Refusal, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    assert str(path) in refusal("verify", "--model", str(path))
+
+
+def test_an_empty_model_directory_is_refused_by_path(refusal: Refusal, tmp_path: Path) -> None:
+    assert str(tmp_path) in refusal("verify", "--model", str(tmp_path))
+
+
+def test_a_port_in_use_is_refused_by_number(refusal: Refusal) -> None:
+    ports = PortPicker()
+    taken, free = ports.pick(), ports.pick()
+    with socket.create_server(("127.0.0.1", taken)):
+        for arguments in (
+            ("up", "--model", "tiny", "--port", str(taken)),
+            ("router", "--port", str(taken), "--discovery-port", str(free)),
+            ("router", "--port", str(free), "--discovery-port", str(taken)),
+            ("serve", "--model", "tiny", "--port", str(taken), "--control-port", str(free)),
+            ("serve", "--model", "tiny", "--port", str(free), "--control-port", str(taken)),
+        ):
+            said = refusal(*arguments)
+            assert str(taken) in said
+            assert "in use" in said

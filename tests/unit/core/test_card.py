@@ -1,0 +1,107 @@
+"""Cards: which pairs of instances may hand off, and that a refusal names the field and both values, ours first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from caches import compact_group, layout_of
+
+from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
+from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import Incompatible
+
+
+def _card(**changes: Any) -> Card:
+    fields: dict[str, Any] = {
+        "incarnation": Incarnation("a1"),
+        "model": "tiny",
+        "fingerprint": "f00d",
+        "shape": "tp1",
+        "ranks": (RankCard(0, layout_of(compact_group()), ()),),
+        "process": ProcessId("host", 1, 2),
+        "hold_s": 60.0,
+        "give_up_s": 30.0,
+    }
+    return Card(**(fields | changes))
+
+
+def _refusal(source: Card, target: Card, ours: Card) -> Incompatible:
+    with pytest.raises(Incompatible) as caught:
+        check_compatible(source, target, ours=ours)
+    return caught.value
+
+
+def test_a_fitting_pair_passes_on_both_sides() -> None:
+    source, target = _card(incarnation=Incarnation("a1")), _card(incarnation=Incarnation("b2"))
+    check_compatible(source, target, ours=source)
+    check_compatible(source, target, ours=target)
+
+
+def test_numbers_of_blocks_may_differ() -> None:
+    small = _card(ranks=(RankCard(0, layout_of(compact_group(blocks=3)), ()),))
+    check_compatible(small, _card(), ours=small)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "theirs_shown"),
+    [
+        ({"protocol": PROTOCOL + 1}, "protocol", str(PROTOCOL + 1)),
+        ({"fingerprint": "beef", "model": "tiny:1"}, "model", "tiny:1 (beef)"),
+        ({"shape": "tp2"}, "shape", "tp2"),
+        ({"ranks": ()}, "number of ranks", 0),
+    ],
+)
+def test_a_difference_is_refused_with_the_field_and_both_values(
+    change: dict[str, Any], field: str, theirs_shown: object
+) -> None:
+    ours, theirs = _card(), _card(**change)
+    for source, target in ((ours, theirs), (theirs, ours)):
+        here = _refusal(source, target, ours)
+        there = _refusal(source, target, theirs)
+        assert here.field == field
+        assert here.theirs == theirs_shown
+        assert (there.ours, there.theirs) == (here.theirs, here.ours)
+        assert str(here.ours) in str(here)
+        assert str(here.theirs) in str(here)
+
+
+def test_the_same_weights_under_another_name_pass() -> None:
+    check_compatible(_card(model="mine"), _card(model="yours"), ours=_card(model="mine"))
+
+
+@pytest.mark.parametrize(("hold_s", "give_up_s"), [(30.0, 30.0), (29.0, 30.0), (float("nan"), 30.0), (60.0, float("nan"))])
+def test_a_source_that_holds_no_longer_than_the_target_waits_is_refused(hold_s: float, give_up_s: float) -> None:
+    source, target = _card(hold_s=hold_s), _card(give_up_s=give_up_s)
+    for ours in (source, target):
+        refusal = _refusal(source, target, ours)
+        assert f"hold_s {hold_s}" in str(refusal)
+        assert f"give_up_s {give_up_s}" in str(refusal)
+
+
+def test_only_the_source_has_to_hold_and_only_the_target_to_give_up() -> None:
+    check_compatible(_card(give_up_s=1e9), _card(hold_s=0.0), ours=_card())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_is_checked(rank: int) -> None:
+    fine = RankCard(0, layout_of(compact_group()), ())
+    other = RankCard(0, layout_of(compact_group(head_size=8)), ())
+    ranks = [fine, fine]
+    ranks[rank] = other
+    ours, theirs = _card(ranks=(fine, fine)), _card(ranks=tuple(ranks))
+    refusal = _refusal(theirs, ours, ours)
+    assert (refusal.field, refusal.ours, refusal.theirs) == ("layout group 0 head_size", 3, 8)
+
+
+def test_a_layout_difference_names_ours_first_at_the_source_too() -> None:
+    ours = _card()
+    theirs = _card(ranks=(RankCard(0, layout_of(compact_group(head_size=8)), ()),))
+    refusal = _refusal(ours, theirs, ours)
+    assert (refusal.ours, refusal.theirs) == (3, 8)
+
+
+def test_a_card_survives_the_wire() -> None:
+    card = _card()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=Card) == card

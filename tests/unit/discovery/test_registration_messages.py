@@ -1,0 +1,164 @@
+"""The registration message: the exact form on the wire, and a decoder that no bytes can break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.discovery.messages import (
+    Cause,
+    InstanceType,
+    Malformed,
+    Registration,
+    TransferMode,
+    check_http_address,
+    decode_registration,
+    encode_registration,
+)
+
+VERBATIM: dict[str, Any] = {
+    "type": "P",
+    "http_address": "127.0.0.1:8101",
+    "zmq_address": "host:127.0.0.1,handshake:6301,notify:6105",
+    "dp_size": 1,
+    "tp_size": 1,
+    "transfer_mode": "WRITE",
+}
+
+
+def decode(fields: Any) -> Registration | Malformed:
+    return decode_registration(msgspec.msgpack.encode(fields))
+
+
+def decode_bad(fields: Any) -> Malformed:
+    got = decode(fields)
+    assert isinstance(got, Malformed)
+    return got
+
+
+def test_the_message_of_a_foreign_instance_is_understood() -> None:
+    got = decode(VERBATIM)
+    assert got == Registration(
+        type=InstanceType.PREFILL,
+        http_address="127.0.0.1:8101",
+        zmq_address="host:127.0.0.1,handshake:6301,notify:6105",
+        transfer_mode=TransferMode.WRITE,
+    )
+
+
+def test_ours_is_one_map_with_the_real_routers_keys_first() -> None:
+    ours = decode({**VERBATIM, "incarnation": "i1", "model": "m", "fingerprint": "f"})
+    assert isinstance(ours, Registration)
+    sent = msgspec.msgpack.decode(encode_registration(ours))
+    assert sent == {**VERBATIM, "incarnation": "i1", "model": "m", "fingerprint": "f"}
+    assert list(sent)[:6] == list(VERBATIM)
+
+
+def test_goodbye_is_marked_and_comes_back() -> None:
+    ours = decode({**VERBATIM, "bye": True})
+    assert isinstance(ours, Registration)
+    assert ours.bye
+    assert decode_registration(encode_registration(ours)) == ours
+
+
+def test_sizes_default_to_one_and_unknown_keys_are_ignored() -> None:
+    fields = {k: v for k, v in VERBATIM.items() if k not in ("dp_size", "tp_size")}
+    got = decode({**fields, "colour": [1, {"deep": None}]})
+    assert isinstance(got, Registration)
+    assert (got.dp_size, got.tp_size) == (1, 1)
+
+
+@pytest.mark.parametrize("field", ["type", "http_address", "zmq_address", "transfer_mode"])
+def test_a_missing_field_is_named(field: str) -> None:
+    got = decode_bad({k: v for k, v in VERBATIM.items() if k != field})
+    assert (got.cause, got.field) == (Cause.MISSING_FIELD, field)
+    assert field in str(got)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("type", "p", Cause.UNKNOWN_TYPE),
+        ("type", "HELLO", Cause.UNKNOWN_TYPE),
+        ("type", None, Cause.WRONG_TYPE),
+        ("http_address", 8000, Cause.WRONG_TYPE),
+        ("http_address", "", Cause.WRONG_VALUE),
+        ("http_address", "http://127.0.0.1:8101", Cause.WRONG_VALUE),
+        ("http_address", "127.0.0.1", Cause.WRONG_VALUE),
+        ("http_address", "127.0.0.1:0", Cause.WRONG_VALUE),
+        ("http_address", "127.0.0.1:65536", Cause.WRONG_VALUE),
+        ("http_address", "user@127.0.0.1:80", Cause.WRONG_VALUE),
+        ("http_address", "a b:80", Cause.WRONG_VALUE),
+        ("http_address", "::1:80", Cause.WRONG_VALUE),
+        ("http_address", "h" * 600 + ":80", Cause.WRONG_VALUE),
+        ("zmq_address", b"host:h,handshake:1,notify:1", Cause.WRONG_TYPE),
+        ("zmq_address", "host:h,handshake:1", Cause.WRONG_VALUE),
+        ("zmq_address", "host:h,handshake:x,notify:1", Cause.WRONG_VALUE),
+        ("zmq_address", "host:h,handshake:1,notify:1\nX-Evil: 1", Cause.WRONG_VALUE),
+        ("zmq_address", "host:h___decode_addr_,handshake:1,notify:1", Cause.WRONG_VALUE),
+        ("dp_size", "1", Cause.WRONG_TYPE),
+        ("dp_size", 1.0, Cause.WRONG_TYPE),
+        ("dp_size", None, Cause.WRONG_TYPE),
+        ("tp_size", True, Cause.WRONG_TYPE),
+        ("tp_size", 0, Cause.WRONG_VALUE),
+        ("tp_size", -1, Cause.WRONG_VALUE),
+        ("tp_size", 2**40, Cause.WRONG_VALUE),
+        ("transfer_mode", "write", Cause.WRONG_VALUE),
+        ("incarnation", 7, Cause.WRONG_TYPE),
+        ("model", "line\nbreak", Cause.WRONG_VALUE),
+        ("bye", "yes", Cause.WRONG_TYPE),
+    ],
+)
+def test_a_wrong_value_is_named(field: str, value: object, cause: Cause) -> None:
+    got = decode_bad({**VERBATIM, field: value})
+    assert (got.cause, got.field) == (cause, field)
+    assert str(got).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b'{"type":"P"}', b"HELLO", msgspec.msgpack.encode(["P", "h:1", "z"])])
+def test_what_is_no_map_is_said_to_be_none(frame: bytes) -> None:
+    got = decode_registration(frame)
+    assert isinstance(got, Malformed)
+    assert got.cause is Cause.NOT_A_MAP
+
+
+def test_deep_nesting_and_trailing_bytes_are_refused() -> None:
+    for frame in (b"\x81\xa1a" + b"\x91" * 100_000, msgspec.msgpack.encode(VERBATIM) + b"\x00"):
+        assert isinstance(decode_registration(frame), Malformed)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:80", "node-7.example:65535"])
+def test_usable_http_addresses(address: str) -> None:
+    assert check_http_address(address) is None
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_the_decoder(frame: bytes) -> None:
+    assert isinstance(decode_registration(frame), Registration | Malformed)
+
+
+@given(st.dictionaries(st.sampled_from([*VERBATIM, "incarnation", "model", "fingerprint", "bye", "x"]), _VALUES))
+def test_no_values_break_the_decoder_and_what_passes_is_usable(changes: dict[str, Any]) -> None:
+    got = decode({**VERBATIM, **changes})
+    if isinstance(got, Registration):
+        assert check_http_address(got.http_address) is None
+        assert got.zmq_address.isprintable()
+        assert decode_registration(encode_registration(got)) == got
+
+
+@given(st.integers(0, 120), st.integers(0, 255))
+def test_one_wrong_byte_breaks_nothing(position: int, value: int) -> None:
+    frame = bytearray(msgspec.msgpack.encode(VERBATIM))
+    frame[position % len(frame)] = value
+    assert isinstance(decode_registration(bytes(frame)), Registration | Malformed)

@@ -1,0 +1,211 @@
+"""The registry: who is live when, who replaces whom, and who is refused. Time is an argument."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.registry import Left, Refreshed, Refused, Registered, Registry, Replaced
+
+
+def message(
+    kind: str = "P",
+    port: int = 8101,
+    *,
+    control: int = 6301,
+    incarnation: str = "one",
+    mode: TransferMode = TransferMode.READ,
+    model: str = "m",
+    fingerprint: str = "f",
+    bye: bool = False,
+) -> Registration:
+    return Registration(
+        type=InstanceType(kind),
+        http_address=f"127.0.0.1:{port}",
+        zmq_address=f"host:127.0.0.1,handshake:{control},notify:{control}",
+        transfer_mode=mode,
+        incarnation=incarnation,
+        model=model,
+        fingerprint=fingerprint,
+        bye=bye,
+    )
+
+
+def addresses(registry: Registry, now: float, kind: InstanceType | None = None) -> list[str]:
+    return [instance.http_address for instance in registry.live(now, kind)]
+
+
+def test_an_instance_joins_and_is_refreshed() -> None:
+    registry = Registry()
+    assert isinstance(registry.register(message(), 0.0), Registered)
+    assert isinstance(registry.register(message(), 1.5), Refreshed)
+    (instance,) = registry.live(2.0)
+    assert (instance.since, instance.last_seen) == (0.0, 1.5)
+
+
+def test_silence_expires_exactly_after_the_limit_and_is_told_once() -> None:
+    registry = Registry(expire_after_s=5.0)
+    registry.register(message(), 10.0)
+    assert addresses(registry, 14.999) == ["127.0.0.1:8101"]
+    assert addresses(registry, 15.0) == []
+    registry.register(message("D", 8201), 16.0)
+    assert [i.http_address for i in registry.expire(16.0)] == ["127.0.0.1:8101"]
+    assert registry.expire(16.0) == ()
+
+
+def test_two_lost_heartbeats_do_not_drop_an_instance() -> None:
+    registry = Registry()
+    registry.register(message(), 0.0)
+    assert addresses(registry, 3 * 1.5) != []
+
+
+def test_a_restarted_instance_replaces_its_entry_at_once() -> None:
+    registry = Registry()
+    registry.register(message(incarnation="one"), 0.0)
+    outcome = registry.register(message(incarnation="two", control=6999), 0.1)
+    assert isinstance(outcome, Replaced)
+    assert [i.registration.incarnation for i in outcome.earlier] == ["one"]
+    (instance,) = registry.live(0.1)
+    assert instance.zmq_address.endswith("notify:6999")
+
+
+def test_a_late_message_of_an_earlier_incarnation_changes_nothing() -> None:
+    registry = Registry()
+    registry.register(message(incarnation="one"), 0.0)
+    registry.register(message(incarnation="two"), 0.1)
+    assert isinstance(registry.register(message(incarnation="one"), 0.2), Refused)
+    assert registry.register(message(incarnation="one", bye=True), 0.3) == Left(None)
+    assert [i.registration.incarnation for i in registry.live(0.3)] == ["two"]
+
+
+def test_an_instance_without_incarnation_is_replaced_by_its_control_address() -> None:
+    registry = Registry()
+    registry.register(message(incarnation="", control=1), 0.0)
+    assert isinstance(registry.register(message(incarnation="", control=2), 0.1), Replaced)
+    assert isinstance(registry.register(message(incarnation="", control=1), 0.2), Replaced)
+
+
+def test_a_process_that_comes_back_as_the_other_type_leaves_no_ghost() -> None:
+    registry = Registry()
+    registry.register(message("P", incarnation="one"), 0.0)
+    registry.register(message("D", incarnation="two"), 0.1)
+    assert addresses(registry, 0.1, InstanceType.PREFILL) == []
+    assert addresses(registry, 0.1, InstanceType.DECODE) == ["127.0.0.1:8101"]
+
+
+def test_one_process_may_be_both() -> None:
+    registry = Registry()
+    registry.register(message("P"), 0.0)
+    registry.register(message("D"), 0.1)
+    assert isinstance(registry.register(message("P"), 0.2), Refreshed)
+    assert len(registry.live(0.2)) == 2
+
+
+def test_goodbye_removes_at_once() -> None:
+    registry = Registry()
+    registry.register(message(), 0.0)
+    outcome = registry.register(message(bye=True), 0.1)
+    assert isinstance(outcome, Left)
+    assert outcome.instance is not None
+    assert registry.live(0.1) == ()
+
+
+def test_a_differing_transfer_mode_is_refused_and_others_keep_working() -> None:
+    registry = Registry(TransferMode.READ)
+    registry.register(message(), 0.0)
+    outcome = registry.register(message("D", 8201, mode=TransferMode.WRITE), 0.1)
+    assert isinstance(outcome, Refused)
+    assert "transfer_mode is WRITE there and READ here" in outcome.reason
+    assert addresses(registry, 0.1) == ["127.0.0.1:8101"]
+    assert [r.registration.http_address for r in registry.refused(0.1)] == ["127.0.0.1:8201"]
+
+
+def test_a_differing_model_is_refused_with_both_values() -> None:
+    registry = Registry()
+    registry.register(message(fingerprint="aaa"), 0.0)
+    outcome = registry.register(message("D", 8201, fingerprint="bbb"), 0.1)
+    assert isinstance(outcome, Refused)
+    assert "'bbb'" in outcome.reason
+    assert "'aaa'" in outcome.reason
+    by_name = registry.register(message("D", 8202, fingerprint="aaa", model="other"), 0.2)
+    assert isinstance(by_name, Refused)
+    assert "'other'" in by_name.reason
+
+
+def test_a_refused_instance_is_taken_once_nothing_speaks_against_it() -> None:
+    registry = Registry()
+    registry.register(message(fingerprint="aaa"), 0.0)
+    other = message("D", 8201, fingerprint="bbb")
+    first, second = registry.register(other, 1.0), registry.register(other, 2.0)
+    assert isinstance(first, Refused)
+    assert isinstance(second, Refused)
+    assert (first.is_new, second.is_new) == (True, False)
+    assert isinstance(registry.register(other, 6.0), Registered)
+    assert registry.refused(6.0) == ()
+
+
+def test_an_instance_restarted_with_another_model_is_not_used_under_its_old_entry() -> None:
+    registry = Registry()
+    registry.register(message(), 0.0)
+    registry.register(message("D", 8201), 0.0)
+    outcome = registry.register(message("D", 8201, incarnation="two", fingerprint="other"), 0.1)
+    assert isinstance(outcome, Refused)
+    assert addresses(registry, 0.1) == ["127.0.0.1:8101"]
+
+
+def test_both_types_of_one_process_must_agree_too() -> None:
+    registry = Registry()
+    registry.register(message("P", fingerprint="aaa"), 0.0)
+    assert isinstance(registry.register(message("D", fingerprint="bbb"), 0.1), Refused)
+
+
+def test_the_only_instance_may_change_its_model() -> None:
+    registry = Registry()
+    registry.register(message(fingerprint="aaa"), 0.0)
+    assert isinstance(registry.register(message(incarnation="two", fingerprint="bbb"), 0.1), Replaced)
+
+
+def test_unknown_fingerprints_are_not_held_against_anyone() -> None:
+    registry = Registry()
+    registry.register(message(fingerprint="aaa"), 0.0)
+    assert isinstance(registry.register(message("D", 8201, fingerprint="", model=""), 0.1), Registered)
+    assert isinstance(registry.register(message("D", 8202, fingerprint="bbb"), 0.2), Refused)
+
+
+def test_every_table_is_bounded() -> None:
+    registry = Registry(max_instances=4, max_refused=3)
+    outcomes = [registry.register(message(port=9000 + i), 0.0) for i in range(20)]
+    assert sum(isinstance(outcome, Registered) for outcome in outcomes) == 4
+    assert len(registry.live(0.0)) == 4
+    assert len(registry.refused(0.0)) == 3
+    assert isinstance(registry.register(message(port=9000), 0.1), Refreshed)
+    assert "full" in registry.refused(0.0)[0].reason
+
+
+_STEPS = st.tuples(
+    st.sampled_from("PD"),
+    st.sampled_from([8101, 8102, 8103]),
+    st.sampled_from(["", "one", "two"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["", "aaa", "bbb"]),
+    st.sampled_from(list(TransferMode)),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 3.0, 6.0]),
+)
+
+
+@given(st.lists(_STEPS, max_size=25))
+def test_the_live_instances_always_agree(steps: list[tuple[str, int, str, int, str, TransferMode, bool, float]]) -> None:
+    registry, now = Registry(), 0.0
+    for kind, port, incarnation, control, fingerprint, mode, bye, wait in steps:
+        now += wait
+        registry.register(
+            message(kind, port, incarnation=incarnation, control=control, fingerprint=fingerprint, mode=mode, bye=bye), now
+        )
+        live = registry.live(now)
+        assert len({i.registration.fingerprint for i in live} - {""}) <= 1
+        assert all(i.registration.transfer_mode is TransferMode.READ and not i.registration.bye for i in live)
+        assert all(now - i.last_seen < 5.0 for i in live)
+        processes = {(i.http_address, i.registration.incarnation, i.zmq_address) for i in live}
+        assert len({address for address, _, _ in processes}) == len(processes)

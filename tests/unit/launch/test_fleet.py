@@ -1,0 +1,193 @@
+"""Fleets of tiny processes: healthy, dying, killed, stubborn; and that nothing is ever left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+from watching import is_running, wait_until
+
+from kvbaton.errors import LocalError
+from kvbaton.launch import fleet as fleet_module
+from kvbaton.launch.fleet import Death, Fleet, Part, core_share
+from kvbaton.launch.ports import PortPicker
+
+SERVE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(int(sys.argv[2])); self.end_headers()
+    def log_message(self, *_):
+        pass
+print("ready", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+NOBODY = "http://127.0.0.1:9/health"
+
+
+def _part(name: str, code: str, *arguments: str, health_url: str = NOBODY) -> Part:
+    return Part(name, [sys.executable, "-c", code, *arguments], health_url)
+
+
+def _server(name: str, status: int = 200) -> Part:
+    port = PortPicker().pick()
+    return _part(name, SERVE, str(port), str(status), health_url=f"http://127.0.0.1:{port}/health")
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        yield fleet
+
+
+def test_parts_that_answer_are_healthy_and_none_is_dead(fleet: Fleet) -> None:
+    fleet.start(_server("one"))
+    fleet.start(_server("two"))
+    healthy: list[str] = []
+    fleet.wait_healthy(30, healthy.append)
+    assert sorted(healthy) == ["one", "two"]
+    assert fleet.death() is None
+    assert is_running(fleet.pid("one"))
+
+
+def test_a_part_that_dies_early_is_told_with_its_last_lines(fleet: Fleet) -> None:
+    fleet.start(_server("well"))
+    fleet.start(_part("bad", "import sys; print('cannot open the model'); print('next line'); sys.exit(3)"))
+    with pytest.raises(LocalError) as caught:
+        fleet.wait_healthy(30)
+    assert "bad (pid " in str(caught.value)
+    assert "ended with exit code 3" in str(caught.value)
+    assert "cannot open the model\n  next line" in str(caught.value)
+
+
+def test_the_last_lines_are_few(fleet: Fleet) -> None:
+    fleet.start(_part("chatty", "print('\\n'.join(f'line {i}' for i in range(5000))); raise SystemExit(1)"))
+    with pytest.raises(LocalError) as caught:
+        fleet.wait_healthy(30)
+    assert "line 4999" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 50
+
+
+def test_a_part_that_never_answers_is_named_with_its_logs(fleet: Fleet) -> None:
+    fleet.start(_server("well"))
+    fleet.start(_server("ill", status=503))
+    with pytest.raises(LocalError, match=r"not healthy after 1\.5 s: ill; their logs are in .*kvbaton-"):
+        fleet.wait_healthy(1.5)
+
+
+def test_a_part_that_answers_nonsense_is_not_healthy(fleet: Fleet) -> None:
+    port = PortPicker().pick()
+    code = (
+        "import socket, sys\ns = socket.create_server(('127.0.0.1', int(sys.argv[1])))\nwhile 1: s.accept()[0].sendall(b'?\\n')"
+    )
+    fleet.start(_part("odd", code, str(port), health_url=f"http://127.0.0.1:{port}/"))
+    with pytest.raises(LocalError, match="not healthy"):
+        fleet.wait_healthy(1.0)
+
+
+def test_a_part_that_is_killed_is_told_by_signal(fleet: Fleet) -> None:
+    fleet.start(_part("victim", SLEEP))
+    pid = fleet.pid("victim")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: fleet.death() is not None, "the death is seen")
+    assert str(fleet.death()) == f"victim (pid {pid}) was killed by signal 9 (SIGKILL)"
+
+
+def test_the_text_of_a_death() -> None:
+    assert str(Death("decode-0", 7, 0, ())) == "decode-0 (pid 7) ended with exit code 0"
+    assert str(Death("decode-0", 7, -11, ())) == "decode-0 (pid 7) was killed by signal 11 (SIGSEGV)"
+
+
+def test_stop_leaves_no_process_and_no_log_directory() -> None:
+    fleet = Fleet()
+    fleet.start(_part("sleeper", SLEEP))
+    fleet.start(_part("gone already", "pass"))
+    pid = fleet.pid("sleeper")
+    assert fleet.log_directory.is_dir()
+    fleet.stop()
+    assert not is_running(pid)
+    assert not fleet.log_directory.exists()
+    fleet.stop()
+
+
+def test_leaving_with_an_error_stops_everything_too() -> None:
+    def fail() -> None:
+        with Fleet() as fleet:
+            fleet.start(_part("sleeper", SLEEP))
+            pids.append(fleet.pid("sleeper"))
+            raise KeyboardInterrupt
+
+    pids: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert not is_running(pids[0])
+
+
+def test_a_part_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_KILL_AFTER_S", 0.5)
+    lines: list[str] = []
+    fleet = Fleet(lambda _name, line: lines.append(line))
+    fleet.start(_part("stubborn", STUBBORN))
+    wait_until(lambda: "deaf" in lines, "it ignores SIGTERM")
+    pid = fleet.pid("stubborn")
+    fleet.stop()
+    assert not is_running(pid)
+    assert not fleet.log_directory.exists()
+
+
+def test_every_line_is_handed_on_and_kept_in_the_log() -> None:
+    lines: list[tuple[str, str]] = []
+    with Fleet(lambda name, line: lines.append((name, line))) as fleet:
+        fleet.start(
+            _part("talker", "import sys; print('out'); print('err', file=sys.stderr); sys.stdout.buffer.write(b'\\xff\\n')")
+        )
+        wait_until(lambda: len(lines) == 3, "three lines")
+        log = (fleet.log_directory / "talker.log").read_text()
+    assert {("talker", "out"), ("talker", "err"), ("talker", "\ufffd")} == set(lines)
+    assert "out\n" in log
+
+
+def test_a_part_gets_its_environment() -> None:
+    lines: list[str] = []
+    code = "import os; print(os.environ['GREETING'], os.environ.get('PATH') is not None)"
+    with Fleet(lambda _name, line: lines.append(line)) as fleet:
+        fleet.start(Part("env", [sys.executable, "-c", code], NOBODY, {"GREETING": "hello"}))
+        wait_until(lambda: bool(lines), "a line")
+    assert lines == ["hello True"]
+
+
+def test_parts_die_when_this_process_is_killed() -> None:
+    parent_code = textwrap.dedent(
+        f"""
+        import sys, time
+        from kvbaton.launch.fleet import Fleet, Part
+        fleet = Fleet()
+        fleet.start(Part("child", [sys.executable, "-c", {SLEEP!r}], {NOBODY!r}))
+        print(fleet.pid("child"), fleet.log_directory, flush=True)
+        time.sleep(600)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, log_directory = parent.stdout.readline().split()
+    assert is_running(int(pid))
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    wait_until(lambda: not is_running(int(pid)), "the child is gone")
+    subprocess.run(["rm", "-r", log_directory], check=True)
+
+
+@pytest.mark.parametrize(("engines", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (3, 2, 1), (0, 4, 4)])
+def test_cores_are_shared_out(engines: int, cores: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    share = core_share(engines)
+    assert set(share.values()) == {str(threads)}
+    assert "OPENBLAS_NUM_THREADS" in share

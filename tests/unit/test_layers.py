@@ -1,0 +1,70 @@
+"""What one layer repeats of another, because it must not import it, is held together here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import typing
+from collections.abc import Iterator
+
+import pytest
+
+import kvbaton
+from kvbaton.cli.options import TransportName
+from kvbaton.cli.router import router
+from kvbaton.cli.serve import serve
+from kvbaton.cli.verify import verify
+from kvbaton.config import Limits
+from kvbaton.engines.embedded import instance
+from kvbaton.router.settings import RouterSettings
+from kvbaton.transport.choose import TRANSPORTS
+from kvbaton.verify.run import VerifySettings
+
+
+def _modules() -> Iterator[str]:
+    return (module.name for module in pkgutil.walk_packages(kvbaton.__path__, "kvbaton.") if not module.ispkg)
+
+
+def _defaults(function: typing.Callable[..., object]) -> dict[str, object]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def test_the_command_line_offers_exactly_the_transports_there_are() -> None:
+    assert set(typing.get_args(TransportName)) == set(TRANSPORTS)
+
+
+def test_the_command_line_offers_exactly_the_roles_there_are() -> None:
+    offered = typing.get_type_hints(serve)["role"]
+    assert set(typing.get_args(offered)) == set(typing.get_args(instance.Role))
+
+
+def test_defaults_of_serve_are_those_of_the_limits() -> None:
+    defaults = _defaults(serve)
+    assert defaults["transfer_timeout"] == Limits().transfer_timeout
+    assert defaults["defer_timeout"] == Limits().defer_timeout
+
+
+def test_defaults_of_verify_are_those_of_its_settings() -> None:
+    defaults = _defaults(verify)
+    settings = VerifySettings()
+    assert {name: defaults[name] for name in VerifySettings.__slots__} == {
+        name: getattr(settings, name) for name in VerifySettings.__slots__
+    }
+
+
+def test_defaults_of_router_are_those_of_its_settings() -> None:
+    defaults = _defaults(router)
+    settings = RouterSettings()
+    for name in ("host", "port", "discovery_port", "expire_after_s"):
+        assert defaults[name] == getattr(settings, name)
+
+
+@pytest.mark.parametrize("name", sorted(_modules()))
+def test_every_module_says_what_it_is_for_and_what_is_public(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__
+    public = module.__all__
+    assert len(set(public)) == len(public)
+    for item in public:
+        assert hasattr(module, item), f"{name}.__all__ names {item}, which does not exist"

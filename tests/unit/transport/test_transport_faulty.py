@@ -1,0 +1,108 @@
+"""The decorator that fails on command."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import RangeError, TransportError
+from kvbaton.transport.base import Batch, Completion, Direction, PeerRank, Region, TransportSettings
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+
+PEER = PeerRank(Incarnation("p"))
+BATCH = Batch(PEER, Direction.READ, np.array([[0, 0, 0], [0, 8, 8]], np.uint64))
+SETTINGS = TransportSettings(timeout_s=0.1)
+
+
+class Pair:
+    """A faulty target beside a source full of ones."""
+
+    def __init__(self) -> None:
+        hub = MemoryHub()
+        self.memory = bytearray(16)
+        region = Region.of(self.memory)
+        self.source = MemoryTransport(Region.of(bytearray(b"\1" * 16)), hub, SETTINGS)
+        self.faulty = FaultyTransport(MemoryTransport(region, hub, SETTINGS), region, Faults())
+        self.faulty.connect(PEER, self.source.endpoint())
+
+    def wait(self) -> Completion:
+        assert select.select([self.faulty.wakeup_fd], [], [], 10)[0]
+        return self.faulty.poll()[0]
+
+    def close(self) -> None:
+        self.faulty.close()
+        self.source.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_dropped_writes_look_like_success(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(drop_writes=True))
+    pair.faulty.post(BATCH)
+    completion = pair.wait()
+    assert (completion.error, completion.moved_bytes, bytes(pair.memory)) == ("", 8, bytes(16))
+
+
+def test_checks_are_made_whatever_is_dropped(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(drop_writes=True))
+    with pytest.raises(RangeError):
+        pair.faulty.post(Batch(PEER, Direction.READ, np.array([[0, 9, 8]], np.uint64)))
+    with pytest.raises(TransportError, match="not connected"):
+        pair.faulty.post(Batch(PeerRank(Incarnation("q")), Direction.READ, BATCH.runs))
+
+
+def test_fail_after_counts_batches(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(fail_after=2))
+    completions = []
+    for _ in range(4):
+        pair.faulty.post(BATCH)
+        completions.append(pair.wait())
+    assert ["on command" in completion.error for completion in completions] == [False, False, True, True]
+    assert [completion.moved_bytes for completion in completions] == [8, 8, 0, 0]
+    assert [completion.ticket for completion in completions] == [1, 2, 3, 4]
+
+
+def test_corrupt_flips_one_byte_of_what_was_moved(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(corrupt=True))
+    pair.faulty.post(BATCH)
+    assert pair.wait().error == ""
+    assert bytes(pair.memory) == bytes(8) + b"\xfe" + b"\1" * 7
+
+
+def test_delay_only_delays(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(delay_s=0.02))
+    pair.faulty.post(BATCH)
+    assert (pair.wait().error, bytes(pair.memory)) == ("", bytes(8) + b"\1" * 8)
+
+
+def test_a_stall_outlasts_the_inner_deadline_and_ends_with_cancel(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(stall=True))
+    ticket = pair.faulty.post(BATCH)
+    for _ in range(2):
+        assert select.select([pair.faulty.wakeup_fd], [], [], 10)[0]
+        assert pair.faulty.poll() == []
+    pair.faulty.cancel(ticket)
+    completion = pair.wait()
+    assert (completion.ticket, completion.cancelled) == (ticket, True)
+    assert bytes(pair.memory) == bytes(16)
+
+
+def test_a_stall_ends_with_revoke_and_close(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(stall=True))
+    pair.faulty.post(BATCH)
+    pair.faulty.revoke(PEER)
+    assert "revoked" in pair.wait().error
+    pair.faulty.connect(PEER, pair.source.endpoint())
+    pair.faulty.post(BATCH)
+    pair.faulty.close()
+    assert ["closed" in completion.error for completion in pair.faulty.poll()] == [True]

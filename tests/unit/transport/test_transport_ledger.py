@@ -1,0 +1,89 @@
+"""The books of a transport, without a mover."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import Bug, TransportError
+from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.ledger import Cancel, Ledger, Post, Revoke
+from kvbaton.transport.wakeup import Wakeup
+
+PEER = PeerRank(Incarnation("p"))
+BATCH = Batch(PEER, Direction.READ, np.array([[0, 0, 5]], np.uint64))
+
+
+def is_set(wakeup: Wakeup) -> bool:
+    return bool(select.select([wakeup.fd], [], [], 0)[0])
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger[str]]:
+    made: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(max_in_flight=2))
+    made.add_peer(PEER, Endpoint("test", 10, {}), "link")
+    yield made
+    made.close()
+
+
+def test_wishes_become_commands_in_order(ledger: Ledger[str]) -> None:
+    ticket = ledger.admit(BATCH, None)
+    ledger.ask_cancel(ticket)
+    ledger.ask_cancel(ticket)
+    ledger.remove_peer(PEER)
+    assert is_set(ledger.work)
+    assert [type(command) for command in ledger.take_commands()] == [Post, Cancel, Revoke]
+    assert not is_set(ledger.work)
+
+
+def test_a_batch_counts_until_it_was_handed_out(ledger: Ledger[str]) -> None:
+    ledger.admit(BATCH, None)
+    ledger.admit(BATCH, None)
+    jobs = [command.job for command in ledger.take_commands() if isinstance(command, Post)]
+    ledger.finish(jobs[0])
+    with pytest.raises(TransportError, match="queue full"):
+        ledger.admit(BATCH, None)
+    assert [completion.ticket for completion in ledger.take_completions()] == [jobs[0].ticket]
+    ledger.admit(BATCH, None)
+
+
+def test_finishing_twice_is_a_bug(ledger: Ledger[str]) -> None:
+    ledger.admit(BATCH, None)
+    command = ledger.take_commands()[0]
+    assert isinstance(command, Post)
+    ledger.finish(command.job)
+    assert not ledger.is_in_flight(command.job)
+    with pytest.raises(Bug):
+        ledger.finish(command.job)
+    ledger.ask_cancel(command.job.ticket)
+    assert ledger.take_commands() == []
+
+
+def test_a_shut_ledger_never_lets_its_mover_sleep(ledger: Ledger[str]) -> None:
+    ledger.admit(BATCH, None)
+    ledger.shut("closed")
+    ledger.shut("another reason")
+    ledger.take_commands()
+    assert is_set(ledger.work)
+    ledger.finish_all()
+    assert [completion.error for completion in ledger.take_completions()] == ["closed"]
+    with pytest.raises(TransportError, match="closed"):
+        ledger.admit(BATCH, None)
+
+
+def test_a_wakeup_is_a_flag_not_a_counter() -> None:
+    wakeup = Wakeup()
+    for _ in range(100_000):
+        wakeup.set()
+    wakeup.clear()
+    assert not is_set(wakeup)
+    wakeup.clear()
+    wakeup.close()
+    wakeup.close()
+    wakeup.set()
+    wakeup.clear()
+    assert wakeup.fd == -1

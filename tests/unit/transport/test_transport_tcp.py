@@ -1,0 +1,296 @@
+"""What only `tcp` has: a port that strangers can reach."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import ConfigError, ProtocolError, TransportError
+from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.tcp import TcpTransport
+from kvbaton.transport.tcp.wire import (
+    GREETING_BYTES,
+    PIECE_BYTES,
+    REPLY_BYTES,
+    REQUEST_BYTES,
+    Scatter,
+    Status,
+    pack_greeting,
+    pack_reply,
+    pack_request,
+    unpack_pieces,
+    unpack_reply,
+    unpack_request,
+)
+
+SOURCE = PeerRank(Incarnation("source"))
+ONE_RUN = np.array([[0, 0, 16]], np.uint64)
+CONTENT = bytes(range(64))
+
+
+def make(incarnation: str, content: bytes = bytes(64), **settings: Any) -> TcpTransport:
+    return TcpTransport(Region.of(bytearray(content)), TransportSettings(incarnation=Incarnation(incarnation), **settings))
+
+
+@pytest.fixture
+def source() -> Iterator[TcpTransport]:
+    made = make("source", CONTENT)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def target() -> Iterator[TcpTransport]:
+    made = make("target")
+    yield made
+    made.close()
+
+
+def read(target: TcpTransport, peer: PeerRank = SOURCE) -> Completion:
+    target.post(Batch(peer, Direction.READ, ONE_RUN))
+    assert select.select([target.wakeup_fd], [], [], 20)[0]
+    return target.poll()[0]
+
+
+def dial(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection((str(endpoint.details["host"]), int(endpoint.details["port"])), timeout=20)
+
+
+def greeting_of(endpoint: Endpoint) -> bytes:
+    return pack_greeting(bytes.fromhex(str(endpoint.details["token"])), "source")
+
+
+def take(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        assert part, "the connection was closed"
+        data += part
+    return data
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Waits until the other end has closed."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_ports_are_found_below_the_ephemeral_ones(source: TcpTransport) -> None:
+    assert 1024 < int(source.endpoint().details["port"]) < 32768
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_both_address_families_work(target: TcpTransport, host: str) -> None:
+    source = make("source", CONTENT, host=host)
+    target.connect(SOURCE, source.endpoint())
+    assert read(target).error == ""
+    source.close()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost:8000\r\n\r\n", bytes(64), b"KVBATON\x02" + bytes(32)])
+def test_garbage_closes_that_connection_only(source: TcpTransport, target: TcpTransport, garbage: bytes) -> None:
+    target.connect(SOURCE, source.endpoint())
+    assert read(target).error == ""
+    with dial(source.endpoint()) as stranger:
+        stranger.sendall(garbage)
+        assert is_closed(stranger)
+    assert source.garbage_total == 1
+    assert read(target).error == ""
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"WHAT" + bytes(12),
+        struct.pack("<4sIQ", b"READ", 0, 1),
+        struct.pack("<4sIQ", b"READ", 1025, 1),
+        struct.pack("<4sIQQQ", b"READ", 1, 1, 0, 1 << 40),
+        struct.pack("<4sIQQQQQ", b"READ", 2, 1, 0, 2**63, 0, 2**63),
+    ],
+    ids=["mark", "no pieces", "too many pieces", "too many bytes", "sum wraps"],
+)
+def test_garbage_after_the_greeting_closes_that_connection_only(
+    source: TcpTransport, target: TcpTransport, garbage: bytes
+) -> None:
+    target.connect(SOURCE, source.endpoint())
+    with dial(source.endpoint()) as stranger:
+        stranger.sendall(greeting_of(source.endpoint()))
+        assert unpack_reply(take(stranger, REPLY_BYTES)).status is Status.OK
+        stranger.sendall(garbage)
+        assert is_closed(stranger)
+    assert source.garbage_total == 1
+    assert read(target).error == ""
+
+
+def test_the_owner_checks_ranges_itself(source: TcpTransport) -> None:
+    with dial(source.endpoint()) as reader:
+        reader.sendall(greeting_of(source.endpoint()))
+        take(reader, REPLY_BYTES)
+        for offset, count in ((60, 8), (2**64 - 4, 8), (65, 0)):
+            reader.sendall(pack_request(7, np.array([[offset, 0, count]], np.uint64)))
+            reply = unpack_reply(take(reader, REPLY_BYTES))
+            assert (reply.status, reply.request_id) == (Status.RANGE, 7)
+            assert b"source region of 64 bytes" in take(reader, reply.payload_bytes)
+        reader.sendall(pack_request(8, np.array([[60, 0, 4], [0, 0, 2]], np.uint64)))
+        assert unpack_reply(take(reader, REPLY_BYTES)).payload_bytes == 6
+        assert take(reader, 6) == CONTENT[60:] + CONTENT[:2]
+
+
+def test_a_region_that_is_smaller_than_its_card_says_fails_the_batch_only(source: TcpTransport, target: TcpTransport) -> None:
+    target.connect(SOURCE, msgspec.structs.replace(source.endpoint(), region_bytes=1000))
+    target.post(Batch(SOURCE, Direction.READ, np.array([[900, 0, 16]], np.uint64)))
+    assert select.select([target.wakeup_fd], [], [], 20)[0]
+    assert target.poll()[0].error.startswith("RangeError")
+    assert read(target).error == ""
+
+
+@pytest.mark.parametrize("change", [{"token": "00" * 16}, {"incarnation": ""}])
+def test_a_wrong_token_or_incarnation_is_refused(source: TcpTransport, target: TcpTransport, change: dict[str, str]) -> None:
+    endpoint = source.endpoint()
+    target.connect(SOURCE, msgspec.structs.replace(endpoint, details=endpoint.details | change))
+    completion = read(target)
+    assert completion.error.startswith("PeerRefused")
+    assert "fetch its card again" in completion.error
+    assert source.refused_total == 1
+
+
+def test_a_restarted_process_on_the_same_port_is_another_peer(source: TcpTransport, target: TcpTransport) -> None:
+    target.connect(SOURCE, source.endpoint())
+    assert read(target).error == ""
+    port = int(source.endpoint().details["port"])
+    source.close()
+    successor = make("successor", port=port)
+    errors = [read(target).error.split(":")[0] for _ in range(2)]
+    assert set(errors) <= {"PeerLost", "PeerRefused"}
+    assert errors[1] == "PeerRefused"
+    target.connect(PeerRank(Incarnation("successor")), successor.endpoint())
+    assert read(target, PeerRank(Incarnation("successor"))).error == ""
+    successor.close()
+
+
+def test_nobody_listening_is_a_lost_peer(source: TcpTransport, target: TcpTransport) -> None:
+    target.connect(SOURCE, source.endpoint())
+    source.close()
+    assert "Connection refused" in read(target).error
+
+
+def test_a_peer_that_never_greets_back_is_lost_in_time() -> None:
+    target = make("target", timeout_s=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        details: dict[str, str | int] = {"host": "127.0.0.1", "port": silent.getsockname()[1], "token": "00" * 16}
+        target.connect(SOURCE, Endpoint("tcp", 64, details))
+        assert "no progress within 0.3 s" in read(target).error
+    target.close()
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", pack_reply(Status.OK, 5, 0), pack_reply(Status.OK, 0, 99)])
+def test_a_peer_that_talks_nonsense_is_named(target: TcpTransport, reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        details: dict[str, str | int] = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": "00" * 16}
+        target.connect(SOURCE, Endpoint("tcp", 64, details))
+        target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
+        with listener.accept()[0] as sock:
+            sock.sendall(reply)
+            assert select.select([target.wakeup_fd], [], [], 20)[0]
+    assert target.poll()[0].error.startswith("ProtocolError")
+
+
+@pytest.mark.parametrize("begun", [0, 5], ids=["before the reply", "within the reply"])
+def test_bytes_that_come_after_a_cancel_are_thrown_away(begun: int) -> None:
+    memory = bytearray(64)
+    target = TcpTransport(Region.of(memory), TransportSettings())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        details: dict[str, str | int] = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": "00" * 16}
+        target.connect(SOURCE, Endpoint("tcp", 64, details))
+        ticket = target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
+        with listener.accept()[0] as owner:
+            take(owner, GREETING_BYTES)
+            owner.sendall(pack_reply(Status.OK, 0, 0))
+            take(owner, REQUEST_BYTES + PIECE_BYTES)
+            reply = pack_reply(Status.OK, 1, 16) + b"x" * 16
+            sent = REPLY_BYTES + begun if begun else 0
+            owner.sendall(reply[:sent])
+            while memory.count(b"x") < begun:
+                select.select([], [], [], 0.001)
+            target.cancel(ticket)
+            assert select.select([target.wakeup_fd], [], [], 20)[0]
+            assert target.poll()[0].cancelled
+            owner.sendall(reply[sent:])
+            target.post(Batch(SOURCE, Direction.READ, np.array([[0, 32, 4]], np.uint64)))
+            take(owner, REQUEST_BYTES + PIECE_BYTES)
+            owner.sendall(pack_reply(Status.OK, 2, 4) + b"good")
+            assert select.select([target.wakeup_fd], [], [], 20)[0]
+            assert target.poll()[0].error == ""
+    assert bytes(memory) == (b"x" * begun).ljust(32, b"\0") + b"good".ljust(32, b"\0")
+    target.close()
+
+
+def test_strangers_that_say_nothing_are_let_go() -> None:
+    source = make("source", timeout_s=0.2)
+    with dial(source.endpoint()) as silent:
+        assert is_closed(silent)
+    source.close()
+
+
+def test_connections_are_bounded() -> None:
+    source = make("source", max_peers=1)
+    with dial(source.endpoint()) as first:
+        first.sendall(greeting_of(source.endpoint()))
+        take(first, REPLY_BYTES)
+        with dial(source.endpoint()) as second:
+            assert is_closed(second)
+    assert source.refused_total == 1
+    source.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "not a host", "192.0.2.1"])  # noqa: S104
+def test_hosts_that_cannot_be_listened_on_are_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="host"):
+        make("source", host=host)
+
+
+def test_a_port_in_use_is_refused(source: TcpTransport) -> None:
+    with pytest.raises(ConfigError, match="in use"):
+        make("source", port=int(source.endpoint().details["port"]))
+
+
+@pytest.mark.parametrize("change", [{"host": "some.name"}, {"port": 0}, {"port": 2**40}, {"token": "zz"}, {"token": "00"}])
+def test_endpoints_that_cannot_be_used_are_refused(source: TcpTransport, target: TcpTransport, change: dict[str, Any]) -> None:
+    endpoint = source.endpoint()
+    with pytest.raises(TransportError, match="tcp endpoint"):
+        target.connect(SOURCE, msgspec.structs.replace(endpoint, details=endpoint.details | change))
+
+
+@given(st.binary(max_size=64))
+def test_decoders_raise_only_protocol_errors(data: bytes) -> None:
+    for decode, size in ((unpack_request, 16), (unpack_pieces, 32), (unpack_reply, REPLY_BYTES)):
+        try:
+            decode(data[:size].ljust(size, b"\0"))
+        except ProtocolError:
+            continue
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.data())
+def test_a_scatter_walks_its_pieces_in_order(lengths: list[int], data: st.DataObject) -> None:
+    whole = bytes(range(sum(lengths)))
+    starts = np.cumsum([0, *lengths]).tolist()
+    scatter = Scatter([memoryview(whole)[start : start + count] for start, count in zip(starts, lengths, strict=False)])
+    seen = b""
+    while scatter.remaining_bytes:
+        head = b"".join(scatter.head(3))
+        count = data.draw(st.integers(1, len(head)))
+        seen += head[:count]
+        scatter.advance(count)
+    assert seen == whole

@@ -1,0 +1,50 @@
+"""Watching processes from outside, through /proc: whether they run, what they started; and waiting until something is so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["command_line", "descendants", "is_running", "wait_until"]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX"
+
+
+def descendants(pid: int) -> set[int]:
+    """Every running process that descends from `pid`, at any depth."""
+    parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    found: set[int] = set()
+    level = {pid}
+    while level:
+        level = {child for child, stat in parents.items() if stat and int(stat[1]) in level} - found
+        found |= level
+    return {child for child in found if is_running(child)}
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Look until `condition` holds; fails with `what` when it does not within `timeout_s`."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and the rest of what /proc tells about a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
