@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import logging
 import math
-from collections.abc import Mapping
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvbaton.core.auth import MIN_KEY_BYTES
 from kvbaton.errors import ConfigError
 
-__all__ = ["Limits", "parse_limits"]
+__all__ = ["CLUSTER_KEY_VARIABLE", "AllowList", "Limits", "Trust", "parse_limits", "parse_trust"]
+
+log = logging.getLogger(__name__)
+
+CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
+"""The environment variable that may hold the cluster key; command lines never do, because everybody can read them."""
+
+_MAX_KEY_BYTES = 4096
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -19,11 +39,13 @@ class Limits(msgspec.Struct, frozen=True):
 
     transfer_timeout: a target gives a hand-off up when nothing has moved for so long
     defer_timeout:    a source keeps finished blocks for so long after the last sign of life of their target
+    stop_timeout:     blocks whose peer does not say that it has stopped are fenced by the next stronger means after so long
     retry:            a question without an answer is asked again after so long
     """
 
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
+    stop_timeout: float = 5.0
     retry: float = 1.0
 
     def __post_init__(self) -> None:
@@ -40,9 +62,9 @@ class Limits(msgspec.Struct, frozen=True):
             raise ConfigError(f"retry ({self.retry:g} s) must be shorter than transfer_timeout ({self.transfer_timeout:g} s)")
 
     @property
-    def renew_s(self) -> float:
-        """How often a target renews the leases of what it still wants: several times within the source's patience."""
-        return self.defer_timeout / 6
+    def beat_s(self) -> float:
+        """How often a side tells its peers that it is alive: several times within the shorter of their patiences."""
+        return self.transfer_timeout / 6
 
 
 def parse_limits(values: Mapping[str, Any]) -> Limits:
@@ -57,3 +79,146 @@ def parse_limits(values: Mapping[str, Any]) -> Limits:
         return msgspec.convert(dict(values), Limits)
     except msgspec.ValidationError as error:
         raise ConfigError(f"limits: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class AllowList:
+    """Networks and host names of peers. A name counts for dialling as it is, for listening by the addresses it had at start."""
+
+    networks: tuple[_Network, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def __contains__(self, host: str) -> bool:
+        address = _address(host)
+        if address is None:
+            return host.lower() in self.names
+        return any(address in network for network in self.networks)
+
+    def __str__(self) -> str:
+        return ", ".join([*sorted(self.names), *map(str, self.networks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Who is admitted as a peer: holders of the cluster key, addresses on the allow-list, both if both are set, else loopback.
+
+    An address that a request names is a hint: it is only dialled if `dial_refusal` has nothing against it.
+    """
+
+    key: bytes | None = field(default=None, repr=False)
+    allowed: AllowList | None = None
+
+    def dial_refusal(self, host: str) -> str | None:
+        """Why `host` must not be dialled; None when it may be."""
+        if self.allowed is not None:
+            return None if host in self.allowed else f"{host} is not on the allow-list ({self.allowed}); add it with --allow"
+        if self.key is not None or _is_loopback(host):
+            return None
+        return (
+            f"{host} is not this machine, and without a cluster key or an allow-list only loopback is dialled; "
+            f"set one with --cluster-key-file, {CLUSTER_KEY_VARIABLE} or --allow"
+        )
+
+    def hears(self, address: str) -> bool:
+        """Whether frames from the IP address `address` are looked at: without an allow-list, everybody's who got here."""
+        return self.allowed is None or address in self.allowed
+
+    def check_bind(self, host: str) -> None:
+        """Raise ConfigError when listening for control messages on `host` would let in people whom nothing tells from peers."""
+        if self.key is None and self.allowed is None and not _is_loopback(host):
+            raise ConfigError(
+                f"the control port would listen on {host}, where others can reach it, without a cluster key or an allow-list; "
+                f"set a key (--cluster-key-file or {CLUSTER_KEY_VARIABLE}), name the peers (--allow), or listen on 127.0.0.1"
+            )
+
+
+def _resolve(name: str) -> set[str]:
+    return {str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+
+
+def parse_trust(
+    key_file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    allow: Iterable[str] = (),
+    *,
+    resolve: Callable[[str], Iterable[str]] = _resolve,
+) -> Trust:
+    """Read the cluster key, from the file if one is named, else from the environment, and the allow-list.
+
+    Raises ConfigError that names the setting and never shows the key.
+    """
+    key = None
+    if key_file is not None:
+        key = _read_key(key_file)
+    elif environment is not None and CLUSTER_KEY_VARIABLE in environment:
+        key = _checked_key(os.fsencode(environment[CLUSTER_KEY_VARIABLE]), CLUSTER_KEY_VARIABLE)
+    networks: list[_Network] = []
+    names: set[str] = set()
+    for entry in allow:
+        network = _network(entry)
+        if network is not None:
+            networks.append(network)
+        else:
+            names.add(entry.lower())
+            networks += _networks_of(entry, resolve)
+    return Trust(key, AllowList(tuple(networks), frozenset(names)) if networks else None)
+
+
+def _read_key(path: Path) -> bytes:
+    setting = f"--cluster-key-file {str(path)!r}"
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error.strerror}; name a file that holds the cluster key") from error
+    if stat.S_ISREG(mode) and mode & 0o077:
+        log.warning("%s can be read by others (mode %03o); run chmod 600 on it", setting, stat.S_IMODE(mode))
+    return _checked_key(content, setting)
+
+
+def _checked_key(content: bytes, setting: str) -> bytes:
+    key = content.strip()
+    if not MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
+        count = f"more than {_MAX_KEY_BYTES}" if len(key) > _MAX_KEY_BYTES else len(key)
+        raise ConfigError(f"{setting} holds {count} bytes; a cluster key has {MIN_KEY_BYTES} to {_MAX_KEY_BYTES}")
+    return key
+
+
+def _network(entry: str) -> _Network | None:
+    """The network that an entry of the allow-list means; None for a host name."""
+    address, slash, _ = entry.partition("/")
+    try:
+        network = ipaddress.ip_network(entry, strict=False)
+    except ValueError as error:
+        last_label = address.rstrip(".").rpartition(".")[2]
+        if slash or not _HOST_NAME.fullmatch(entry) or last_label.isdigit():
+            raise ConfigError(
+                f"--allow is {entry!r}: not an IP address, a network such as 10.0.0.0/8, or a host name"
+            ) from error
+        return None
+    if slash and str(network.network_address) != str(ipaddress.ip_address(address)):
+        raise ConfigError(f"--allow is {entry!r}, an address inside a network; did you mean {network} or {address}?")
+    return network
+
+
+def _networks_of(name: str, resolve: Callable[[str], Iterable[str]]) -> list[_Network]:
+    try:
+        return [ipaddress.ip_network(address.partition("%")[0]) for address in sorted(resolve(name))]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--allow is {name!r}: no address is found for that name ({error}); give its IP address") from error
+
+
+def _address(host: str) -> _Address | None:
+    """The IP address that `host` is, an IPv4 one where it is only dressed up as IPv6; None for a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvbaton.launch.fleet import Fleet
-from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command, router_part
+from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command, new_cluster_key, router_part
 from kvbaton.launch.ports import PortPicker
 from watching import command_line, descendants, wait_until
 
@@ -171,6 +171,7 @@ class Stand:
     fleets: dict[str, Fleet] = field(default_factory=dict)
     ports: PortPicker = field(default_factory=PortPicker)
     lines: list[str] = field(default_factory=list)
+    cluster_key: str = field(default_factory=new_cluster_key)
 
     def __post_init__(self) -> None:
         self.router_port, self.discovery_port = self.ports.pick(), self.ports.pick()
@@ -185,9 +186,9 @@ class Stand:
         for fleet in self.fleets.values():
             fleet.stop()
 
-    def start(self, name: str, role: str, model: str = "tiny", *extra: str) -> int:
-        """Start an instance and wait until it is healthy; its port."""
-        options = InstanceOptions(model, "local", 2, extra)
+    def start(self, name: str, role: str, model: str = "tiny", *extra: str, cluster_key: str | None = None) -> int:
+        """Start an instance, with the key of the others unless told otherwise, and wait until it is healthy; its port."""
+        options = InstanceOptions(model, "local", 2, extra, cluster_key or self.cluster_key)
         part, url = instance_part(name, role, options, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         self._fleet(name).start(part)
         self.fleets[name].wait_healthy(_START_S)

@@ -12,22 +12,25 @@ from hypothesis import strategies as st
 from kvbaton.config import Limits, parse_limits
 from kvbaton.errors import ConfigError
 
-NAMES = ("transfer_timeout", "defer_timeout", "retry")
+NAMES = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry")
 
 
 def test_defaults_are_those_of_the_promises() -> None:
     limits = parse_limits({})
     assert limits == Limits()
     assert (limits.transfer_timeout, limits.defer_timeout) == (30.0, 60.0)
+    assert set(limits.__struct_fields__) == set(NAMES)
 
 
 def test_values_are_taken_over_and_whole_numbers_are_fine() -> None:
-    limits = parse_limits({"transfer_timeout": 3, "defer_timeout": 4.5, "retry": 0.25})
-    assert limits == Limits(3.0, 4.5, 0.25)
+    limits = parse_limits({"transfer_timeout": 3, "defer_timeout": 4.5, "stop_timeout": 2, "retry": 0.25})
+    assert limits == Limits(3.0, 4.5, 2.0, 0.25)
 
 
-def test_leases_are_renewed_several_times_within_the_patience_of_a_source() -> None:
-    assert 0 < Limits().renew_s <= Limits().defer_timeout / 3
+@given(st.floats(1e-3, 1e6))
+def test_leases_are_renewed_several_times_within_both_patiences(transfer: float) -> None:
+    limits = Limits(transfer_timeout=transfer, defer_timeout=transfer * 2, retry=transfer / 2)
+    assert 0 < limits.beat_s <= limits.transfer_timeout / 3 < limits.defer_timeout / 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +63,12 @@ def test_a_retry_must_fit_into_the_wait() -> None:
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("transfer_timeuot", "transfer_timeout"), ("defer_time_out", "defer_timeout"), ("retries", "retry")],
+    [
+        ("transfer_timeuot", "transfer_timeout"),
+        ("defer_time_out", "defer_timeout"),
+        ("stop_timout", "stop_timeout"),
+        ("retries", "retry"),
+    ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown setting '{key}'; did you mean '{near}'"):
@@ -80,3 +88,4 @@ def test_any_numbers_are_taken_or_refused(values: dict[str, float]) -> None:
     except ConfigError:
         return
     assert limits.defer_timeout > limits.transfer_timeout > limits.retry > 0
+    assert all(math.isfinite(getattr(limits, name)) for name in NAMES)

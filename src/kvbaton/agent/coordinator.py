@@ -5,26 +5,32 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from kvbaton.agent.engine_port import Offer, Pull
+from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
 from kvbaton.agent.peers import Peers
-from kvbaton.agent.ports import Clock, Control, EnginePort, LegReport, Ranks
+from kvbaton.agent.ports import Clock, Control, EnginePort, PeerFenced, RankReport, Ranks, RegionFenced
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, check_compatible
-from kvbaton.core.handoff import HandoffKey, Incarnation
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.messages import (
-    Ask,
+    Announced,
+    AuxSent,
     ConfirmAsk,
     Confirmed,
     Envelope,
+    Grant,
+    HandoffMessage,
+    Heartbeat,
     Hello,
-    Offered,
+    Over,
+    Prefilled,
     Refused,
     Release,
-    Renew,
     Retracted,
+    Stop,
+    Stopped,
 )
 from kvbaton.errors import Incompatible, TransportError
 
@@ -33,34 +39,63 @@ __all__ = ["Coordinator"]
 log = logging.getLogger(__name__)
 
 _GONE_CHECK_S = 1.0
+_MIN_BEAT_S = 0.05
+_BEAT_ENTRIES = 1024
 
 
 class Coordinator:
     """One instance's side of all its hand-offs. Not thread-safe: one driver calls it."""
 
+    source_side = SourceSide
+    target_side = TargetSide
+
     def __init__(
         self, card: Card, transport: str, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
     ) -> None:
         self.card = card
+        self._limits = limits
         self._clock = clock
         self._control = control
         self._ranks = ranks
         self._peers = Peers()
-        self._gone_check_at = clock()
-        self.source = SourceSide(limits, clock, control, engine)
-        self.target = TargetSide(card, transport, limits, clock, control, ranks, engine)
+        self._beaten_at = clock()
+        self._gone_check_at = clock() + _GONE_CHECK_S
+        self._peer_fences: dict[Incarnation, set[int]] = {}
+        self._region_epochs: dict[int, int] = {}
+        self._region_epoch = 0
+        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine)
+        self.target = self.target_side(card, transport, limits, clock, control, ranks, engine)
         self.dropped_total: Counter[str] = Counter()
 
+    # What the engine says.
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        """A prefill for a hand-off was admitted."""
+        self.source.expect(key, prompt)
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """Spans are computed."""
+        self.source.spans_ready(key, blocks, spans)
+
+    def retract(self, key: HandoffKey) -> None:
+        """What was said about a prefill is void."""
+        self.source.retract(key)
+
     def offer(self, offer: Offer) -> None:
-        """The engine has finished a prefill."""
-        self.source.offer(offer)
+        """A prefill is complete."""
+        layers = [layer for group in self.card.ranks[0].layout.groups for layer in group.layers]
+        self.source.offer(offer, lambda: Span(0, 0, offer.tokens, min(layers, default=0), max(layers, default=-1) + 1))
+
+    def expect_source(self, wanted: SourceWanted) -> None:
+        """A request for a hand-off was admitted. A card of another incarnation than the expected one is asked for anew."""
+        card = self._peers.at(wanted.source)
+        if card is not None and wanted.source_incarnation not in (None, card.incarnation):
+            card = None
+        self.target.expect(wanted, card)
 
     def pull(self, pull: Pull) -> None:
-        """The engine wants a cache. A card of another incarnation than the expected one is asked for anew."""
-        card = self._peers.at(pull.source)
-        if card is not None and pull.source_incarnation not in (None, card.incarnation):
-            card = None
-        self.target.pull(pull, card)
+        """Blocks for a hand-off are there."""
+        self.target.pull(pull)
 
     def cancel(self, key: HandoffKey) -> None:
         """The engine gives a hand-off up, on whichever side it is."""
@@ -72,49 +107,141 @@ class Coordinator:
         self.source.stop(reason)
         self.target.stop(reason)
 
+    # What peers say.
+
     def on_frame(self, envelope: Envelope, via: ControlAddress | None) -> None:
         """A peer has spoken; `via` is the address we had dialled to reach it, None when it reached us."""
         sender, message = envelope.sender, envelope.message
-        if envelope.recipient not in ("", self.card.incarnation):
+        if not self.is_for_us(envelope):
             self.dropped_total["for an earlier incarnation"] += 1
             self._control.send(sender, Hello(self.card, wants_answer=False))
-            return
-        if isinstance(message, Hello):
-            self._on_hello(message, via)
+        elif isinstance(message, Hello):
+            self._on_hello(sender, message, via)
         elif isinstance(message, Refused) and message.key is None:
             self._on_refused_by_peer(message, via)
         elif self._peers.card(sender) is None:
             self.dropped_total["from a stranger"] += 1
+            self._control.send(sender, Hello(self.card, wants_answer=True))
+        elif isinstance(message, Refused):
+            self.target.on_refused(sender, message)
         else:
             self._on_handoff_message(sender, message)
 
-    def on_leg(self, report: LegReport) -> None:
-        """A rank of ours reports."""
-        self.target.on_leg(report)
+    def is_for_us(self, envelope: Envelope) -> bool:
+        """Whether a frame was meant for this incarnation."""
+        return envelope.recipient in ("", self.card.incarnation)
+
+    def _on_handoff_message(self, sender: Incarnation, message: HandoffMessage) -> None:
+        match message:
+            case Grant():
+                self.source.on_grant(sender, message)
+            case ConfirmAsk():
+                self.source.on_confirm_ask(sender, message)
+            case Release():
+                self.source.on_release(sender, message)
+            case Stop():
+                self.source.on_stop(sender, message)
+            case Announced():
+                self.target.on_announced(sender, message)
+            case Prefilled():
+                self.target.on_prefilled(sender, message)
+            case AuxSent():
+                self.target.on_aux(sender, message)
+            case Retracted():
+                self.target.on_retracted(sender, message)
+            case Confirmed():
+                self.target.on_confirmed(sender, message)
+            case Over():
+                self.target.on_over(sender, message)
+            case Stopped():
+                self.target.on_stopped(sender, message)
+            case Heartbeat():
+                (self.target if message.from_source else self.source).on_heartbeat(sender, message)
+
+    # What ranks say.
+
+    def on_rank(self, report: RankReport) -> None:
+        """A rank of ours reports. A fence counts when every rank has put it up."""
+        match report:
+            case PeerFenced():
+                self._on_peer_fenced(report)
+            case RegionFenced():
+                self._on_region_fenced(report)
+            case _ if self.source.owns_leg(report.leg):
+                self.source.on_leg(report)
+            case _:
+                self.target.on_leg(report)
+
+    def _on_peer_fenced(self, report: PeerFenced) -> None:
+        fenced = self._peer_fences.setdefault(report.peer, set())
+        fenced.add(report.rank)
+        if len(fenced) < len(self.card.ranks):
+            return
+        del self._peer_fences[report.peer]
+        if self._peers.card(report.peer) is not None:
+            self._peers.forget(report.peer)
+            self.target.on_peer_gone(report.peer, "its session was torn down, because it did not stop when told to")
+
+    def _on_region_fenced(self, report: RegionFenced) -> None:
+        self._region_epochs[report.rank] = max(report.epoch, self._region_epochs.get(report.rank, 0))
+        epoch = min(self._region_epochs.get(rank.rank, 0) for rank in self.card.ranks)
+        if epoch > self._region_epoch:
+            self._region_epoch = epoch
+            self.target.on_region_fenced(epoch)
+
+    # What the clock says.
 
     def tick(self) -> None:
         """Do what has become due."""
+        now = self._clock()
         self.source.tick()
         self.target.tick()
-        if self._gone_check_at <= self._clock():
-            self._gone_check_at = self._clock() + _GONE_CHECK_S
+        if self._beat_at() <= now:
+            self._beaten_at = now
+            self._beat()
+        if self._gone_check_at <= now:
+            self._gone_check_at = now + _GONE_CHECK_S
             self._check_for_the_dead()
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do; None while nothing is live."""
-        times = [*self.source.deadlines(), *self.target.deadlines()]
-        if not times:
+        if not self.source.live and not self.target.live:
             return None
-        return min(*times, self._gone_check_at)
+        return min([*self.source.deadlines(), *self.target.deadlines(), self._beat_at(), self._gone_check_at])
 
-    def _on_hello(self, hello: Hello, via: ControlAddress | None) -> None:
+    def _beat_at(self) -> float:
+        """When heartbeats are due: several times within our own patience, and within that of every target that waits for us."""
+        cards = [self._peers.card(target) for target in self.source.peers()]
+        patience = [card.give_up_s for card in cards if card is not None]
+        return self._beaten_at + min([self._limits.beat_s, *(max(each / 6, _MIN_BEAT_S) for each in patience)])
+
+    def _beat(self) -> None:
+        for beats in (self.source.beat(), self.target.beat()):
+            for peer, heartbeat in beats.items():
+                for first in range(0, len(heartbeat.live), _BEAT_ENTRIES):
+                    part = heartbeat.live[first : first + _BEAT_ENTRIES]
+                    self._control.send(peer, Heartbeat(heartbeat.from_source, part))
+
+    def _check_for_the_dead(self) -> None:
+        for incarnation in sorted(self.source.peers() | self.target.peers()):
+            card = self._peers.card(incarnation)
+            if card is not None and self._control.is_gone(card.process):
+                self._peers.forget(incarnation)
+                self._lose(incarnation, f"process {card.process.pid} of the peer is dead")
+
+    # Who is who.
+
+    def _on_hello(self, sender: Incarnation, hello: Hello, via: ControlAddress | None) -> None:
+        if hello.card.incarnation != sender:
+            self.dropped_total["a card of somebody else"] += 1
+            return
         try:
             self._admit(hello.card, via)
         except (Incompatible, TransportError) as error:
             log.error("peer %s refused: %s", hello.card.incarnation, error)
             self.dropped_total["incompatible"] += 1
             if hello.wants_answer:
-                self._control.send(hello.card.incarnation, Refused(str(error)))
+                self._control.send(hello.card.incarnation, Refused(str(error)[:2000]))
             if via is not None:
                 self.target.on_refused_peer(via, str(error))
             return
@@ -124,47 +251,26 @@ class Coordinator:
             self.target.on_card(hello.card, via)
 
     def _admit(self, card: Card, via: ControlAddress | None) -> None:
-        """Check a card before anything of it is used, then make its ranks readable if we reached it as a source."""
-        if self._peers.card(card.incarnation) is None:
-            source, target = (self.card, card) if via is None else (card, self.card)
-            check_compatible(source, target, ours=self.card)
-            if via is not None:
-                self._ranks.connect(card)
-        for dropped in self._peers.learn(card, via):
-            self._lose(dropped, f"incarnation {dropped} was replaced by {card.incarnation}")
+        """Check a card before anything of it is used, then make its ranks reachable."""
+        source, target = (self.card, card) if via is None else (card, self.card)
+        check_compatible(source, target, ours=self.card)
+        known = self._peers.card(card.incarnation)
+        if known is None:
+            idle = self._peers.make_room(self.source.peers() | self.target.peers())
+            if idle is not None:
+                self._ranks.disconnect(idle)
+            self._ranks.connect(card)
+        replaced = self._peers.learn(known or card, via)
+        if replaced is not None:
+            self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")
 
     def _on_refused_by_peer(self, message: Refused, via: ControlAddress | None) -> None:
         log.error("refused by the peer at %s: %s", via, message.reason)
         if via is not None:
             self.target.on_refused_peer(via, f"refused by the source: {message.reason}")
 
-    def _on_handoff_message(
-        self, sender: Incarnation, message: Ask | Offered | Renew | ConfirmAsk | Confirmed | Release | Retracted | Refused
-    ) -> None:
-        match message:
-            case Ask():
-                self.source.on_ask(sender, message)
-            case Renew():
-                self.source.on_renew(sender, message)
-            case ConfirmAsk():
-                self.source.on_confirm_ask(sender, message)
-            case Release():
-                self.source.on_release(sender, message)
-            case Offered():
-                self.target.on_offered(sender, message)
-            case Confirmed():
-                self.target.on_confirmed(sender, message)
-            case Refused() | Retracted():
-                self.target.on_refused(sender, message)
-
-    def _check_for_the_dead(self) -> None:
-        for incarnation in self.source.peers() | self.target.peers():
-            card = self._peers.card(incarnation)
-            if card is not None and self._control.is_gone(card.process):
-                self._peers.forget(incarnation)
-                self._lose(incarnation, f"process {card.process.pid} of the peer is dead")
-
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
+        self._peer_fences.pop(incarnation, None)
         self._ranks.disconnect(incarnation)
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)

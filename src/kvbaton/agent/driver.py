@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull
-from kvbaton.agent.ports import LegReport, LegStart
+from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted
+from kvbaton.agent.ports import LegId, LegOpen, RankReport
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
-from kvbaton.core.handoff import HandoffKey, Incarnation
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.messages import Message
 from kvbaton.errors import LocalError
@@ -69,11 +69,29 @@ class _Ranks:
         for agent in self._agents:
             agent.disconnect(incarnation)
 
-    def start_leg(self, rank: int, start: LegStart) -> None:
-        self._agents[rank].start_leg(start)
+    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
+        for agent in self._agents:
+            agent.revoke(incarnation, epoch)
 
-    def stop_leg(self, rank: int, key: HandoffKey) -> None:
-        self._agents[rank].stop_leg(key)
+    def reset_region(self, epoch: int) -> None:
+        for agent in self._agents:
+            agent.reset_region(epoch)
+
+    @property
+    def executor(self) -> Executor:
+        return self._agents[0].executor
+
+    def open_leg(self, rank: int, start: LegOpen) -> None:
+        self._agents[rank].open_leg(start)
+
+    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        self._agents[rank].move(leg, source_blocks, spans)
+
+    def close_leg(self, rank: int, leg: LegId) -> None:
+        self._agents[rank].close_leg(leg)
+
+    def stop_leg(self, rank: int, leg: LegId) -> None:
+        self._agents[rank].stop_leg(leg)
 
 
 class Driver(HandoffPort):
@@ -94,7 +112,7 @@ class Driver(HandoffPort):
         self._news = news
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
-        self._reports: deque[LegReport] = deque()
+        self._reports: deque[RankReport] = deque()
         self._agents = [RankAgent(0, layout, transport, self._reports.append)]
         self._coordinator = Coordinator(
             card, transport.name, limits, time.monotonic, _Control(sockets), _Ranks(self._agents), self._events.append
@@ -114,7 +132,9 @@ class Driver(HandoffPort):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, the transport and the sockets; waits a bounded time."""
+        """Stop the thread, the transport and the sockets; waits a bounded time. Idempotent."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         self._wake()
         if self._thread.is_alive():
@@ -122,6 +142,22 @@ class Driver(HandoffPort):
         self._transport.close()
         self._sockets.close()
         os.close(self._wake_fd)
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        """A prefill for a hand-off was admitted."""
+        self._submit(partial(self._coordinator.expect_target, key, prompt))
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """Spans are computed."""
+        self._submit(partial(self._coordinator.spans_ready, key, blocks, spans))
+
+    def retract(self, key: HandoffKey) -> None:
+        """What was said about a prefill is void."""
+        self._submit(partial(self._coordinator.retract, key))
+
+    def expect_source(self, wanted: SourceWanted) -> None:
+        """A request for a hand-off was admitted."""
+        self._submit(partial(self._coordinator.expect_source, wanted))
 
     def offer(self, offer: Offer) -> None:
         """Announce a finished prefill."""
@@ -140,8 +176,10 @@ class Driver(HandoffPort):
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def dropped_total(self) -> Counter[str]:
-        """How many messages were dropped, by cause."""
-        return self._sockets.dropped_total + self._coordinator.dropped_total
+        """How many messages were dropped, by cause; safe to call from any thread."""
+        total = Counter(dict(self._sockets.dropped_total))
+        total.update(dict(self._coordinator.dropped_total))
+        return total
 
     def _submit(self, command: _Command) -> None:
         if len(self._commands) >= _MAX_COMMANDS:
@@ -179,6 +217,8 @@ class Driver(HandoffPort):
         for envelope, via in self._sockets.receive():
             self._take_commands()
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
+        for address, reason in self._sockets.refusals():
+            self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
         for agent in self._agents:
             agent.poll()
         self._take_reports()
@@ -193,4 +233,4 @@ class Driver(HandoffPort):
 
     def _take_reports(self) -> None:
         while self._reports:
-            self._coordinator.on_leg(self._reports.popleft())
+            self._coordinator.on_rank(self._reports.popleft())

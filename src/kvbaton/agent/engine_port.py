@@ -2,6 +2,10 @@
 
 An engine calls the methods of `HandoffPort` from its own thread; none of them waits. It drains `events` once per step;
 `EngineEvent`s are facts that the coordinator has decided, in order, each told exactly once.
+
+A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it has to give blocks
+up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `pull` (pull and push alike:
+"I have blocks, fill them"). Both may `cancel` at any time.
 """
 
 from __future__ import annotations
@@ -10,9 +14,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Outcome
+from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
 
-__all__ = ["EngineEvent", "HandoffPort", "HandoffStats", "Landed", "Offer", "Pull", "SourceEnded", "TargetEnded"]
+__all__ = [
+    "Drained",
+    "EngineEvent",
+    "Granted",
+    "HandoffPort",
+    "HandoffStats",
+    "Landed",
+    "Offer",
+    "Pull",
+    "SourceEnded",
+    "SourceWanted",
+    "TargetEnded",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +42,33 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceWanted:
+    """A request whose cache will come from the source at `source`, of the named incarnation where the router knew it.
+
+    `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, whatever
+    their transfer ids say.
+    """
+
+    key: HandoffKey
+    prompt: str
+    source: ControlAddress
+    source_incarnation: Incarnation | None = None
+    mode: Mode = Mode.PULL
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """The target has allocated `blocks` for `tokens` tokens; all but the first `cached_tokens` are to be filled."""
 
-    key: HandoffKey
-    source: ControlAddress
-    source_incarnation: Incarnation | None
+    wanted: SourceWanted
     blocks: BlockLists
     tokens: int
     cached_tokens: int
+
+    @property
+    def key(self) -> HandoffKey:
+        """The key of the hand-off."""
+        return self.wanted.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +84,25 @@ class HandoffStats:
 
 @dataclass(frozen=True, slots=True)
 class SourceEnded:
-    """The source side is over: its blocks may go back to the pool."""
+    """The source side is over: its blocks may go back to the pool, and what is still being computed for it may stop."""
 
     key: HandoffKey
     outcome: Outcome
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A target has blocks ready for this prefill: it may take the last free blocks here."""
+
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What was announced before a `retract` is void and nothing reads it any more: its blocks may go back to the pool."""
+
+    key: HandoffKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +123,33 @@ class TargetEnded:
     reason: str
 
 
-EngineEvent = SourceEnded | Landed | TargetEnded
+EngineEvent = SourceEnded | Granted | Drained | Landed | TargetEnded
 
 
 class HandoffPort(Protocol):
-    """What an engine sees of its agents. Every `offer` ends in one SourceEnded, every `pull` in one Landed or TargetEnded."""
+    """What an engine sees of its agents.
+
+    Every `expect_target` ends in one SourceEnded, every `expect_source` in one Landed or TargetEnded; what an engine says
+    about a hand-off that has ended, or that it never expected, is ignored.
+    """
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        """A prefill for a hand-off was admitted: from now on its target is told that it lives. `prompt` is a digest."""
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """These spans are computed and lie in `blocks`, until `retract` or the end."""
+
+    def retract(self, key: HandoffKey) -> None:
+        """Everything said about `key` is void; its blocks may be reused after `Drained`. Computing starts over."""
 
     def offer(self, offer: Offer) -> None:
-        """Announce a finished prefill; the blocks are held until `SourceEnded`."""
+        """The prefill is complete; the blocks are held until `SourceEnded`. Without spans said before, all is one span."""
+
+    def expect_source(self, wanted: SourceWanted) -> None:
+        """A request for a hand-off was admitted: from now on its source is told that somebody waits."""
 
     def pull(self, pull: Pull) -> None:
-        """Ask for a cache; the blocks belong to the hand-off until `Landed` or `TargetEnded`."""
+        """Blocks are there; they belong to the hand-off until `Landed` or `TargetEnded`."""
 
     def cancel(self, key: HandoffKey) -> None:
         """Give a hand-off up, on whichever side it is; unknown keys are ignored. The usual event still follows."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import TransportError
 
 __all__ = ["Peers"]
 
 
 class Peers:
-    """Cards of peers that passed the compatibility check; the longest unused ones are forgotten beyond `limit`."""
+    """Cards of at most `limit` peers that passed the compatibility check, and up to `limit` addresses they answered at."""
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
-        self._at: dict[ControlAddress, Incarnation] = {}
+        self._at: OrderedDict[ControlAddress, Incarnation] = OrderedDict()
 
     def card(self, incarnation: Incarnation) -> Card | None:
         """The card of a peer, if it is known."""
@@ -30,21 +32,31 @@ class Peers:
         incarnation = self._at.get(address)
         return None if incarnation is None else self.card(incarnation)
 
-    def learn(self, card: Card, address: ControlAddress | None) -> list[Incarnation]:
-        """Remember a card; returns the incarnations forgotten for it: the one it replaces at its address, or the oldest."""
-        dropped: list[Incarnation] = []
+    def learn(self, card: Card, address: ControlAddress | None) -> Incarnation | None:
+        """Remember a card; returns the incarnation that it replaces at its address, forgotten now."""
+        before = None
         if address is not None:
             before = self._at.get(address)
-            if before is not None and before != card.incarnation:
-                dropped.append(before)
             self._at[address] = card.incarnation
+            self._at.move_to_end(address)
+            while len(self._at) > self._limit:
+                self._at.popitem(last=False)
         self._cards[card.incarnation] = card
         self._cards.move_to_end(card.incarnation)
-        if len(self._cards) > self._limit:
-            dropped.append(next(iter(self._cards)))
-        for incarnation in dropped:
-            self.forget(incarnation)
-        return dropped
+        if before is None or before == card.incarnation:
+            return None
+        self.forget(before)
+        return before
+
+    def make_room(self, busy: Collection[Incarnation]) -> Incarnation | None:
+        """Without room for another peer, forget the longest unused one and return it; raises TransportError if all are busy."""
+        if len(self._cards) < self._limit:
+            return None
+        idle = next((incarnation for incarnation in self._cards if incarnation not in busy), None)
+        if idle is None:
+            raise TransportError(f"{len(self._cards)} peers have hand-offs here, more are not taken; try again later")
+        self.forget(idle)
+        return idle
 
     def forget(self, incarnation: Incarnation) -> None:
         """Forget a peer and the address it answered at."""

@@ -1,6 +1,7 @@
 """The ports behind which the agents' logic lives: a clock, a way to speak to peers, the ranks, and the ear of the engine.
 
-The driver gives real ones, tests give scripted ones. The logic on this side of the ports does no I/O and starts no thread.
+The driver gives real ones, the simulator gives simulated ones, tests give scripted ones. The logic on this side of the ports
+does no I/O and starts no thread.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol
 from kvbaton.agent.engine_port import EngineEvent
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.messages import Message
 
 __all__ = [
@@ -20,14 +21,16 @@ __all__ = [
     "Control",
     "EnginePort",
     "LegFailed",
-    "LegFilled",
-    "LegProgress",
+    "LegId",
+    "LegMoved",
+    "LegOpen",
     "LegReport",
-    "LegStart",
     "LegStopped",
+    "PeerFenced",
+    "RankReport",
     "Ranks",
+    "RegionFenced",
 ]
-
 
 Clock = Callable[[], float]
 """Monotonic seconds; only differences mean anything."""
@@ -37,7 +40,7 @@ EnginePort = Callable[[EngineEvent], None]
 
 
 class Control(Protocol):
-    """Speaks to other coordinators. Neither method waits, and a message may be lost."""
+    """Speaks to other coordinators. No method waits, and a message may be lost."""
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         """Say `message` to whichever incarnation answers at `address`."""
@@ -49,33 +52,36 @@ class Control(Protocol):
         """Whether a process of this host is provably dead; false whenever that cannot be known."""
 
 
-@dataclass(frozen=True, slots=True)
-class LegStart:
-    """What one rank needs to fill its part of a hand-off from one source rank."""
+@dataclass(frozen=True, slots=True, order=True)
+class LegId:
+    """One attempt to move one generation of a hand-off: what a rank calls a leg."""
 
     key: HandoffKey
-    source: Incarnation
-    source_rank: int
-    source_blocks: BlockLists
+    grant: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegOpen:
+    """What one rank needs to know before it can move anything of a leg. `local_blocks` and `peer_blocks` are as they are known
+    now; the blocks of the source come with each move."""
+
+    leg: LegId
+    peer: Incarnation
+    peer_rank: int
+    executor: Executor
+    epoch: int
     target_blocks: BlockLists
-    first_token: int
-    tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class LegProgress:
-    """Some bytes of a leg have arrived."""
+class LegMoved:
+    """One span of a leg is where it belongs."""
 
-    key: HandoffKey
+    leg: LegId
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class LegFilled:
-    """Every run of a leg has arrived."""
-
-    key: HandoffKey
-    rank: int
+    span: int
     bytes_planned: int
     bytes_moved: int
 
@@ -84,33 +90,66 @@ class LegFilled:
 class LegFailed:
     """A leg ended early; its memory is quiet."""
 
-    key: HandoffKey
+    leg: LegId
     rank: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LegStopped:
-    """A leg that was told to stop is quiet: nobody writes for it any more."""
+    """A leg that was told to stop is quiet: nothing moves for it any more."""
 
-    key: HandoffKey
+    leg: LegId
     rank: int
 
 
-LegReport = LegProgress | LegFilled | LegFailed | LegStopped
+@dataclass(frozen=True, slots=True)
+class PeerFenced:
+    """A rank has torn down its session with a peer: that peer cannot write here any more."""
+
+    peer: Incarnation
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFenced:
+    """A rank has registered its memory anew: nobody who was granted an earlier epoch can write here any more."""
+
+    epoch: int
+    rank: int
+
+
+LegReport = LegMoved | LegFailed | LegStopped
+RankReport = LegReport | PeerFenced | RegionFenced
 
 
 class Ranks(Protocol):
-    """The rank agents of this instance, as the coordinator sees them. Answers come back as `LegReport`s."""
+    """The rank agents of this instance, as the coordinator sees them. Answers come back as `RankReport`s."""
+
+    @property
+    def executor(self) -> Executor:
+        """Who executes the copies into this instance's memory, by the promise of its transport."""
 
     def connect(self, card: Card) -> None:
-        """Make every rank able to read from the ranks of `card`; raises TransportError or Incompatible."""
+        """Make every rank able to reach the ranks of `card`; raises TransportError or Incompatible."""
 
     def disconnect(self, incarnation: Incarnation) -> None:
-        """Forget a peer that is gone for good."""
+        """Forget a peer that is gone for good; what is posted to it fails."""
 
-    def start_leg(self, rank: int, start: LegStart) -> None:
-        """Start one leg; its end is reported as LegFilled or LegFailed."""
+    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
+        """End a peer's right to touch this instance's memory; PeerFenced follows from each rank that can do that."""
 
-    def stop_leg(self, rank: int, key: HandoffKey) -> None:
-        """Stop one leg; LegStopped follows once it is quiet, whatever state it was in."""
+    def reset_region(self, epoch: int) -> None:
+        """End everybody's right to touch this instance's memory; RegionFenced follows from each rank that can do that."""
+
+    def open_leg(self, rank: int, start: LegOpen) -> None:
+        """Prepare one leg; nothing moves yet."""
+
+    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """Move spans; LegMoved follows for each, or LegFailed once for the leg."""
+
+    def close_leg(self, rank: int, leg: LegId) -> None:
+        """Forget a leg of which nothing is in flight; nothing is reported."""
+
+    def stop_leg(self, rank: int, leg: LegId) -> None:
+        """Stop one leg; LegStopped follows once it is quiet (at once for an unknown leg)."""

@@ -1,4 +1,4 @@
-"""The rank agent: turns a leg into batches, posts them inline, and reports what became of them. No I/O of its own."""
+"""The rank agent: turns spans into batches, posts them inline, and reports what became of them. No I/O of its own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbaton.agent.ports import LegFailed, LegFilled, LegProgress, LegReport, LegStart, LegStopped
+from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, PeerFenced, RankReport, RegionFenced
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import HandoffKey, Incarnation
+from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
 from kvbaton.core.layout import Layout
+from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
 from kvbaton.core.plan import Pair, Runs, pair_layouts, plan_runs
 from kvbaton.errors import KVBatonError, TransportError
-from kvbaton.transport.base import Batch, Completion, Direction, PeerRank, Ticket, Transport
+from kvbaton.transport.base import Batch, Completion, Direction, LateWrites, PeerRank, FencingTransport, Ticket, Transport
 
 __all__ = ["RankAgent"]
 
@@ -21,35 +22,68 @@ _BATCH_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
-class _Leg:
+class _Moving:
+    span: int
     planned: int
-    open: set[Ticket] = field(default_factory=set)
     moved: int = 0
+    open: set[Ticket] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Leg:
+    start: LegOpen
+    state: LegState = LEG.start
     error: str = ""
-    stopping: bool = False
+    moving: dict[int, _Moving] = field(default_factory=dict)
+
+    @property
+    def is_drained(self) -> bool:
+        return not any(moving.open for moving in self.moving.values())
 
 
 class RankAgent:
-    """Owns the legs of one rank. Batches are bounded in size, so that a long leg shows progress and stops promptly."""
+    """Owns the legs of one rank. Batches are bounded in size, so that a long span stops promptly."""
 
-    def __init__(self, rank: int, layout: Layout, transport: Transport, report: Callable[[LegReport], None]) -> None:
+    table: LegTable = LEG
+
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        transport: Transport,
+        report: Callable[[RankReport], None],
+        *,
+        unfenced_writes: bool = False,
+    ) -> None:
         self.rank = rank
+        self._unfenced_writes = unfenced_writes
         self._layout = layout
         self._transport = transport
         self._report = report
-        self._pairs: dict[PeerRank, Pair] = {}
-        self._legs: dict[HandoffKey, _Leg] = {}
-        self._owners: dict[Ticket, HandoffKey] = {}
+        self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
+        self.legs: dict[LegId, _Leg] = {}
+        self._owners: dict[Ticket, tuple[LegId, int]] = {}
+
+    @property
+    def executor(self) -> Executor:
+        """Who copies into this rank's memory: its owner, unless peers can write there and be fenced.
+
+        A transport that cannot fence writers is only written through when somebody has asked for that.
+        """
+        transport = self._transport
+        may_write = transport.late_writes is LateWrites.REVOCABLE or self._unfenced_writes
+        writes = may_write and Direction.WRITE in transport.directions
+        return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
 
     def connect(self, card: Card) -> None:
-        """Make the peer's rank of the same number readable; raises TransportError or Incompatible."""
+        """Make the peer's rank of the same number reachable; raises TransportError or Incompatible."""
         rank_card = card.ranks[self.rank]
         peer = PeerRank(card.incarnation, rank_card.rank)
-        pair = pair_layouts(rank_card.layout, self._layout)
+        pairs = pair_layouts(rank_card.layout, self._layout), pair_layouts(self._layout, rank_card.layout)
         for endpoint in rank_card.endpoints:
             if endpoint.transport == self._transport.name:
                 self._transport.connect(peer, endpoint)
-                self._pairs[peer] = pair
+                self._pairs[peer] = pairs
                 return
         offered = ", ".join(endpoint.transport for endpoint in rank_card.endpoints) or "none"
         raise TransportError(f"no common transport: {self._transport.name} here, {offered} there")
@@ -60,75 +94,136 @@ class RankAgent:
             del self._pairs[peer]
             self._transport.revoke(peer)
 
-    def start_leg(self, start: LegStart) -> None:
-        """Plan and post; always ends in LegFilled or LegFailed."""
-        peer = PeerRank(start.source, start.source_rank)
-        try:
-            runs = self._plan(peer, start)
-        except KVBatonError as error:
-            self._report(LegFailed(start.key, self.rank, str(error)))
-            return
-        leg = _Leg(planned=int(runs[:, 2].sum()))
-        self._legs[start.key] = leg
-        try:
-            for part in _batches(runs):
-                ticket = self._transport.post(Batch(peer, Direction.READ, part))
-                leg.open.add(ticket)
-                self._owners[ticket] = start.key
-        except TransportError as error:
-            leg.error = str(error)
-            self._cancel_open(leg)
-        self._settle(start.key, leg)
+    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
+        """Tear the session with a peer down, and report that; nothing is done where the transport cannot fence a peer.
 
-    def stop_leg(self, key: HandoffKey) -> None:
-        """Cancel what is open; LegStopped follows when nothing is."""
-        leg = self._legs.get(key)
-        if leg is None:
-            self._report(LegStopped(key, self.rank))
+        The peer may come back with a new session; what it was granted before `epoch` stays void.
+        """
+        if self._transport.late_writes is LateWrites.UNFENCED:
             return
-        leg.stopping = True
-        self._cancel_open(leg)
-        self._settle(key, leg)
+        self.disconnect(incarnation)
+        peer = PeerRank(incarnation, self.rank)
+        self._transport.revoke(peer)
+        if isinstance(self._transport, FencingTransport):
+            self._transport.fence_peer(peer, epoch)
+        self._report(PeerFenced(incarnation, self.rank))
+
+    def reset_region(self, epoch: int) -> None:
+        """Register this rank's memory anew, where the transport can."""
+        if isinstance(self._transport, FencingTransport):
+            self._transport.reset_region(epoch)
+            self._report(RegionFenced(epoch, self.rank))
+
+    def open_leg(self, start: LegOpen) -> None:
+        """Prepare a leg; nothing moves yet."""
+        self.legs[start.leg] = _Leg(start)
+
+    def close_leg(self, leg_id: LegId) -> None:
+        """Forget a leg of which nothing is in flight."""
+        leg = self.legs.get(leg_id)
+        if leg is not None and leg.is_drained:
+            del self.legs[leg_id]
+
+    def move(self, leg_id: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """Plan and post spans; each ends in LegMoved, or the leg in LegFailed."""
+        leg = self.legs.get(leg_id)
+        if leg is None:
+            self._report(LegFailed(leg_id, self.rank, "the leg is not open"))
+            return
+        for span in spans:
+            if leg.state is LegState.OPEN and span.number not in leg.moving:
+                self._post(leg, source_blocks, span)
+
+    def stop_leg(self, leg_id: LegId) -> None:
+        """Cancel what is posted; LegStopped follows when nothing is in flight."""
+        leg = self.legs.get(leg_id)
+        if leg is None:
+            self._report(LegStopped(leg_id, self.rank))
+            return
+        self._step(leg, LegEvent.STOP)
+        self._settle(leg)
 
     def poll(self) -> None:
         """Take what the transport has completed and report it."""
         for completion in self._transport.poll():
-            key = self._owners.pop(completion.ticket, None)
-            if key is not None:
-                self._complete(key, self._legs[key], completion)
+            owner = self._owners.pop(completion.ticket, None)
+            if owner is not None and (leg := self.legs.get(owner[0])) is not None:
+                self._complete(leg, leg.moving[owner[1]], completion)
 
-    def _plan(self, peer: PeerRank, start: LegStart) -> Runs:
-        pair = self._pairs.get(peer)
-        if pair is None:
-            raise TransportError(
-                f"rank {start.source_rank} of {start.source} is not connected", transfer_id=start.key.transfer_id
-            )
-        return plan_runs(pair, start.source_blocks, start.target_blocks, start.first_token, start.tokens)
-
-    def _complete(self, key: HandoffKey, leg: _Leg, completion: Completion) -> None:
-        leg.open.discard(completion.ticket)
-        leg.moved += completion.moved_bytes
-        if completion.error and not leg.error:
-            leg.error = completion.error
-            self._cancel_open(leg)
-        if leg.open and not leg.error and not leg.stopping:
-            self._report(LegProgress(key, self.rank))
-        self._settle(key, leg)
-
-    def _cancel_open(self, leg: _Leg) -> None:
-        for ticket in tuple(leg.open):
-            self._transport.cancel(ticket)
-
-    def _settle(self, key: HandoffKey, leg: _Leg) -> None:
-        if leg.open:
-            return
-        del self._legs[key]
-        if leg.stopping:
-            self._report(LegStopped(key, self.rank))
-        elif leg.error:
-            self._report(LegFailed(key, self.rank, leg.error))
+    def _post(self, leg: _Leg, source_blocks: BlockLists, span: Span) -> None:
+        start = leg.start
+        peer = PeerRank(start.peer, start.peer_rank)
+        direction = Direction.READ if start.executor is Executor.TARGET_READS else Direction.WRITE
+        moving = leg.moving[span.number] = _Moving(span.number, 0)
+        try:
+            runs = self._plan(peer, start, source_blocks, span)
+            moving.planned = int(runs[:, 2].sum())
+            for part in _batches(runs):
+                ticket = self._transport.post(Batch(peer, direction, part, start.epoch))
+                moving.open.add(ticket)
+                self._owners[ticket] = (start.leg, span.number)
+        except KVBatonError as error:
+            leg.error = leg.error or str(error)
+            self._step(leg, LegEvent.ERROR)
         else:
-            self._report(LegFilled(key, self.rank, leg.planned, leg.moved))
+            self._step(leg, LegEvent.POSTED)
+        self._finish(leg, moving)
+
+    def _plan(self, peer: PeerRank, start: LegOpen, source_blocks: BlockLists, span: Span) -> Runs:
+        pairs = self._pairs.get(peer)
+        if pairs is None:
+            raise TransportError(f"rank {peer.rank} of {peer.incarnation} is not connected")
+        pair = pairs[0] if start.executor is Executor.TARGET_READS else pairs[1]
+        first = max(span.first_token, start.cached_tokens)
+        layers = range(span.first_layer, span.end_layer)
+        return plan_runs(pair, source_blocks, start.target_blocks, first, span.end_token, layers)
+
+    def _complete(self, leg: _Leg, moving: _Moving, completion: Completion) -> None:
+        moving.open.discard(completion.ticket)
+        moving.moved += completion.moved_bytes
+        if completion.error:
+            leg.error = leg.error or completion.error
+            self._step(leg, LegEvent.ERROR)
+        self._finish(leg, moving)
+
+    def _finish(self, leg: _Leg, moving: _Moving) -> None:
+        if not moving.open:
+            leg.moving.pop(moving.span, None)
+            if leg.state is LegState.OPEN and moving.moved != moving.planned:
+                leg.error = f"{moving.moved} of {moving.planned} bytes of span {moving.span} were moved without an error"
+                self._step(leg, LegEvent.ERROR)
+            row = self.table.step(leg.state, LegEvent.MOVED)
+            if row is not None and LegEffect.REPORT_MOVED in row.effects:
+                self._report(LegMoved(leg.start.leg, self.rank, moving.span, moving.planned, moving.moved))
+        self._settle(leg)
+
+    def _settle(self, leg: _Leg) -> None:
+        if leg.is_drained and leg.state in (LegState.BROKEN, LegState.STOPPING):
+            self._step(leg, LegEvent.DRAINED)
+
+    def _step(self, leg: _Leg, event: LegEvent) -> None:
+        row = self.table.step(leg.state, event)
+        if row is None:
+            return
+        leg.state = row.state
+        for effect in row.effects:
+            self._perform(leg, effect)
+
+    def _perform(self, leg: _Leg, effect: LegEffect) -> None:
+        leg_id = leg.start.leg
+        match effect:
+            case LegEffect.CANCEL_POSTED:
+                for moving in leg.moving.values():
+                    for ticket in tuple(moving.open):
+                        self._transport.cancel(ticket)
+            case LegEffect.REPORT_FAILED:
+                del self.legs[leg_id]
+                self._report(LegFailed(leg_id, self.rank, leg.error))
+            case LegEffect.REPORT_STOPPED:
+                del self.legs[leg_id]
+                self._report(LegStopped(leg_id, self.rank))
+            case LegEffect.REPORT_MOVED:
+                pass
 
 
 def _batches(runs: Runs) -> Iterator[Runs]:

@@ -1,167 +1,327 @@
-"""The source half of a coordinator: keeps offered blocks under a lease, answers questions about them, gives them back once."""
+"""The source half of a coordinator: announces what is computed, keeps it under a lease, confirms it, gives it back once."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from kvbaton.agent.engine_port import Offer, SourceEnded
-from kvbaton.agent.ports import Clock, Control, EnginePort
-from kvbaton.config import Limits
-from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
-from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceEvent, SourceState
-from kvbaton.core.messages import Ask, ConfirmAsk, Confirmed, Offered, Refused, Release, Renew, Retracted
+from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped
+from kvbaton.agent.records import SourceRecord
+from kvbaton.agent.source_effects import SourceEffects
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span, key_problem, span_problem
+from kvbaton.core.lifecycle import SourceEvent, SourceState
+from kvbaton.core.messages import (
+    MAX_REASON,
+    ConfirmAsk,
+    Grant,
+    Heartbeat,
+    Over,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+)
 
-__all__ = ["SourceSide"]
+__all__ = ["SourceRecord", "SourceSide"]
 
-log = logging.getLogger(__name__)
-
-_RELEASED = {
-    Outcome.DELIVERED: SourceEvent.RELEASED_DELIVERED,
-    Outcome.FAILED: SourceEvent.RELEASED_FAILED,
-    Outcome.EXPIRED: SourceEvent.RELEASED_FAILED,
-    Outcome.CANCELLED: SourceEvent.RELEASED_CANCELLED,
+_MAX_PARKED = 4096
+_QUIET = {
+    Outcome.FAILED: SourceEvent.QUIET_FAILED,
+    Outcome.CANCELLED: SourceEvent.QUIET_CANCELLED,
+    Outcome.EXPIRED: SourceEvent.QUIET_EXPIRED,
 }
 
 
-@dataclass(slots=True)
-class _Held:
-    offer: Offer
-    generation: int
-    held_since: float
-    lease_until: float
-    state: SourceState = SOURCE.start
-    target: Incarnation | None = None
-    reason: str = ""
+class SourceSide(SourceEffects):
+    """All live hand-offs that this instance is the source of. A hand-off belongs to the first target that speaks for it."""
 
+    # What the engine says.
 
-class SourceSide:
-    """All live hand-offs that this instance is the source of. A hand-off belongs to the first target that asks for it."""
-
-    def __init__(self, limits: Limits, clock: Clock, control: Control, engine: EnginePort) -> None:
-        self._limits = limits
-        self._clock = clock
-        self._control = control
-        self._engine = engine
-        self._held: dict[HandoffKey, _Held] = {}
-        self._generation = 0
-        self.late_total: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def offer(self, offer: Offer) -> None:
-        """Hold the blocks of a finished prefill until the target releases them or the lease is out."""
-        if offer.key in self._held:
-            self._engine(SourceEnded(offer.key, Outcome.FAILED, f"hand-off {offer.key} is live already"))
+    def expect(self, key: HandoffKey, prompt: str) -> None:
+        """The engine will prefill `key`; a grant for the same prompt that came earlier is taken up."""
+        if problem := key_problem(key):
+            self._engine(SourceEnded(key, Outcome.FAILED, problem))
             return
-        self._generation += 1
-        now = self._clock()
-        self._held[offer.key] = _Held(offer, self._generation, now, now + self._limits.defer_timeout)
+        record = self.live.get(key)
+        if record is not None and record.state is SourceState.PARKED and not self.same_prompt(record, prompt):
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "the source has another prompt of that transfer id")
+            record = None
+        if record is None:
+            self.live[key] = self._new_record(key, SourceState.QUEUED)
+            self.live[key].prompt = prompt
+        elif record.state is SourceState.PARKED:
+            record.is_expected = True
+            self.step(record, SourceEvent.EXPECTED)
+        else:
+            self._engine(SourceEnded(key, Outcome.FAILED, f"hand-off {key} is live already"))
+
+    def same_prompt(self, record: SourceRecord, prompt: str) -> bool:
+        """Whether a hand-off is about this very prompt; a transfer id alone proves nothing."""
+        return record.prompt == prompt
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """The engine has computed spans; they are announced as soon as there is a grant."""
+        record = self._expected(key)
+        if record is None or record.state in (SourceState.RETRACTING, SourceState.STOPPING):
+            self.late_total["spans"] += 1
+            return
+        if record.offer is not None:
+            reason = f"the engine told of {len(spans)} more spans after it had offered the whole cache"
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, reason)
+            return
+        record.blocks = blocks
+        record.spans.extend(spans)
+        self.step(record, SourceEvent.SPAN_READY)
+
+    def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
+        """The prefill is complete. `whole` makes the one span of a cache of which no spans were told before."""
+        record = self._expected(offer.key)
+        if record is None or self.table.step(record.state, SourceEvent.PREFILLED) is None:
+            self.late_total["offer"] += 1
+            return
+        record.offer = offer
+        record.blocks = offer.blocks
+        record.held_since = self._clock()
+        if not record.spans:
+            record.spans.append(whole())
+        if problem := span_problem(record.spans, whole()):
+            reason = f"the engine's spans are not the whole cache: {problem}"
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, reason)
+            return
+        self.step(record, SourceEvent.PREFILLED)
+        self._settle(record)
+
+    def retract(self, key: HandoffKey) -> None:
+        """The engine needs the blocks for something else; it is told when they are free."""
+        record = self._expected(key)
+        if record is None:
+            self.late_total["retract"] += 1
+            return
+        self.step(record, SourceEvent.PREEMPTED)
+        self._settle(record)
 
     def cancel(self, key: HandoffKey, reason: str) -> None:
-        """Take an offer back; the target is told, the blocks go back."""
-        if (held := self._held.get(key)) is not None:
-            self._step(held, SourceEvent.ABORTED, reason)
+        """The engine gives it up."""
+        if (record := self.live.get(key)) is not None:
+            self._end_by(record, SourceEvent.ABORTED, Outcome.CANCELLED, reason)
 
     def stop(self, reason: str) -> None:
-        """Take every offer back."""
-        for key in list(self._held):
+        """Give everything up."""
+        for key in list(self.live):
             self.cancel(key, reason)
 
-    def on_ask(self, sender: Incarnation, ask: Ask) -> None:
-        """A target wants the cache: tell it where it lies, or why not."""
-        held = self._held.get(ask.key)
-        if held is None:
-            self._control.send(sender, Refused(f"hand-off {ask.key} is not held here (any more)", ask.key))
-        elif held.target not in (None, sender):
-            self._control.send(sender, Refused(f"hand-off {ask.key} belongs to another target", ask.key))
-        else:
-            held.target = sender
-            self._step(held, SourceEvent.ASKED)
+    # What the target says.
 
-    def on_renew(self, sender: Incarnation, renew: Renew) -> None:
-        """A target is alive and still wants these."""
-        for key in renew.keys:
-            if (held := self._owned(key, sender)) is not None:
-                self._step(held, SourceEvent.RENEWED)
+    def on_grant(self, sender: Incarnation, grant: Grant) -> None:
+        """A target has blocks. A number counts once; the same number again only repeats what was announced."""
+        record = self.live.get(grant.key)
+        if record is not None and record.target == sender and record.grant_number == grant.grant:
+            record.announced = 0
+            self.step(record, SourceEvent.GRANTED)
+            self._confirm_again(record)
+        elif not self.use_grant(sender, grant):
+            self.late_total["grant"] += 1
+            self._refuse(sender, grant, "this grant was used before", stale=True)
+        elif record is None:
+            self._park(sender, grant)
+        elif not self.same_prompt(record, grant.prompt):
+            self._refuse(sender, grant, "the source has another prompt of that transfer id")
+            if record.grant is None and record.target == sender:
+                record.target = None
+        elif record.grant is None and record.target in (None, sender):
+            record.target, record.grant = sender, grant
+            self.step(record, SourceEvent.GRANTED)
+            self._settle(record)
+        elif record.target == sender:
+            self._refuse(sender, grant, "an earlier grant for it was given up")
+            self._end_by(record, SourceEvent.STOP_ASKED, Outcome.FAILED, "the target granted it anew")
+        else:
+            self._refuse(sender, grant, "it belongs to another target")
+
+    def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
+        """Use the number of a grant up; false when that was done before."""
+        return self._windows.use(sender, grant.grant)
 
     def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
         """A target has read everything: confirm that the blocks never changed, or say that they did."""
-        held = self._owned(ask.key, sender)
-        if held is None or held.generation != ask.generation:
-            self._control.send(sender, Retracted(ask.key, f"hand-off {ask.key} is not held here any more"))
-        else:
-            self._step(held, SourceEvent.CONFIRM_ASKED)
+        record = self._owned(sender, ask.key, ask.grant)
+        if record is None:
+            self._control.send(sender, self._over(sender, ask.key, ask.grant))
+        elif not self.still_holds(record, ask):
+            self._control.send(sender, Retracted(ask.key, ask.grant, record.generation))
+        elif not record.writes or self._all_moved(record):
+            self.step(record, SourceEvent.CONFIRM_ASKED)
+
+    def still_holds(self, record: SourceRecord, ask: ConfirmAsk) -> bool:
+        """Whether the blocks hold what was announced as the generation that the target has read."""
+        return record.generation == ask.generation
 
     def on_release(self, sender: Incarnation, release: Release) -> None:
-        """The target is through with it."""
-        held = self._owned(release.key, sender)
-        if held is None:
+        """The target has delivered."""
+        record = self._owned(sender, release.key, release.grant)
+        if record is None or not record.is_confirmed:
             self.late_total["release"] += 1
         else:
-            self._step(held, _RELEASED[release.outcome], release.reason)
+            self.step(record, SourceEvent.RELEASED)
+
+    def on_stop(self, sender: Incarnation, stop: Stop) -> None:
+        """The target has ended without delivery; a grant of that number that is still on its way is void."""
+        is_unheard = stop.grant > 0 and self._windows.use(sender, stop.grant)
+        record = self.live.get(stop.key)
+        if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop.grant, is_unheard):
+            self._control.send(sender, Stopped(stop.key, stop.grant))
+            return
+        record.stop_asked = True
+        record.target = sender
+        verdict = Outcome.FAILED if stop.outcome is Outcome.DELIVERED else stop.outcome
+        self._end_by(record, SourceEvent.STOP_ASKED, verdict, f"the target {stop.outcome}: {stop.reason}")
+
+    def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
+        """A target is alive; what it waits for lives on, what is over here is told again."""
+        for key, grant in heartbeat.live:
+            record = self.live.get(key)
+            if record is not None and record.target in (None, sender) and self._speaks_of(record, grant):
+                record.target = sender
+                self.step(record, SourceEvent.HEARD)
+            elif record is None and (end := self._end_of(sender, key, grant)) is not None:
+                self._control.send(sender, end)
 
     def on_peer_gone(self, target: Incarnation, reason: str) -> None:
-        """A target is provably gone: what it was reading goes back."""
-        for held in [held for held in self._held.values() if held.target == target]:
-            self._step(held, SourceEvent.PEER_GONE, reason)
+        """A target is provably gone: what it had goes back."""
+        for record in [record for record in self.live.values() if record.target == target]:
+            self._end_by(record, SourceEvent.PEER_GONE, Outcome.FAILED, reason)
+
+    # What the ranks and the clock say.
+
+    def on_leg(self, report: LegReport) -> None:
+        """A rank tells what became of its leg."""
+        record = self.live.get(report.leg.key)
+        if record is None or record.open_legs.get(report.rank) != report.leg:
+            self.late_total["leg"] += 1
+            return
+        match report:
+            case LegMoved():
+                if report.leg.generation == record.generation:
+                    record.moved.setdefault(report.rank, set()).add(report.span)
+            case LegStopped():
+                del record.open_legs[report.rank]
+            case LegFailed():
+                del record.open_legs[report.rank]
+                self._end_by(record, SourceEvent.LEG_FAILED, Outcome.FAILED, report.reason)
+        self._settle(record)
+
+    def owns_leg(self, leg: LegId) -> bool:
+        """Whether a leg moves something out of here by our own hand."""
+        record = self.live.get(leg.key)
+        return record is not None and leg in record.open_legs.values()
 
     def tick(self) -> None:
         """End what has had no sign of life from its target for too long."""
         now = self._clock()
-        for held in [held for held in self._held.values() if held.lease_until <= now]:
-            self._step(held, SourceEvent.LEASE_OUT, f"no word from the target for {self._limits.defer_timeout:g} s")
+        for record in [record for record in self.live.values() if self._has_lease(record) and record.lease_until <= now]:
+            reason = f"no word from the target for {self._limits.defer_timeout:g} s while {record.state}"
+            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
+
+    def beat(self) -> dict[Incarnation, Heartbeat]:
+        """The heartbeats that are due to targets that wait for something of ours."""
+        lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
+        for record in self.live.values():
+            if record.target is not None and record.state not in (SourceState.PARKED, SourceState.STOPPING):
+                lists.setdefault(record.target, []).append((record.key, record.grant_number))
+        return {target: Heartbeat(True, tuple(live)) for target, live in lists.items()}
 
     def deadlines(self) -> Iterator[float]:
         """When something here will want to be looked at."""
-        return (held.lease_until for held in self._held.values())
+        return (record.lease_until for record in self.live.values() if self._has_lease(record))
 
     def peers(self) -> set[Incarnation]:
-        """Targets that hold something of ours."""
-        return {held.target for held in self._held.values() if held.target is not None}
+        """Targets that have something of ours."""
+        return {record.target for record in self.live.values() if record.target is not None}
 
-    def _owned(self, key: HandoffKey, sender: Incarnation) -> _Held | None:
-        held = self._held.get(key)
-        return held if held is not None and held.target == sender else None
+    # Helpers.
 
-    def _step(self, held: _Held, event: SourceEvent, reason: str = "") -> None:
-        row = SOURCE.step(held.state, event)
+    def step(self, record: SourceRecord, event: SourceEvent) -> None:
+        """Step the machine and perform what its row says; a late event is counted."""
+        row = self.table.step(record.state, event)
         if row is None:
             self.late_total[event] += 1
             return
-        held.state = row.state
-        held.reason = held.reason or reason
+        record.state = row.state
         for effect in row.effects:
-            self._perform(held, effect)
+            self.effects[effect](record)
 
-    def _perform(self, held: _Held, effect: SourceEffect) -> None:
-        match effect:
-            case SourceEffect.EXTEND_LEASE:
-                held.lease_until = self._clock() + self._limits.defer_timeout
-            case SourceEffect.SEND_OFFER:
-                self._to_target(held, self._offered(held))
-            case SourceEffect.SEND_CONFIRMATION:
-                self._to_target(held, Confirmed(held.offer.key, held.generation))
-            case SourceEffect.TELL_RETRACTED:
-                self._to_target(held, Retracted(held.offer.key, held.reason))
-            case SourceEffect.RETURN_BLOCKS:
-                self._end(held)
+    def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
+        self._generation += 1
+        return SourceRecord(key, state, self._clock() + self._limits.defer_timeout, self._generation)
 
-    def _offered(self, held: _Held) -> Offered:
-        offer = held.offer
-        waited = self._clock() - held.held_since
-        return Offered(offer.key, held.generation, offer.blocks, offer.tokens, offer.aux, waited)
+    def _park(self, sender: Incarnation, grant: Grant) -> None:
+        """A grant for something that the engine does not know (yet)."""
+        parked = sum(record.state is SourceState.PARKED for record in self.live.values())
+        if grant.mode is Mode.PULL:
+            self._refuse(sender, grant, "it is not held here (any more)")
+        elif parked >= _MAX_PARKED:
+            self._refuse(sender, grant, f"{parked} grants wait for their prefill already")
+        else:
+            record = self._new_record(grant.key, SourceState.PARKED)
+            record.target, record.grant, record.prompt = sender, grant, grant.prompt
+            record.is_expected = False
+            self.live[grant.key] = record
 
-    def _to_target(self, held: _Held, message: Offered | Confirmed | Retracted) -> None:
-        if held.target is not None:
-            self._control.send(held.target, message)
+    def _refuse(self, sender: Incarnation, grant: Grant, reason: str, *, stale: bool = False) -> None:
+        self._control.send(sender, Refused(f"hand-off {grant.key}: {reason}", grant.key, grant.grant, stale))
 
-    def _end(self, held: _Held) -> None:
-        del self._held[held.offer.key]
-        outcome = Outcome(held.state.value)
-        if outcome is not Outcome.DELIVERED:
-            log.warning("hand-off %s: source %s: %s", held.offer.key, outcome, held.reason or "no reason given")
-        self._engine(SourceEnded(held.offer.key, outcome, held.reason))
+    def _owned(self, sender: Incarnation, key: HandoffKey, grant: int) -> SourceRecord | None:
+        record = self.live.get(key)
+        return record if record is not None and record.target == sender and record.grant_number == grant else None
+
+    def _speaks_of(self, record: SourceRecord, grant: int) -> bool:
+        """Whether a target that waits with `grant` waits for this; its grant may still be on its way, or not yet made."""
+        return grant == 0 or record.grant is None or record.grant_number == grant
+
+    def _expected(self, key: HandoffKey) -> SourceRecord | None:
+        """The live hand-off that the engine speaks of; a grant that waits for its prefill is none of its business yet."""
+        record = self.live.get(key)
+        return record if record is not None and record.is_expected else None
+
+    def _is_stopped_by(self, record: SourceRecord, grant: int, is_unheard: bool) -> bool:
+        """Whether a stop of that grant is about this record: it holds the grant, or would have, had it not been overtaken."""
+        return record.grant_number == grant or (record.grant is None and is_unheard)
+
+    def _end_of(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over | None:
+        """How it ended for this target, or before there was any."""
+        return self._ended.get((sender, key, grant)) or (None if grant else self._ended.get((None, key, 0)))
+
+    def _over(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over:
+        end = self._end_of(sender, key, grant)
+        return end or Over(key, grant, Outcome.FAILED, f"hand-off {key} is not held here (any more)")
+
+    def _has_lease(self, record: SourceRecord) -> bool:
+        return record.state not in (SourceState.QUEUED, SourceState.STOPPING)
+
+    def _end_by(self, record: SourceRecord, event: SourceEvent, verdict: Outcome, reason: str) -> None:
+        if record.state is SourceState.STOPPING:
+            self.late_total[event] += 1
+            return
+        record.verdict, record.reason = verdict, reason[:MAX_REASON]
+        self.step(record, event)
+        self._settle(record)
+
+    def _all_moved(self, record: SourceRecord) -> bool:
+        wanted = {span.number for span in record.spans}
+        return all(record.moved.get(rank, set()) >= wanted for rank in range(self._ranks_count))
+
+    def _confirm_again(self, record: SourceRecord) -> None:
+        if record.is_confirmed and record.writes and record.state is SourceState.SERVING:
+            self.send_confirmation(record)
+
+    def _settle(self, record: SourceRecord) -> None:
+        """Raise the events that follow from counts: everything moved, everything quiet."""
+        if record.state is SourceState.SERVING and record.writes and not record.is_confirmed and self._all_moved(record):
+            self.step(record, SourceEvent.WRITTEN)
+        elif record.open_legs:
+            return
+        elif record.state is SourceState.RETRACTING:
+            self.step(record, SourceEvent.QUIET)
+        elif record.state is SourceState.STOPPING:
+            self.step(record, _QUIET[record.verdict])

@@ -1,300 +1,424 @@
-"""The target half of a coordinator: finds the source, asks, fills, has it confirmed, and only then lets decode start."""
+"""The target half of a coordinator: grants blocks, has them filled and confirmed, and only then lets decode start."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from kvbaton.agent.engine_port import HandoffStats, Landed, Pull, TargetEnded
-from kvbaton.agent.ports import Clock, Control, EnginePort, LegFailed, LegFilled, LegProgress, LegReport, LegStart, Ranks
-from kvbaton.config import Limits
+from kvbaton.agent.engine_port import Pull, SourceWanted, TargetEnded
+from kvbaton.agent.ports import (
+    LegFailed,
+    LegMoved,
+    LegReport,
+    LegStopped,
+)
+from kvbaton.agent.records import TargetRecord
+from kvbaton.agent.target_effects import TargetEffects
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
-from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import Ask, ConfirmAsk, Confirmed, Hello, Offered, Refused, Release, Renew, Retracted
+from kvbaton.core.handoff import (
+    Executor,
+    HandoffKey,
+    Incarnation,
+    Outcome,
+    Span,
+    key_problem,
+    span_problem,
+)
+from kvbaton.core.lifecycle import TargetEvent, TargetState
+from kvbaton.core.messages import (
+    MAX_REASON,
+    Announced,
+    AuxSent,
+    Confirmed,
+    Heartbeat,
+    Hello,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+)
 
-__all__ = ["TargetSide"]
-
-log = logging.getLogger(__name__)
+__all__ = ["TargetRecord", "TargetSide"]
 
 _QUIET = {
     Outcome.FAILED: TargetEvent.QUIET_FAILED,
     Outcome.CANCELLED: TargetEvent.QUIET_CANCELLED,
     Outcome.EXPIRED: TargetEvent.QUIET_EXPIRED,
 }
-_ASKING_AGAIN = (TargetState.GREETING, TargetState.ASKING, TargetState.CONFIRMING)
-_RENEWING = (TargetState.ASKING, TargetState.FILLING, TargetState.CONFIRMING)
+_CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+_ASKING_AGAIN = frozenset({TargetState.GREETING, TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING}) | _CLOSING
+_UNHEARD = frozenset({TargetState.QUEUED, TargetState.GREETING, TargetState.GRANTED})
 
 
-@dataclass(slots=True)
-class _Wanted:
-    pull: Pull
-    grant: int
-    give_up_at: float
-    retry_at: float
-    state: TargetState = TARGET.start
-    source: Incarnation | None = None
-    offered: Offered | None = None
-    open_legs: set[int] = field(default_factory=set)
-    verdict: Outcome = Outcome.FAILED
-    reason: str = ""
-    offered_at: float = 0.0
-    filled_at: float = 0.0
-    bytes_planned: int = 0
-    bytes_moved: int = 0
-
-
-class TargetSide:
+class TargetSide(TargetEffects):
     """All live hand-offs that this instance is the target of."""
 
-    def __init__(
-        self, card: Card, transport: str, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
-    ) -> None:
-        self._card = card
-        self._transport = transport
-        self._limits = limits
-        self._clock = clock
-        self._control = control
-        self._ranks = ranks
-        self._engine = engine
-        self._wanted: dict[HandoffKey, _Wanted] = {}
-        self._grant = 0
-        self._renew_at = clock()
-        self.late_total: Counter[str] = Counter()
+    # What the engine says.
 
-    def __len__(self) -> int:
-        return len(self._wanted)
-
-    def pull(self, pull: Pull, source: Card | None) -> None:
-        """Start a hand-off; `source` is the card of the peer at that address, when it is known and the right incarnation."""
-        if pull.key in self._wanted:
-            self._engine(TargetEnded(pull.key, Outcome.FAILED, f"hand-off {pull.key} is live already"))
+    def expect(self, wanted: SourceWanted, source: Card | None) -> None:
+        """A request waits for memory; its source, once it is known, is told that somebody waits."""
+        problem = key_problem(wanted.key)
+        if wanted.key in self.live:
+            problem = f"hand-off {wanted.key} is live already"
+        if problem:
+            self._engine(TargetEnded(wanted.key, Outcome.FAILED, problem))
             return
-        self._grant += 1
         now = self._clock()
-        wanted = _Wanted(pull, self._grant, now + self._limits.transfer_timeout, now + self._limits.retry)
-        self._wanted[pull.key] = wanted
+        retry_s = self._limits.retry
+        record = TargetRecord(wanted, now + self._limits.transfer_timeout, now + retry_s, retry_s)
+        self.live[wanted.key] = record
         if source is None:
-            self._control.dial(pull.source, Hello(self._card, wants_answer=True))
+            self._greet(record)
         else:
-            self._meet(wanted, source)
+            self._meet(record, source)
+
+    def pull(self, pull: Pull) -> None:
+        """There are blocks: grant them as soon as the source is known."""
+        record = self.live.get(pull.key)
+        if record is None or record.pull is not None:
+            self.late_total["pull"] += 1
+            return
+        record.pull = pull
+        self.step(record, TargetEvent.ALLOCATED)
+        if record.source is not None:
+            self.step(record, TargetEvent.PEER_KNOWN)
 
     def cancel(self, key: HandoffKey, reason: str) -> None:
-        """Give a hand-off up; its blocks come back once nobody writes to them."""
-        if (wanted := self._wanted.get(key)) is not None:
-            self._stop(wanted, TargetEvent.ABORTED, Outcome.CANCELLED, reason)
+        """The engine gives it up; its blocks come back once nobody writes to them."""
+        if (record := self.live.get(key)) is not None:
+            self._end_by(record, TargetEvent.ABORTED, Outcome.CANCELLED, reason)
 
     def stop(self, reason: str) -> None:
-        """Give every hand-off up."""
-        for key in list(self._wanted):
+        """Give everything up."""
+        for key in list(self.live):
             self.cancel(key, reason)
+
+    # What is learnt about the source.
 
     def on_card(self, card: Card, address: ControlAddress) -> None:
         """A peer has shown its card at `address`: go on with whoever waited for it."""
-        for wanted in self._greeting(address):
-            self._meet(wanted, card)
+        for record in self._strangers(address):
+            self._meet(record, card)
 
     def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
         """The peer at `address` does not want us, or we do not want it: whoever waited for it fails with the reason."""
-        for wanted in self._greeting(address):
-            self._stop(wanted, TargetEvent.REFUSED, Outcome.FAILED, reason)
+        for record in self._strangers(address):
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
 
-    def on_offered(self, sender: Incarnation, offered: Offered) -> None:
-        """The source has told where the cache lies."""
-        wanted = self._from(sender, offered.key)
-        if wanted is None or wanted.state is not TargetState.ASKING:
-            self.late_total["offered"] += 1
-        elif offered.tokens != wanted.pull.tokens:
-            reason = f"the source holds {offered.tokens} tokens, the target asked for {wanted.pull.tokens}"
-            self._stop(wanted, TargetEvent.REFUSED, Outcome.FAILED, reason)
+    def on_peer_gone(self, source: Incarnation, reason: str) -> None:
+        """A source is provably gone: it will not write any more, and what was wanted of it fails."""
+        for record in [record for record in self.live.values() if record.source == source]:
+            record.peer_is_quiet = True
+            self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
+
+    def on_region_fenced(self, epoch: int) -> None:
+        """Our memory was registered anew: nobody writes under an earlier epoch any more, and what relied on one fails."""
+        for record in [record for record in self.live.values() if record.grant and record.epoch < epoch]:
+            if record.executor is Executor.SOURCE_WRITES:
+                record.peer_is_quiet = True
+                self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, "the memory had to be registered anew")
+
+    # What the source says.
+
+    def on_announced(self, sender: Incarnation, announced: Announced) -> None:
+        """More is computed: move it, if moving is ours."""
+        record = self.current(sender, announced.key, announced.grant)
+        if record is None or not self._same_generation(record, announced.generation):
+            self.late_total["announced"] += 1
+            return
+        record.source_blocks = announced.blocks
+        record.spans |= {span.number: span for span in announced.spans}
+        self.step(record, TargetEvent.ANNOUNCED)
+        self._refuse_surplus(record)
+        self._settle(record)
+
+    def on_prefilled(self, sender: Incarnation, prefilled: Prefilled) -> None:
+        """Nothing more will be announced."""
+        record = self.current(sender, prefilled.key, prefilled.grant)
+        if record is None or record.pull is None or not self._same_generation(record, prefilled.generation):
+            self.late_total["prefilled"] += 1
+        elif prefilled.tokens != record.pull.tokens:
+            reason = f"the source has {prefilled.tokens} tokens, the target asked for {record.pull.tokens}"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         else:
-            wanted.offered = offered
-            wanted.offered_at = self._clock()
-            self._step(wanted, TargetEvent.OFFERED)
+            if record.span_count is None:
+                record.held_s, record.prefilled_at = prefilled.held_s, self._clock()
+                record.span_count = prefilled.span_count
+            self._progress(record)
+            self._refuse_surplus(record)
+            self._settle(record)
+
+    def on_aux(self, sender: Incarnation, message: AuxSent) -> None:
+        """The aux record is in."""
+        record = self.current(sender, message.key, message.grant)
+        if record is None:
+            self.late_total["aux"] += 1
+        else:
+            record.aux = message.aux
+            self._settle(record)
+
+    def on_retracted(self, sender: Incarnation, retracted: Retracted) -> None:
+        """What was announced before is void."""
+        record = self.current(sender, retracted.key, retracted.grant)
+        if record is None or not self._same_generation(record, retracted.generation):
+            self.late_total["retracted"] += 1
 
     def on_confirmed(self, sender: Incarnation, confirmed: Confirmed) -> None:
-        """The source says that what was read was right."""
-        wanted = self._from(sender, confirmed.key)
-        if wanted is None or wanted.offered is None or wanted.offered.generation != confirmed.generation:
+        """The source says that what was moved was right."""
+        record = self.current(sender, confirmed.key, confirmed.grant)
+        if record is None or record.generation != confirmed.generation or record.span_count != confirmed.span_count:
             self.late_total["confirmed"] += 1
+        elif record.executor is Executor.SOURCE_WRITES:
+            record.is_confirmed = True
+            self._settle(record)
         else:
-            self._step(wanted, TargetEvent.CONFIRMED)
+            self.step(record, TargetEvent.CONFIRMED)
 
-    def on_refused(self, sender: Incarnation, answer: Refused | Retracted) -> None:
-        """The source says no, or takes it back."""
-        wanted = None if answer.key is None else self._from(sender, answer.key)
-        if wanted is None:
+    def on_refused(self, sender: Incarnation, refused: Refused) -> None:
+        """The source says no; with a stale number we only have to take a new one."""
+        record = None if refused.key is None else self.current(sender, refused.key, refused.grant)
+        if record is None:
             self.late_total["refused"] += 1
+        elif refused.stale and record.state is TargetState.GRANTED:
+            self.step(record, TargetEvent.STALE)
         else:
-            self._stop(wanted, TargetEvent.REFUSED, Outcome.FAILED, answer.reason)
+            record.peer_is_quiet = True
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
+
+    def on_over(self, sender: Incarnation, over: Over) -> None:
+        """The source has ended and is quiet."""
+        record = self.current(sender, over.key, over.grant)
+        if record is None and not over.grant:
+            record = self._unheard(sender, over.key)
+        if record is None:
+            self.late_total["over"] += 1
+            return
+        record.peer_is_quiet = True
+        self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, f"the source {over.outcome}: {over.reason}")
+
+    def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
+        """The source will not touch our blocks for this grant again."""
+        record = self.current(sender, stopped.key, stopped.grant)
+        if record is None or record.state not in _CLOSING:
+            self.late_total["stopped"] += 1
+        else:
+            record.peer_is_quiet = True
+            self._settle(record)
+
+    def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
+        """A source is alive; what it holds for us lives on, what is over here is told again."""
+        for key, grant in heartbeat.live:
+            record = self.live.get(key)
+            if record is not None and record.source == sender and grant in (0, record.grant):
+                self.step(record, TargetEvent.HEARD)
+                if record.state not in _CLOSING:
+                    record.give_up_at = self._clock() + self._limits.transfer_timeout
+            elif grant:
+                self._tell_end_again(sender, key, grant)
+
+    # What the ranks and the clock say.
 
     def on_leg(self, report: LegReport) -> None:
         """A rank tells what became of its leg; the hand-off is decided by all of them together."""
-        wanted = self._wanted.get(report.key)
-        if wanted is None:
+        record = self.live.get(report.leg.key)
+        if record is None or record.open_legs.get(report.rank) != report.leg:
             self.late_total["leg"] += 1
             return
-        wanted.give_up_at = self._clock() + self._limits.transfer_timeout
-        if isinstance(report, LegProgress):
-            return
-        wanted.open_legs.discard(report.rank)
-        if isinstance(report, LegFilled):
-            wanted.bytes_planned += report.bytes_planned
-            wanted.bytes_moved += report.bytes_moved
-        if isinstance(report, LegFailed):
-            self._stop(wanted, TargetEvent.LEG_FAILED, Outcome.FAILED, report.reason)
-        self._settle_legs(wanted)
+        match report:
+            case LegMoved():
+                self.count_moved(record, report)
+            case LegStopped():
+                del record.open_legs[report.rank]
+            case LegFailed():
+                del record.open_legs[report.rank]
+                self._end_by(record, TargetEvent.LEG_FAILED, Outcome.FAILED, report.reason)
+        self._settle(record)
 
-    def on_peer_gone(self, source: Incarnation, reason: str) -> None:
-        """A source is provably gone, or has been replaced: what was wanted of it fails."""
-        for wanted in [wanted for wanted in self._wanted.values() if wanted.source == source]:
-            self._stop(wanted, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
+    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+        """One span of one rank is in; a span counts once."""
+        if report.leg.generation != record.generation:
+            return
+        moved = record.moved.setdefault(report.rank, set())
+        if report.span not in moved:
+            moved.add(report.span)
+            record.bytes_planned += report.bytes_planned
+            record.bytes_moved += report.bytes_moved
+            record.last_move_at = self._clock()
+            self._progress(record)
 
     def tick(self) -> None:
-        """Ask again what has no answer, renew leases, and give up what makes no progress."""
+        """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         now = self._clock()
-        for wanted in list(self._wanted.values()):
-            if wanted.state is not TargetState.STOPPING and wanted.give_up_at <= now:
-                reason = f"no progress for {self._limits.transfer_timeout:g} s while {wanted.state}"
-                self._stop(wanted, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
-            elif wanted.state in _ASKING_AGAIN and wanted.retry_at <= now:
-                wanted.retry_at = now + self._limits.retry
-                self._ask_again(wanted)
-        if self._renew_at <= now:
-            self._renew_at = now + self._limits.renew_s
-            self._renew()
+        for record in list(self.live.values()):
+            if record.state in _CLOSING and record.stop_until <= now:
+                record.stop_until = now + self._limits.stop_timeout
+                self.step(record, TargetEvent.STOP_LATE)
+            elif self._asks_again(record) and record.retry_at <= now:
+                self._ask_again(record, now)
+            if self._has_deadline(record) and record.give_up_at <= now:
+                reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
+                self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
+
+    def beat(self) -> dict[Incarnation, Heartbeat]:
+        """The heartbeats that are due to sources that we wait for."""
+        lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
+        for record in self.live.values():
+            if record.source is not None and record.state not in _CLOSING:
+                lists.setdefault(record.source, []).append((record.key, record.grant))
+        return {source: Heartbeat(False, tuple(live)) for source, live in lists.items()}
 
     def deadlines(self) -> Iterator[float]:
         """When something here will want to be looked at."""
-        for wanted in self._wanted.values():
-            if wanted.state is not TargetState.STOPPING:
-                yield wanted.give_up_at
-                yield self._renew_at
-                if wanted.state in _ASKING_AGAIN:
-                    yield wanted.retry_at
+        for record in self.live.values():
+            if record.state in _CLOSING:
+                yield record.stop_until
+            if self._asks_again(record):
+                yield record.retry_at
+            if self._has_deadline(record):
+                yield record.give_up_at
 
     def peers(self) -> set[Incarnation]:
         """Sources that we wait for."""
-        return {wanted.source for wanted in self._wanted.values() if wanted.source is not None}
+        return {record.source for record in self.live.values() if record.source is not None}
 
-    def _greeting(self, address: ControlAddress) -> list[_Wanted]:
-        return [
-            wanted for wanted in self._wanted.values() if wanted.state is TargetState.GREETING and wanted.pull.source == address
-        ]
+    def quarantined_blocks(self) -> int:
+        """Blocks that wait until somebody is provably quiet."""
+        closing = [record.pull for record in self.live.values() if record.state in _CLOSING and record.pull is not None]
+        return sum(len(blocks) for pull in closing for blocks in pull.blocks)
 
-    def _from(self, sender: Incarnation, key: HandoffKey) -> _Wanted | None:
-        wanted = self._wanted.get(key)
-        return wanted if wanted is not None and wanted.source == sender else None
+    # Helpers.
 
-    def _meet(self, wanted: _Wanted, card: Card) -> None:
-        expected = wanted.pull.source_incarnation
-        if expected is not None and expected != card.incarnation:
-            reason = f"the source restarted: incarnation {expected} is gone, {card.incarnation} answers in its place"
-            self._stop(wanted, TargetEvent.REFUSED, Outcome.FAILED, reason)
-        else:
-            wanted.source = card.incarnation
-            self._step(wanted, TargetEvent.PEER_KNOWN)
-
-    def _ask_again(self, wanted: _Wanted) -> None:
-        match wanted.state:
-            case TargetState.GREETING:
-                self._control.dial(wanted.pull.source, Hello(self._card, wants_answer=True))
-            case TargetState.ASKING:
-                self._perform(wanted, TargetEffect.SEND_ASK)
-            case TargetState.CONFIRMING:
-                self._perform(wanted, TargetEffect.ASK_CONFIRMATION)
-
-    def _renew(self) -> None:
-        wanted_of: dict[Incarnation, list[HandoffKey]] = {}
-        for wanted in self._wanted.values():
-            if wanted.state in _RENEWING and wanted.source is not None:
-                wanted_of.setdefault(wanted.source, []).append(wanted.pull.key)
-        for source, keys in wanted_of.items():
-            self._control.send(source, Renew(tuple(keys)))
-
-    def _stop(self, wanted: _Wanted, event: TargetEvent, verdict: Outcome, reason: str) -> None:
-        if wanted.state is TargetState.STOPPING:
-            self.late_total[event] += 1
-            return
-        wanted.verdict, wanted.reason = verdict, reason
-        self._step(wanted, event)
-        self._settle_legs(wanted)
-
-    def _settle_legs(self, wanted: _Wanted) -> None:
-        if wanted.open_legs:
-            return
-        if wanted.state is TargetState.FILLING:
-            wanted.filled_at = self._clock()
-            self._step(wanted, TargetEvent.LEGS_FILLED)
-        elif wanted.state is TargetState.STOPPING:
-            self._step(wanted, _QUIET[wanted.verdict])
-
-    def _step(self, wanted: _Wanted, event: TargetEvent) -> None:
-        row = TARGET.step(wanted.state, event)
+    def step(self, record: TargetRecord, event: TargetEvent) -> None:
+        """Step the machine and perform what its row says; a late event is counted."""
+        row = self.table.step(record.state, event)
         if row is None:
             self.late_total[event] += 1
             return
-        now = self._clock()
-        wanted.state = row.state
-        wanted.give_up_at = now + self._limits.transfer_timeout
-        wanted.retry_at = now + self._limits.retry
+        if row.state is not record.state:
+            record.state = row.state
+            self._progress(record)
         for effect in row.effects:
-            self._perform(wanted, effect)
+            self.effects[effect](record)
 
-    def _perform(self, wanted: _Wanted, effect: TargetEffect) -> None:
-        key = wanted.pull.key
-        match effect:
-            case TargetEffect.SEND_ASK:
-                self._to_source(wanted, Ask(key, wanted.grant))
-            case TargetEffect.START_LEGS:
-                self._start_legs(wanted)
-            case TargetEffect.ASK_CONFIRMATION if wanted.offered is not None:
-                self._to_source(wanted, ConfirmAsk(key, wanted.offered.generation))
-            case TargetEffect.STOP_LEGS:
-                for rank in tuple(wanted.open_legs):
-                    self._ranks.stop_leg(rank, key)
-            case TargetEffect.TELL_RELEASE:
-                outcome = Outcome.DELIVERED if wanted.state is TargetState.DELIVERED else wanted.verdict
-                self._to_source(wanted, Release(key, outcome, wanted.reason))
-            case TargetEffect.DELIVER:
-                self._deliver(wanted)
-            case TargetEffect.RETURN_BLOCKS:
-                self._end(wanted)
+    def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
+        """The live hand-off that a message of this source and grant speaks of."""
+        record = self.live.get(key)
+        return record if record is not None and record.source == sender and record.grant == grant > 0 else None
 
-    def _start_legs(self, wanted: _Wanted) -> None:
-        offered, pull = wanted.offered, wanted.pull
-        if offered is None or wanted.source is None:
-            return
-        wanted.open_legs = {rank.rank for rank in self._card.ranks}
-        for rank in sorted(wanted.open_legs):
-            start = LegStart(pull.key, wanted.source, rank, offered.blocks, pull.blocks, pull.cached_tokens, pull.tokens)
-            self._ranks.start_leg(rank, start)
+    def _unheard(self, sender: Incarnation, key: HandoffKey) -> TargetRecord | None:
+        record = self.live.get(key)
+        return record if record is not None and record.source == sender and record.state in _UNHEARD else None
 
-    def _to_source(self, wanted: _Wanted, message: Ask | ConfirmAsk | Release) -> None:
-        if wanted.source is not None:
-            self._control.send(wanted.source, message)
+    def _same_generation(self, record: TargetRecord, generation: int) -> bool:
+        """Whether a message speaks of the generation that counts; a newer one voids what was before."""
+        if generation < record.generation:
+            return False
+        if generation > record.generation:
+            is_first, record.generation = record.generation == 0, generation
+            if not is_first:
+                self.step(record, TargetEvent.RETRACTED)
+                self._settle(record)
+        return True
 
-    def _deliver(self, wanted: _Wanted) -> None:
-        offered = wanted.offered
-        if offered is None:
-            return
-        del self._wanted[wanted.pull.key]
-        now = self._clock()
-        wire_s = wanted.filled_at - wanted.offered_at
-        stats = HandoffStats(
-            bytes_planned=wanted.bytes_planned,
-            bytes_moved=wanted.bytes_moved,
-            handover_s=offered.held_s + (now - wanted.offered_at) - wire_s,
-            wire_s=wire_s,
-            transport=self._transport,
-        )
-        self._engine(Landed(wanted.pull.key, offered.aux, stats))
+    def _strangers(self, address: ControlAddress) -> list[TargetRecord]:
+        waiting = (TargetState.QUEUED, TargetState.GREETING)
+        return [
+            record
+            for record in self.live.values()
+            if record.source is None and record.wanted.source == address and record.state in waiting
+        ]
 
-    def _end(self, wanted: _Wanted) -> None:
-        del self._wanted[wanted.pull.key]
-        outcome = Outcome(wanted.state.value)
-        log.warning("hand-off %s: target %s: %s", wanted.pull.key, outcome, wanted.reason)
-        self._engine(TargetEnded(wanted.pull.key, outcome, wanted.reason))
+    def _greet(self, record: TargetRecord) -> None:
+        self._control.dial(record.wanted.source, Hello(self._card, wants_answer=True))
+
+    def _meet(self, record: TargetRecord, card: Card) -> None:
+        expected = record.wanted.source_incarnation
+        if expected is not None and expected != card.incarnation:
+            reason = f"the source restarted: incarnation {expected} is gone, {card.incarnation} answers in its place"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+        else:
+            record.source = card.incarnation
+            self.step(record, TargetEvent.PEER_KNOWN)
+
+    def _asks_again(self, record: TargetRecord) -> bool:
+        return record.state in _ASKING_AGAIN or record.source is None
+
+    def _ask_again(self, record: TargetRecord, now: float) -> None:
+        record.retry_s = min(record.retry_s * 2, self._limits.beat_s)
+        record.retry_at = now + record.retry_s
+        if record.state is TargetState.CONFIRMING:
+            self.ask_confirmation(record)
+        elif record.state in _CLOSING:
+            self.tell_stop(record)
+        elif record.source is None:
+            self._greet(record)
+        else:
+            self.send_grant(record)
+
+    def _tell_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
+        outcome = self._ended.get((key, grant))
+        if outcome is Outcome.DELIVERED:
+            self._control.send(sender, Release(key, grant))
+        else:
+            self._control.send(sender, Stop(key, grant, outcome or Outcome.FAILED, "the target has ended it"))
+
+    def _has_deadline(self, record: TargetRecord) -> bool:
+        return record.state not in _CLOSING and record.state is not TargetState.QUEUED
+
+    def _end_by(self, record: TargetRecord, event: TargetEvent, verdict: Outcome, reason: str) -> None:
+        if record.state in _CLOSING:
+            self.late_total[event] += 1
+        else:
+            record.verdict, record.reason = verdict, reason[:MAX_REASON]
+            record.stop_until = self._clock() + self._limits.stop_timeout
+            self.step(record, event)
+        self._settle(record)
+
+    def _refuse_surplus(self, record: TargetRecord) -> None:
+        """More spans than there are to be: nothing tells which of them are the right ones."""
+        if record.span_count is not None and len(record.spans) > record.span_count:
+            reason = f"the source announced {len(record.spans)} spans and counts {record.span_count}"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+
+    def span_problem(self, record: TargetRecord) -> str:
+        """Why what was read is not the whole cache, each part once; empty when it is. A source that writes knows itself."""
+        if record.executor is Executor.SOURCE_WRITES or record.pull is None:
+            return ""
+        layers = [layer for group in self._card.ranks[0].layout.groups for layer in group.layers]
+        whole = Span(0, 0, record.pull.tokens, min(layers, default=0), max(layers, default=-1) + 1)
+        return span_problem(record.spans.values(), whole)
+
+    def is_complete(self, record: TargetRecord) -> bool:
+        """Whether every span of every rank and the aux record are in."""
+        if record.span_count is None or not self.has_aux(record):
+            return False
+        if record.executor is Executor.SOURCE_WRITES:
+            return record.is_confirmed
+        return all(len(record.moved.get(rank.rank, ())) == record.span_count for rank in self._card.ranks)
+
+    def has_aux(self, record: TargetRecord) -> bool:
+        """Whether the aux record is in."""
+        return record.aux is not None
+
+    def is_quiet(self, record: TargetRecord) -> bool:
+        """Whether nobody, here or there, can write to the blocks of this hand-off any more."""
+        if record.open_legs:
+            return False
+        return record.executor is Executor.TARGET_READS or record.peer_is_quiet or not record.grant
+
+    def _settle(self, record: TargetRecord) -> None:
+        """Raise the events that follow from counts: everything in, everything quiet."""
+        if record.state is TargetState.FILLING and self.is_complete(record):
+            if problem := self.span_problem(record):
+                reason = f"the source's spans are not the whole cache: {problem}"
+                self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+                return
+            writes = record.executor is Executor.SOURCE_WRITES
+            self.step(record, TargetEvent.WRITTEN if writes else TargetEvent.FILLED)
+        elif record.state is TargetState.CLEARING and not record.open_legs:
+            self.step(record, TargetEvent.QUIET)
+        elif record.state in _CLOSING and self.is_quiet(record):
+            self.step(record, _QUIET[record.verdict])

@@ -1,7 +1,8 @@
 """The embedded engine's steps beside the matrix products that its model consists of, in the same shapes and the same run.
 
-The peer is the products of rows and weights alone, as `x @ w.T` in NumPy: no norms, positions, attention or Python around
-them. The two products of attention are measured apart; `ratio_with_attention` in a row's settings counts them as well.
+The peer is all matrix products of the step and nothing else: rows by weights as `x @ w.T`, queries by keys, and attention
+weights by values, with no norms, positions, softmax or bookkeeping round them. Both kinds are measured apart, and a row's
+settings also give the ratio to the products with weights alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Case:
     @property
     def measured(self) -> tuple[str, str, str]:
         """The names under which the rounds hold this case: the step, its products with weights, those of attention."""
-        return self.name, f"{self.name}: {_PEER}", f"{self.name}: attention products"
+        return self.name, f"{self.name}: weight products", f"{self.name}: attention products"
 
 
 _CASES = (
@@ -85,12 +86,12 @@ def _row(case: _Case, results: list[dict[str, list[float]]], model: str) -> Benc
         "batch": case.batch,
         "rows": case.rows,
         "context": _CONTEXT,
-        "peer_value": products,
-        "attention_products": attention,
-        "ratio_with_attention": value / (products + attention),
+        "weight_products_s": products,
+        "attention_products_s": attention,
+        "ratio_to_weight_products": value / products,
         "rounds": len(results),
     }
-    return BenchRow(case.name, value, "s", _PEER, value / products, settings)
+    return BenchRow(case.name, value, "s", _PEER, value / (products + attention), settings)
 
 
 class _Subject:

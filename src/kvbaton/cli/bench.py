@@ -30,10 +30,14 @@ def engine(
 
     Parameters
     ----------
-    model: `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    rounds: how often each thing is measured; medians are shown, every round is kept.
-    out: file for the raw results (JSON).
-    json: print one JSON object instead of a table.
+    model
+        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    rounds
+        how often each thing is measured; medians are shown, every round is kept.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
     """
     from kvbaton.bench.engine import run_engine_bench
     from kvbaton.errors import ConfigError

@@ -12,6 +12,7 @@ from kvbaton import __version__
 from kvbaton.cli.bench import bench_app
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
+from kvbaton.cli.sim import sim
 from kvbaton.cli.up import up
 from kvbaton.cli.verify import verify
 from kvbaton.errors import KVBatonError
@@ -31,6 +32,7 @@ def make_app() -> App:
     )
     app.command(up)
     app.command(verify)
+    app.command(sim)
     app.command(serve)
     app.command(router)
     app.command(bench_app)

@@ -20,12 +20,18 @@ def router(
 
     Parameters
     ----------
-    host: where to listen.
-    port: port of the OpenAI-compatible API and the page.
-    discovery_host: where to listen for registrations; the same as `host` when not given.
-    discovery_port: port on which instances register.
-    expire_after_s: an instance that was silent for so long is no longer used.
-    verbose: log more.
+    host
+        where to listen.
+    port
+        port of the OpenAI-compatible API and the page.
+    discovery_host
+        where to listen for registrations; the same as `host` when not given.
+    discovery_port
+        port on which instances register.
+    expire_after_s
+        an instance that was silent for so long is no longer used.
+    verbose
+        log more.
     """
     from kvbaton.cli.running import run_server, set_up_logging
     from kvbaton.router.app import serve_router

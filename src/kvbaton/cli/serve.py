@@ -8,11 +8,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.cli.options import TransportName
+from kvbaton.cli.options import TransportName, TrustOptions
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import check_port
 
 __all__ = ["serve"]
+
+_NO_TRUST = TrustOptions()
 
 
 def serve(
@@ -33,28 +35,45 @@ def serve(
     threads: int | None = None,
     poison: bool = False,
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
+    trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
     verbose: bool = False,
 ) -> int:
     """Serve a model with the embedded engine, as a prefill instance, a decode instance, or alone.
 
     Parameters
     ----------
-    role: prefill and decode instances hand caches over; `both` answers clients by itself.
-    model: `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    host: where to listen for HTTP and control messages.
-    port: port of the OpenAI-compatible API.
-    control_port: port on which other instances reach this one.
-    router: discovery address (host:port) of a router to register with; may be repeated.
-    transport: how cache bytes travel: `local` (same host) or `tcp`.
-    blocks: blocks of the KV cache.
-    block_tokens: tokens per block.
-    step_tokens: most tokens computed in one step.
-    max_sequences: most requests computed at once.
-    transfer_timeout: seconds without progress after which a target gives a hand-off up.
-    defer_timeout: seconds for which a source keeps finished blocks without a word from their target.
-    threads: BLAS threads; all cores when not given.
-    poison: fill blocks with a pattern before they are handed over, so that a missing byte shows.
-    verbose: log more.
+    role
+        prefill and decode instances hand caches over; `both` answers clients by itself.
+    model
+        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    host
+        where to listen for HTTP and control messages.
+    port
+        port of the OpenAI-compatible API.
+    control_port
+        port on which other instances reach this one.
+    router
+        discovery address (host:port) of a router to register with; may be repeated.
+    transport
+        how cache bytes travel: `local` (same host) or `tcp`.
+    blocks
+        blocks of the KV cache.
+    block_tokens
+        tokens per block.
+    step_tokens
+        most tokens computed in one step.
+    max_sequences
+        most requests computed at once.
+    transfer_timeout
+        seconds without progress after which a target gives a hand-off up.
+    defer_timeout
+        seconds for which a source keeps finished blocks without a word from their target.
+    threads
+        BLAS threads; all cores when not given.
+    poison
+        fill blocks with a pattern before they are handed over, so that a missing byte shows.
+    verbose
+        log more.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"--threads is {threads}; it must be at least 1")
@@ -63,11 +82,13 @@ def serve(
     if threads is not None:
         os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
     from kvbaton.cli.running import run_server, set_up_logging
-    from kvbaton.config import Limits
+    from kvbaton.config import Limits, parse_trust
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
 
     set_up_logging(verbose)
+    trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
+    trusted.check_bind(host)
     settings = InstanceSettings(
         role=role,
         model=model,
@@ -81,6 +102,7 @@ def serve(
         block_tokens=block_tokens,
         limits=Limits(transfer_timeout=transfer_timeout, defer_timeout=defer_timeout),
         engine=EngineSettings(step_tokens=step_tokens, max_sequences=max_sequences, poison=poison),
+        trust=trusted,
         drop_writes=drop_writes,
     )
     return run_server(serve_instance(settings, logging.getLogger("kvbaton").info))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
@@ -31,20 +32,30 @@ def up(
 ) -> int:
     """Start a router, prefill and decode instances on this machine, and a chat page to talk to them.
 
+    The instances share a cluster key: that of KVBATON_CLUSTER_KEY if it is set, else a new one.
+
     Parameters
     ----------
-    prefill: how many prefill instances.
-    decode: how many decode instances.
-    model: `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    transport: how cache bytes travel: `local` or `tcp`.
-    host: where the router listens.
-    port: port of the router.
-    verbose: show everything that the parts log.
+    prefill
+        how many prefill instances.
+    decode
+        how many decode instances.
+    model
+        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    transport
+        how cache bytes travel: `local` or `tcp`.
+    host
+        where the router listens.
+    port
+        port of the router.
+    verbose
+        show everything that the parts log.
     """
+    from kvbaton.config import CLUSTER_KEY_VARIABLE
     from kvbaton.engines.embedded.weights import load_model
     from kvbaton.errors import ConfigError
     from kvbaton.launch.fleet import Fleet
-    from kvbaton.launch.local import InstanceOptions, pair_parts, router_part
+    from kvbaton.launch.local import InstanceOptions, new_cluster_key, pair_parts, router_part
     from kvbaton.launch.ports import PortPicker, check_port_free
 
     for name, count in (("--prefill", prefill), ("--decode", decode)):
@@ -55,7 +66,8 @@ def up(
     served = load_model(model, progress=lambda line: console.print(f"  {line}", style="dim", highlight=False)).name
     ports = PortPicker()
     discovery_port = ports.pick()
-    options = InstanceOptions(model, transport, prefill + decode)
+    cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
+    options = InstanceOptions(model, transport, prefill + decode, cluster_key=cluster_key)
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
     with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:

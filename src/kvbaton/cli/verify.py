@@ -40,17 +40,28 @@ def verify(
 
     Parameters
     ----------
-    requests: how many requests.
-    concurrency: how many at a time.
-    transport: how cache bytes travel: `local` or `tcp`.
-    model: `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    prefill: how many prefill instances.
-    decode: how many decode instances.
-    max_tokens: tokens per answer.
-    longest_prompt: prompt lengths are drawn from 1 to this many tokens, log-uniformly.
-    seed: of the prompts.
-    drop_writes: the control: move no bytes, leave the poison in. Must exit with 1.
-    json: print one JSON object instead of a table.
+    requests
+        how many requests.
+    concurrency
+        how many at a time.
+    transport
+        how cache bytes travel: `local` or `tcp`.
+    model
+        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    prefill
+        how many prefill instances.
+    decode
+        how many decode instances.
+    max_tokens
+        tokens per answer.
+    longest_prompt
+        prompt lengths are drawn from 1 to this many tokens, log-uniformly.
+    seed
+        of the prompts.
+    drop_writes
+        the control: move no bytes, leave the poison in. Must exit with 1.
+    json
+        print one JSON object instead of a table.
     """
     from kvbaton.errors import ConfigError
     from kvbaton.verify.run import VerifySettings, run_verify

@@ -1,13 +1,30 @@
-"""The names of a hand-off: its key, how it can end, and the small record that travels with the cache."""
+"""The names of a hand-off: its key, how it can end, what is announced of it, and the small record that travels along."""
 
 from __future__ import annotations
 
 import enum
-from typing import NewType
+from collections.abc import Iterable
+from typing import Annotated, NewType
 
 import msgspec
+from msgspec import Meta
 
-__all__ = ["Aux", "BlockLists", "HandoffKey", "Incarnation", "Outcome", "RequestId", "TransferId"]
+__all__ = [
+    "LEGAL_PAIRS",
+    "MAX_TRANSFER_ID",
+    "Aux",
+    "BlockLists",
+    "Executor",
+    "HandoffKey",
+    "Incarnation",
+    "Mode",
+    "Outcome",
+    "RequestId",
+    "Span",
+    "TransferId",
+    "key_problem",
+    "span_problem",
+]
 
 TransferId = NewType("TransferId", str)
 """Joins the two sides of a hand-off; made by the router, the same on both instances."""
@@ -21,16 +38,33 @@ Incarnation = NewType("Incarnation", str)
 BlockLists = tuple[tuple[int, ...], ...]
 """Block ids of one request, one tuple per group of the layout, in token order."""
 
+MAX_TRANSFER_ID = 256
+"""Characters of a transfer id; longer ones are refused where they enter."""
+
 
 class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True):
     """What one hand-off is called on every wire and in every log line."""
 
-    transfer_id: TransferId
-    prompt_index: int = 0
-    sample_index: int = 0
+    transfer_id: Annotated[TransferId, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
+    prompt_index: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    sample_index: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
 
     def __str__(self) -> str:
         return f"{self.transfer_id}/{self.prompt_index}.{self.sample_index}"
+
+
+class Mode(enum.StrEnum):
+    """Who decides when: the source streams while it computes (push), or the target fetches what is complete (pull)."""
+
+    PUSH = "push"
+    PULL = "pull"
+
+
+class Executor(enum.StrEnum):
+    """Who executes the copy: the owner of the target memory reads, or the source writes into it from afar."""
+
+    TARGET_READS = "target reads"
+    SOURCE_WRITES = "source writes"
 
 
 class Outcome(enum.StrEnum):
@@ -40,6 +74,54 @@ class Outcome(enum.StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
+
+
+LEGAL_PAIRS: frozenset[tuple[Outcome, Outcome]] = frozenset(
+    {
+        (Outcome.DELIVERED, Outcome.DELIVERED),
+        # The source confirmed, then its last word from the target was lost, or it was taken down.
+        (Outcome.EXPIRED, Outcome.DELIVERED),
+        (Outcome.CANCELLED, Outcome.DELIVERED),
+        (Outcome.FAILED, Outcome.DELIVERED),
+        *((source, target) for source in Outcome for target in Outcome if Outcome.DELIVERED not in (source, target)),
+    }
+)
+"""(source, target) outcomes that may stand side by side. A source that calls itself delivered has a target that is."""
+
+
+class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Tokens `first_token` up to `end_token` of layers `first_layer` up to `end_layer`; `number` counts within a generation."""
+
+    number: Annotated[int, Meta(ge=0, le=1 << 62)]
+    first_token: Annotated[int, Meta(ge=0, le=1 << 62)]
+    end_token: Annotated[int, Meta(ge=0, le=1 << 62)]
+    first_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
+    end_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+def key_problem(key: HandoffKey) -> str:
+    """Why nothing can be handed off under this key; empty when something can."""
+    length = len(key.transfer_id)
+    if not 1 <= length <= MAX_TRANSFER_ID:
+        return f"the transfer id has {length} characters; 1 to {MAX_TRANSFER_ID} are possible"
+    if min(key.prompt_index, key.sample_index) < 0:
+        return f"prompt index {key.prompt_index} and sample index {key.sample_index} must not be negative"
+    return ""
+
+
+def span_problem(spans: Iterable[Span], whole: Span) -> str:
+    """Why `spans` are not every token of every layer of `whole` exactly once; empty when they are."""
+    reached = dict.fromkeys(range(whole.first_layer, whole.end_layer), whole.first_token)
+    for span in sorted(spans, key=lambda span: span.first_token):
+        for layer in range(span.first_layer, span.end_layer):
+            if reached.get(layer) != span.first_token:
+                found = "no such layer" if layer not in reached else f"token {reached[layer]} to come next"
+                return f"span {span.number} starts at token {span.first_token} of layer {layer}, where there is {found}"
+            reached[layer] = span.end_token
+    short = [layer for layer, end in reached.items() if end != whole.end_token]
+    if short:
+        return f"layer {short[0]} ends at token {reached[short[0]]} of {whole.end_token}"
+    return ""
 
 
 class Aux(msgspec.Struct, frozen=True):

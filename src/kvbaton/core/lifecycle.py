@@ -1,46 +1,61 @@
-"""The life of a hand-off as tables: (state, event) -> (state, effects). One table per side; all that may happen is a row.
+"""The life of a hand-off as three tables: the source side, the target side, and a leg. All that may happen is a row.
 
-Theory of operation. A side of a hand-off is one small state machine. Its coordinator turns what it hears (from its engine,
-its peer, its ranks and the clock) into events, steps the machine, and performs the effects that the row lists, in order. The
-tables know no time, no sockets and no block lists; they only say what may follow what. Three kinds of events exist for every
-state: those with a row, those in `LATE` (they may still arrive after the end, or again, and then change nothing), and all
-others, which are a bug of ours: `step` raises, and nothing has changed.
+Theory of operation. A side of a hand-off is one state machine in its coordinator; a leg is one in a rank. The owner of a
+machine turns what it hears (from its engine, its peer, its ranks, the clock) into events, steps the machine, and performs
+the effects of the row in order. The tables know no time, no sockets and no block lists; they only say what may follow what.
+For every state an event has a row, or is listed as late (it may still arrive, or arrive again, and then changes nothing), or
+is a bug of ours: `step` raises, and nothing has changed. Terminal states have no rows, so the first outcome stands.
 
-Invariants that the tables encode:
-- terminal states have no rows, so the first outcome stands;
-- a target leaves STOPPING only when every leg is quiet, so its blocks never go back while somebody may write to them;
-- a target decodes (DELIVER) only out of CONFIRMING: after the last byte and after the source's word;
-- a source returns its blocks only when it also stops confirming, so a late read can never be confirmed.
+Push and pull are the same machine. In push the source announces spans while it computes, in pull it announces everything
+once, after its prefill. Who executes the copy does not matter to the tables either: where the target reads, its legs move and
+it asks for the confirmation; where the source writes, the source's legs move and it confirms by itself.
+
+What the rows guarantee:
+- A target delivers only out of CONFIRMING, or out of FILLING when the source itself has moved and confirmed every span.
+- A target's blocks go back only out of STOPPING, REVOKING or ISOLATED, when everybody who might write to them is quiet.
+  Time alone leads from one of these states to the next (ask, tear the session down, register the memory anew), never out.
+- A source's blocks go back only when it also stops confirming. Time may do that: a read counts only when confirmed later.
+- After a retraction nothing of the new generation is moved before everything of the old one is quiet (CLEARING, RETRACTING).
+
+Rejected: one machine for both sides (twice the states, half of them unreachable); a state for every stage of a prefill
+(counts belong beside the machine, not into it); a queue of pending events (an event that cannot be used now is late).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
-from kvbaton.errors import IllegalTransition
+from kvbaton.core.table import Row, Table
 
 __all__ = [
+    "LEG",
     "SOURCE",
     "TARGET",
-    "Row",
+    "LegEffect",
+    "LegEvent",
+    "LegState",
+    "LegTable",
     "SourceEffect",
     "SourceEvent",
     "SourceState",
-    "Table",
+    "SourceTable",
     "TargetEffect",
     "TargetEvent",
     "TargetState",
+    "TargetTable",
 ]
 
 
 class SourceState(enum.StrEnum):
     """Where the source side of a hand-off stands."""
 
+    PARKED = "parked"
+    QUEUED = "queued"
+    STREAMING = "streaming"
+    RETRACTING = "retracting"
     HELD = "held"
-    READING = "reading"
+    SERVING = "serving"
+    STOPPING = "stopping"
     DELIVERED = "delivered"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -50,35 +65,54 @@ class SourceState(enum.StrEnum):
 class SourceEvent(enum.StrEnum):
     """What can happen to a source side."""
 
-    ASKED = "asked"
-    RENEWED = "renewed"
+    EXPECTED = "expected"
+    GRANTED = "granted"
+    SPAN_READY = "span ready"
+    PREFILLED = "prefilled"
+    PREEMPTED = "preempted"
+    HEARD = "heard"
     CONFIRM_ASKED = "confirm asked"
-    RELEASED_DELIVERED = "released: delivered"
-    RELEASED_FAILED = "released: failed"
-    RELEASED_CANCELLED = "released: cancelled"
+    WRITTEN = "written"
+    RELEASED = "released"
+    STOP_ASKED = "stop asked"
     ABORTED = "aborted here"
     LEASE_OUT = "lease out"
     PEER_GONE = "peer gone"
+    LEG_FAILED = "leg failed"
+    QUIET = "quiet"
+    QUIET_FAILED = "quiet: failed"
+    QUIET_CANCELLED = "quiet: cancelled"
+    QUIET_EXPIRED = "quiet: expired"
 
 
 class SourceEffect(enum.StrEnum):
     """What the source's coordinator then does."""
 
     EXTEND_LEASE = "extend lease"
-    SEND_OFFER = "send offer"
-    SEND_CONFIRMATION = "send confirmation"
+    TELL_GRANTED = "tell granted"
+    ANNOUNCE = "announce"
+    TELL_PREFILLED = "tell prefilled"
+    NEW_GENERATION = "new generation"
     TELL_RETRACTED = "tell retracted"
+    TELL_DRAINED = "tell drained"
+    SEND_CONFIRMATION = "send confirmation"
+    STOP_LEGS = "stop legs"
+    TELL_END = "tell end"
     RETURN_BLOCKS = "return blocks"
 
 
 class TargetState(enum.StrEnum):
     """Where the target side of a hand-off stands."""
 
+    QUEUED = "queued"
     GREETING = "greeting"
-    ASKING = "asking"
+    GRANTED = "granted"
     FILLING = "filling"
+    CLEARING = "clearing"
     CONFIRMING = "confirming"
     STOPPING = "stopping"
+    REVOKING = "revoking"
+    ISOLATED = "isolated"
     DELIVERED = "delivered"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -88,15 +122,22 @@ class TargetState(enum.StrEnum):
 class TargetEvent(enum.StrEnum):
     """What can happen to a target side."""
 
+    ALLOCATED = "allocated"
     PEER_KNOWN = "peer known"
-    OFFERED = "offered"
-    LEGS_FILLED = "legs filled"
+    HEARD = "heard"
+    STALE = "stale grant"
+    ANNOUNCED = "announced"
+    RETRACTED = "retracted"
+    FILLED = "filled"
     CONFIRMED = "confirmed"
+    WRITTEN = "written"
     REFUSED = "refused"
     LEG_FAILED = "leg failed"
     ABORTED = "aborted here"
     NO_PROGRESS = "no progress"
     PEER_GONE = "peer gone"
+    STOP_LATE = "stop late"
+    QUIET = "quiet"
     QUIET_FAILED = "quiet: failed"
     QUIET_CANCELLED = "quiet: cancelled"
     QUIET_EXPIRED = "quiet: expired"
@@ -105,106 +146,164 @@ class TargetEvent(enum.StrEnum):
 class TargetEffect(enum.StrEnum):
     """What the target's coordinator then does."""
 
-    SEND_ASK = "send ask"
-    START_LEGS = "start legs"
+    SEND_GRANT = "send grant"
+    NEW_GRANT = "new grant"
+    MOVE_SPANS = "move spans"
+    DROP_SPANS = "drop spans"
     ASK_CONFIRMATION = "ask confirmation"
     STOP_LEGS = "stop legs"
-    DELIVER = "deliver"
+    TELL_STOP = "tell stop"
+    REVOKE_PEER = "revoke peer"
+    RESET_REGION = "reset region"
     TELL_RELEASE = "tell release"
+    DELIVER = "deliver"
     RETURN_BLOCKS = "return blocks"
 
 
-StateT = TypeVar("StateT", bound=enum.StrEnum)
-EventT = TypeVar("EventT", bound=enum.StrEnum)
-EffectT = TypeVar("EffectT", bound=enum.StrEnum)
+class LegState(enum.StrEnum):
+    """Where a leg stands."""
+
+    OPEN = "open"
+    BROKEN = "broken"
+    STOPPING = "stopping"
+    FAILED = "failed"
+    STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True)
-class Row(Generic[StateT, EffectT]):
-    """Where a step leads, and what to do on the way."""
+class LegEvent(enum.StrEnum):
+    """What can happen to a leg."""
 
-    state: StateT
-    effects: tuple[EffectT, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Table(Generic[StateT, EventT, EffectT]):
-    """All rows of one side, the states that are final, and the events that may come late."""
-
-    name: str
-    start: StateT
-    rows: Mapping[tuple[StateT, EventT], Row[StateT, EffectT]]
-    terminal: frozenset[StateT]
-    late: frozenset[tuple[StateT, EventT]]
-
-    def step(self, state: StateT, event: EventT) -> Row[StateT, EffectT] | None:
-        """The row for `event` in `state`; None when it comes late and changes nothing. Raises IllegalTransition."""
-        row = self.rows.get((state, event))
-        if row is not None:
-            return row
-        if state in self.terminal or (state, event) in self.late:
-            return None
-        raise IllegalTransition(f"{self.name}: {event!s} in state {state!s}")
+    POSTED = "posted"
+    MOVED = "moved"
+    ERROR = "error"
+    STOP = "stop"
+    DRAINED = "drained"
 
 
-def _source() -> Table[SourceState, SourceEvent, SourceEffect]:
+class LegEffect(enum.StrEnum):
+    """What the rank then does."""
+
+    REPORT_MOVED = "report moved"
+    CANCEL_POSTED = "cancel posted"
+    REPORT_FAILED = "report failed"
+    REPORT_STOPPED = "report stopped"
+
+
+SourceTable = Table[SourceState, SourceEvent, SourceEffect]
+TargetTable = Table[TargetState, TargetEvent, TargetEffect]
+LegTable = Table[LegState, LegEvent, LegEffect]
+
+
+def _source() -> SourceTable:
     state, event, effect = SourceState, SourceEvent, SourceEffect
-    rows: dict[tuple[SourceState, SourceEvent], Row[SourceState, SourceEffect]] = {}
-    for live in (state.HELD, state.READING):
-        rows |= {
-            (live, event.ASKED): Row(state.READING, (effect.EXTEND_LEASE, effect.SEND_OFFER)),
-            (live, event.RENEWED): Row(live, (effect.EXTEND_LEASE,)),
-            (live, event.ABORTED): Row(state.CANCELLED, (effect.TELL_RETRACTED, effect.RETURN_BLOCKS)),
-            (live, event.LEASE_OUT): Row(state.EXPIRED, (effect.TELL_RETRACTED, effect.RETURN_BLOCKS)),
-            (live, event.RELEASED_FAILED): Row(state.FAILED, (effect.RETURN_BLOCKS,)),
-            (live, event.RELEASED_CANCELLED): Row(state.CANCELLED, (effect.RETURN_BLOCKS,)),
-        }
-    rows |= {
-        (state.READING, event.CONFIRM_ASKED): Row(state.READING, (effect.EXTEND_LEASE, effect.SEND_CONFIRMATION)),
-        (state.READING, event.RELEASED_DELIVERED): Row(state.DELIVERED, (effect.RETURN_BLOCKS,)),
-        (state.READING, event.PEER_GONE): Row(state.FAILED, (effect.RETURN_BLOCKS,)),
-    }
-    return Table(
-        name="source",
-        start=state.HELD,
-        rows=rows,
-        terminal=frozenset({state.DELIVERED, state.FAILED, state.CANCELLED, state.EXPIRED}),
-        late=frozenset(
-            {(state.HELD, event.CONFIRM_ASKED), (state.HELD, event.RELEASED_DELIVERED), (state.HELD, event.PEER_GONE)}
+    rows: dict[tuple[SourceState, SourceEvent], Row[SourceState, SourceEffect]] = {
+        (state.PARKED, event.EXPECTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.TELL_GRANTED)),
+        (state.QUEUED, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.TELL_GRANTED, effect.ANNOUNCE)),
+        (state.QUEUED, event.PREFILLED): Row(state.HELD, (effect.EXTEND_LEASE,)),
+        (state.QUEUED, event.PREEMPTED): Row(state.QUEUED, (effect.NEW_GENERATION, effect.TELL_DRAINED)),
+        (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.ANNOUNCE)),
+        (state.STREAMING, event.SPAN_READY): Row(state.STREAMING, (effect.ANNOUNCE,)),
+        (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
+        (state.STREAMING, event.PREEMPTED): Row(
+            state.RETRACTING, (effect.STOP_LEGS, effect.NEW_GENERATION, effect.TELL_RETRACTED)
         ),
-    )
-
-
-def _target() -> Table[TargetState, TargetEvent, TargetEffect]:
-    state, event, effect = TargetState, TargetEvent, TargetEffect
-    stop = Row(state.STOPPING, (effect.TELL_RELEASE, effect.STOP_LEGS))
-    rows: dict[tuple[TargetState, TargetEvent], Row[TargetState, TargetEffect]] = {
-        (state.GREETING, event.PEER_KNOWN): Row(state.ASKING, (effect.SEND_ASK,)),
-        (state.ASKING, event.OFFERED): Row(state.FILLING, (effect.START_LEGS,)),
-        (state.FILLING, event.LEGS_FILLED): Row(state.CONFIRMING, (effect.ASK_CONFIRMATION,)),
-        (state.FILLING, event.LEG_FAILED): stop,
-        (state.CONFIRMING, event.CONFIRMED): Row(state.DELIVERED, (effect.TELL_RELEASE, effect.DELIVER)),
-        (state.STOPPING, event.QUIET_FAILED): Row(state.FAILED, (effect.RETURN_BLOCKS,)),
-        (state.STOPPING, event.QUIET_CANCELLED): Row(state.CANCELLED, (effect.RETURN_BLOCKS,)),
-        (state.STOPPING, event.QUIET_EXPIRED): Row(state.EXPIRED, (effect.RETURN_BLOCKS,)),
+        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.EXTEND_LEASE, effect.TELL_RETRACTED)),
+        (state.RETRACTING, event.QUIET): Row(state.STREAMING, (effect.TELL_DRAINED,)),
+        (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
+        (state.SERVING, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
+        (state.SERVING, event.CONFIRM_ASKED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.SEND_CONFIRMATION)),
+        (state.SERVING, event.WRITTEN): Row(state.SERVING, (effect.SEND_CONFIRMATION,)),
+        (state.SERVING, event.RELEASED): Row(state.DELIVERED, (effect.RETURN_BLOCKS,)),
+        (state.QUEUED, event.SPAN_READY): Row(state.QUEUED),
     }
-    for live in (state.GREETING, state.ASKING, state.FILLING, state.CONFIRMING):
-        for ending in (event.REFUSED, event.ABORTED, event.NO_PROGRESS, event.PEER_GONE):
-            rows[live, ending] = stop
-    stopping_late = set(event) - {event.QUIET_FAILED, event.QUIET_CANCELLED, event.QUIET_EXPIRED}
-    late = {(state.STOPPING, late_event) for late_event in stopping_late}
-    late |= {(busy, event.OFFERED) for busy in (state.FILLING, state.CONFIRMING)}
-    late |= {(busy, event.PEER_KNOWN) for busy in (state.ASKING, state.FILLING, state.CONFIRMING)}
-    late |= {(early, event.CONFIRMED) for early in (state.GREETING, state.ASKING, state.FILLING)}
-    late |= {(state.GREETING, event.OFFERED)}
-    return Table(
-        name="target",
-        start=state.GREETING,
-        rows=rows,
-        terminal=frozenset({state.DELIVERED, state.FAILED, state.CANCELLED, state.EXPIRED}),
-        late=frozenset(late),
-    )
+    live = (state.PARKED, state.QUEUED, state.STREAMING, state.RETRACTING, state.HELD, state.SERVING)
+    ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.LEG_FAILED)
+    for each in live:
+        rows[each, event.HEARD] = Row(each, (effect.EXTEND_LEASE,))
+        for end in ending:
+            rows[each, end] = Row(state.STOPPING, (effect.STOP_LEGS,))
+    for end, final in _QUIET_SOURCE.items():
+        rows[state.STOPPING, end] = Row(final, (effect.TELL_END, effect.RETURN_BLOCKS))
+    late = {(state.STOPPING, each) for each in event if each not in _QUIET_SOURCE}
+    late |= {(each, event.CONFIRM_ASKED) for each in live if each is not state.SERVING}
+    late |= {(each, event.RELEASED) for each in live if each is not state.SERVING}
+    late |= {(each, event.WRITTEN) for each in (state.STREAMING, state.RETRACTING)}
+    late |= {(state.PARKED, event.GRANTED), (state.RETRACTING, event.SPAN_READY)}
+    terminal = frozenset(_QUIET_SOURCE.values()) | {state.DELIVERED}
+    return Table("source", state.QUEUED, rows, terminal, frozenset(late))
 
+
+def _target() -> TargetTable:
+    state, event, effect = TargetState, TargetEvent, TargetEffect
+    stop = Row(state.STOPPING, (effect.TELL_STOP, effect.STOP_LEGS))
+    deliver = Row(state.DELIVERED, (effect.TELL_RELEASE, effect.DELIVER))
+    rows: dict[tuple[TargetState, TargetEvent], Row[TargetState, TargetEffect]] = {
+        (state.QUEUED, event.PEER_KNOWN): Row(state.QUEUED),
+        (state.QUEUED, event.ALLOCATED): Row(state.GREETING),
+        (state.GREETING, event.PEER_KNOWN): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
+        (state.GRANTED, event.STALE): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
+        (state.GRANTED, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
+        (state.FILLING, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
+        (state.GRANTED, event.RETRACTED): Row(state.FILLING, (effect.DROP_SPANS,)),
+        (state.FILLING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_LEGS)),
+        (state.CONFIRMING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_LEGS)),
+        (state.CLEARING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS,)),
+        (state.CLEARING, event.ANNOUNCED): Row(state.CLEARING),
+        (state.CLEARING, event.QUIET): Row(state.FILLING, (effect.MOVE_SPANS,)),
+        (state.FILLING, event.FILLED): Row(state.CONFIRMING, (effect.ASK_CONFIRMATION,)),
+        (state.FILLING, event.WRITTEN): deliver,
+        (state.CONFIRMING, event.CONFIRMED): deliver,
+        (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.TELL_STOP, effect.REVOKE_PEER)),
+        (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP, effect.RESET_REGION)),
+        (state.ISOLATED, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP,)),
+    }
+    live = (state.QUEUED, state.GREETING, state.GRANTED, state.FILLING, state.CLEARING, state.CONFIRMING)
+    ending = (event.REFUSED, event.ABORTED, event.NO_PROGRESS, event.PEER_GONE, event.LEG_FAILED)
+    for each in live:
+        rows[each, event.HEARD] = Row(each)
+        for end in ending:
+            rows[each, end] = stop
+    closing = (state.STOPPING, state.REVOKING, state.ISOLATED)
+    for each in closing:
+        for end, final in _QUIET_TARGET.items():
+            rows[each, end] = Row(final, (effect.RETURN_BLOCKS,))
+    late = {(each, other) for each in closing for other in event if (each, other) not in rows}
+    late |= {(each, event.PEER_KNOWN) for each in live if (each, event.PEER_KNOWN) not in rows}
+    late |= {(each, event.STALE) for each in live if each is not state.GRANTED}
+    late |= {(each, event.CONFIRMED) for each in (state.GRANTED, state.FILLING, state.CLEARING)}
+    late |= {(state.CONFIRMING, event.ANNOUNCED), (state.CONFIRMING, event.FILLED)}
+    terminal = frozenset(_QUIET_TARGET.values()) | {state.DELIVERED}
+    return Table("target", state.QUEUED, rows, terminal, frozenset(late))
+
+
+def _leg() -> LegTable:
+    state, event, effect = LegState, LegEvent, LegEffect
+    rows: dict[tuple[LegState, LegEvent], Row[LegState, LegEffect]] = {
+        (state.OPEN, event.POSTED): Row(state.OPEN),
+        (state.OPEN, event.MOVED): Row(state.OPEN, (effect.REPORT_MOVED,)),
+        (state.OPEN, event.ERROR): Row(state.BROKEN, (effect.CANCEL_POSTED,)),
+        (state.OPEN, event.STOP): Row(state.STOPPING, (effect.CANCEL_POSTED,)),
+        (state.BROKEN, event.STOP): Row(state.STOPPING),
+        (state.BROKEN, event.DRAINED): Row(state.FAILED, (effect.REPORT_FAILED,)),
+        (state.STOPPING, event.DRAINED): Row(state.STOPPED, (effect.REPORT_STOPPED,)),
+    }
+    busy = (state.BROKEN, state.STOPPING)
+    late = {(each, other) for each in busy for other in (event.POSTED, event.MOVED, event.ERROR)}
+    late |= {(state.STOPPING, event.STOP), (state.OPEN, event.DRAINED)}
+    return Table("leg", state.OPEN, rows, frozenset({state.FAILED, state.STOPPED}), frozenset(late))
+
+
+_QUIET_SOURCE = {
+    SourceEvent.QUIET_FAILED: SourceState.FAILED,
+    SourceEvent.QUIET_CANCELLED: SourceState.CANCELLED,
+    SourceEvent.QUIET_EXPIRED: SourceState.EXPIRED,
+}
+_QUIET_TARGET = {
+    TargetEvent.QUIET_FAILED: TargetState.FAILED,
+    TargetEvent.QUIET_CANCELLED: TargetState.CANCELLED,
+    TargetEvent.QUIET_EXPIRED: TargetState.EXPIRED,
+}
 
 SOURCE = _source()
 TARGET = _target()
+LEG = _leg()

@@ -1,36 +1,59 @@
 """Every message of the control channel, typed and tagged, and the one decoder for all of them.
 
 Coordinators talk to coordinators with the messages below. A frame is one msgpack map `Envelope`; nothing else is read.
-Only durations cross the wire, never points in time.
+Every message about a hand-off carries its key and the number of the grant it belongs to (0: before any grant). Only
+durations cross the wire, never points in time.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from kvbaton.core.card import PROTOCOL, Card
-from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Outcome
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
 from kvbaton.errors import ProtocolError
 
 __all__ = [
     "MAX_FRAME_BYTES",
-    "Ask",
+    "MAX_INCARNATION",
+    "MAX_REASON",
+    "Announced",
+    "AuxSent",
     "ConfirmAsk",
     "Confirmed",
     "Envelope",
+    "Grant",
+    "HandoffMessage",
+    "Heartbeat",
     "Hello",
     "Message",
-    "Offered",
+    "Over",
+    "Prefilled",
     "Refused",
     "Release",
-    "Renew",
     "Retracted",
+    "Stop",
+    "Stopped",
     "decode",
     "encode",
 ]
 
 MAX_FRAME_BYTES = 4 << 20
 """No frame of ours is larger; larger ones are dropped unread."""
+
+MAX_INCARNATION = 256
+"""Characters of an incarnation on the wire."""
+
+MAX_REASON = 2048
+"""Characters of a reason that is sent; longer ones are cut, and much longer ones refused."""
+
+Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Blocks = tuple[tuple[Number, ...], ...]
+Reason = Annotated[str, Meta(max_length=2 * MAX_REASON)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -40,78 +63,143 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     wants_answer: bool
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Target to source: I have blocks for this hand-off, tell me where its cache lies. `grant` grows per target."""
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Either way: no. Without a key it is the peer itself that is refused. `stale` means: ask again with a new number."""
+
+    reason: Reason
+    key: HandoffKey | None = None
+    grant: Number = 0
+    stale: bool = False
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """Target to source: these blocks are yours to fill, in this epoch; the first `cached_tokens` tokens I have already.
+
+    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
+    source that is to write.
+    """
 
     key: HandoffKey
-    grant: int
+    grant: Number
+    prompt: Annotated[str, Meta(max_length=128)]
+    mode: Mode
+    executor: Executor
+    epoch: Number
+    blocks: Blocks
+    cached_tokens: Number
 
 
-class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """Source to target: it lies in these blocks, which still hold it as long as `generation` is confirmed afterwards.
+class Announced(msgspec.Struct, frozen=True, tag="announced"):
+    """Source to target: these spans are computed and lie in these blocks, as long as `generation` is confirmed afterwards."""
+
+    key: HandoffKey
+    grant: Number
+    generation: Number
+    blocks: Blocks
+    spans: tuple[Span, ...]
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+    """Source to target: that was the last span; there are `span_count` of them over `tokens` tokens.
 
     `held_s` is how long the source has been waiting with it, for the timeline.
     """
 
     key: HandoffKey
-    generation: int
-    blocks: BlockLists
-    tokens: int
+    grant: Number
+    generation: Number
+    span_count: Number
+    tokens: Number
+    held_s: Seconds
+
+
+class AuxSent(msgspec.Struct, frozen=True, tag="aux"):
+    """Source to target: the small record that goes with the cache."""
+
+    key: HandoffKey
+    grant: Number
     aux: Aux
-    held_s: float
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Target to source: I am alive and still want these."""
+class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
+    """Source to target: everything announced before `generation` is void; it will be announced again."""
 
-    keys: tuple[HandoffKey, ...]
+    key: HandoffKey
+    grant: Number
+    generation: Number
 
 
 class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
     """Target to source, after the last byte: did the blocks hold `generation` all the time?"""
 
     key: HandoffKey
-    generation: int
+    grant: Number
+    generation: Number
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
-    """Source to target: they did."""
+    """Source to target, after the last byte: they did, and `span_count` spans of `generation` were moved."""
 
     key: HandoffKey
-    generation: int
+    grant: Number
+    generation: Number
+    span_count: Number
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Target to source: I am through with it, and this is how it ended here."""
+    """Target to source: delivered; I need nothing more."""
 
     key: HandoffKey
+    grant: Number
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Target to source: it has ended here without delivery. Stop, and say so."""
+
+    key: HandoffKey
+    grant: Number
     outcome: Outcome
-    reason: str = ""
+    reason: Reason = ""
 
 
-class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
-    """Source to target: this hand-off is off; what you have read of it is void."""
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """Source to target: I have stopped, and will not touch your blocks for this grant again."""
 
     key: HandoffKey
-    reason: str
+    grant: Number
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Either way: no. Without a key it is the peer itself that is refused."""
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """Source to target: it has ended here, I have stopped, and nothing I announced may be used."""
 
-    reason: str
-    key: HandoffKey | None = None
+    key: HandoffKey
+    grant: Number
+    outcome: Outcome
+    reason: Reason = ""
 
 
-Message = Hello | Ask | Offered | Renew | ConfirmAsk | Confirmed | Release | Retracted | Refused
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Either way: I am alive, and these hand-offs (with their grants) are alive with me.
+
+    `from_source` says which side of them I am.
+    """
+
+    from_source: bool
+    live: tuple[tuple[HandoffKey, Number], ...]
+
+
+HandoffMessage = (
+    Grant | Announced | Prefilled | AuxSent | Retracted | ConfirmAsk | Confirmed | Release | Stop | Stopped | Over | Heartbeat
+)
+Message = Hello | Refused | HandoffMessage
 
 
 class Envelope(msgspec.Struct, frozen=True):
     """One frame: who speaks, to which incarnation (empty: to whoever answers there), and what."""
 
     version: int
-    sender: Incarnation
-    recipient: str
+    sender: Annotated[Incarnation, Meta(min_length=1, max_length=MAX_INCARNATION)]
+    recipient: Annotated[str, Meta(max_length=MAX_INCARNATION)]
     message: Message
 
 

@@ -67,8 +67,18 @@ def _bounds(group: Group, layout: Layout) -> str:
     return f"up to {group.end} of {layout.region_bytes}"
 
 
-def plan_runs(pair: Pair, source_blocks: BlockLists, target_blocks: BlockLists, first_token: int, tokens: int) -> Runs:
-    """Runs that copy tokens `first_token` up to `tokens` of every layer; raises RangeError for what does not exist."""
+def plan_runs(
+    pair: Pair,
+    source_blocks: BlockLists,
+    target_blocks: BlockLists,
+    first_token: int,
+    tokens: int,
+    layers: range | None = None,
+) -> Runs:
+    """Runs that copy tokens `first_token` up to `tokens` of every layer, or of the global `layers` given.
+
+    Raises RangeError for what does not exist.
+    """
     if first_token < 0:
         raise RangeError(f"first_token is {first_token}; it must not be negative")
     groups = len(pair.target.groups)
@@ -76,7 +86,7 @@ def plan_runs(pair: Pair, source_blocks: BlockLists, target_blocks: BlockLists, 
         if len(lists) != groups:
             raise RangeError(f"{side} block lists are for {len(lists)} groups where the layout has {groups}")
     parts = [
-        _group_runs(source, target, source_list, target_list, first_token, tokens)
+        _repeat_over_layers(source, target, _block_runs(source, target, source_list, target_list, first_token, tokens), layers)
         for source, target, source_list, target_list in zip(
             pair.source.groups, pair.target.groups, source_blocks, target_blocks, strict=True
         )
@@ -84,11 +94,12 @@ def plan_runs(pair: Pair, source_blocks: BlockLists, target_blocks: BlockLists, 
     return np.concatenate(parts) if parts else np.empty((0, 3), np.uint64)
 
 
-def _group_runs(
+def _block_runs(
     source: Group, target: Group, source_list: tuple[int, ...], target_list: tuple[int, ...], first_token: int, tokens: int
-) -> Runs:
+) -> npt.NDArray[np.int64]:
+    """Runs within one plane of one layer."""
     if first_token >= tokens:
-        return np.empty((0, 3), np.uint64)
+        return np.empty((0, 3), np.int64)
     size = source.block_tokens
     first, last = first_token // size, -(-tokens // size)
     source_ids = _block_ids("source", source, source_list, first, last)
@@ -98,8 +109,7 @@ def _group_runs(
     counts = np.minimum(starts + size, tokens) - starts - lows
     source_at = source_ids * source.block_stride + lows * source.token_stride
     target_at = target_ids * target.block_stride + lows * target.token_stride
-    in_block = _join_neighbours(source_at, target_at, counts * source.token_bytes)
-    return _repeat_over_layers(source, target, in_block)
+    return _join_neighbours(source_at, target_at, counts * source.token_bytes)
 
 
 def _block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: int) -> npt.NDArray[np.int64]:
@@ -126,9 +136,10 @@ def _join_neighbours(
     return np.stack([source_at[heads], target_at[heads], np.add.reduceat(run_bytes, heads)], axis=1)
 
 
-def _repeat_over_layers(source: Group, target: Group, in_block: npt.NDArray[np.int64]) -> Runs:
-    layer = np.repeat(np.arange(len(source.layers), dtype=np.int64), source.planes)
-    plane = np.tile(np.arange(source.planes, dtype=np.int64), len(source.layers))
+def _repeat_over_layers(source: Group, target: Group, in_block: npt.NDArray[np.int64], layers: range | None) -> Runs:
+    chosen = [index for index, layer in enumerate(source.layers) if layers is None or layer in layers]
+    layer = np.repeat(np.asarray(chosen, dtype=np.int64), source.planes)
+    plane = np.tile(np.arange(source.planes, dtype=np.int64), len(chosen))
     bases = np.zeros((len(layer), 1, 3), np.int64)
     bases[:, 0, 0] = source.offset + layer * source.layer_stride + plane * source.plane_stride
     bases[:, 0, 1] = target.offset + layer * target.layer_stride + plane * target.plane_stride

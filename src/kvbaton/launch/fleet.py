@@ -29,12 +29,12 @@ _KEPT_LINES = 40
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process to start: what it is called, how, and where it says that it is healthy."""
+    """One process to start: what it is called, how, and where it says that it is healthy. Its environment may hold secrets."""
 
     name: str
     command: Sequence[str]
     health_url: str
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.launch.fleet import Part, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["InstanceOptions", "instance_part", "kvbaton_command", "pair_parts", "router_part"]
+__all__ = ["InstanceOptions", "instance_part", "kvbaton_command", "new_cluster_key", "pair_parts", "router_part"]
+
+
+def new_cluster_key() -> str:
+    """A cluster key that nobody else knows."""
+    return secrets.token_hex(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,8 @@ class InstanceOptions:
     """How many engines share the cores of this machine."""
     extra: tuple[str, ...] = ()
     """More arguments for `kvbaton serve`."""
+    cluster_key: str = field(default_factory=new_cluster_key, repr=False)
+    """Lets the instances of this set-up know each other; travels in the environment, because everybody can read commands."""
 
 
 def kvbaton_command(*arguments: str) -> list[str]:
@@ -46,7 +55,8 @@ def instance_part(
         command += ["--router", router]
     command += options.extra
     url = f"http://127.0.0.1:{port}"
-    return Part(name, command, f"{url}/health", core_share(options.engines)), url
+    environment = core_share(options.engines) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
+    return Part(name, command, f"{url}/health", environment), url
 
 
 def pair_parts(prefill: int, decode: int, options: InstanceOptions, ports: PortPicker, discovery_port: int) -> list[Part]:

@@ -31,7 +31,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Any, NewType, Protocol
+from typing import Any, NewType, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ __all__ = [
     "LateWrites",
     "PeerRank",
     "Region",
+    "FencingTransport",
     "Runs",
     "Ticket",
     "Transport",
@@ -142,6 +143,8 @@ class Batch:
     peer: PeerRank
     direction: Direction
     runs: Runs
+    epoch: int = 0
+    """Under which registration of the peer's memory a write was granted; reads do not need one."""
 
     @property
     def wire_bytes(self) -> int:
@@ -198,3 +201,14 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Stop the mover, complete what is in flight with an error, and give everything back. Idempotent."""
+
+
+@runtime_checkable
+class FencingTransport(Protocol):
+    """What a transport that lets peers write can do against late ones."""
+
+    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
+        """Never again let a write of `peer` land that was granted before `epoch`, whatever sessions it opens."""
+
+    def reset_region(self, epoch: int) -> None:
+        """Register this rank's memory anew as `epoch`; writes posted under an earlier one never land afterwards."""

@@ -10,12 +10,12 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
-from watching import is_running, wait_until
 
 from kvbaton.errors import LocalError
 from kvbaton.launch import fleet as fleet_module
 from kvbaton.launch.fleet import Death, Fleet, Part, core_share
 from kvbaton.launch.ports import PortPicker
+from watching import is_running, wait_until
 
 SERVE = """
 import http.server, sys

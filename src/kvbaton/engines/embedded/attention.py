@@ -14,15 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.engines.embedded.team import Team
-
-__all__ = ["Attention", "Extent", "SequenceReader", "Workspace", "block_extents"]
+__all__ = ["Extent", "Rows", "SequenceReader", "Workspace", "attend", "block_extents"]
 
 Array = npt.NDArray[np.float32]
 
 _TOKENS_PER_PIECE = 256
 _TILE_ELEMENTS = 1 << 18
-_SMALLEST_PART = 1 << 15
 _PADDED_SHARE = 1.25
 _MIN_TILE, _MAX_TILE = 16, 128
 
@@ -97,98 +94,78 @@ class SequenceReader:
         return [(0, gathered.reshape(-1, *stored.shape[2:])[: self.tokens])]
 
 
-class Attention:
-    """Computes attention with a team; owns the scratch memory of each member."""
+class Rows(NamedTuple):
+    """Rows `first` .. `stop`-1 of a step are the last tokens that `reader` covers."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._works = [Workspace() for _ in range(team.size)]
+    first: int
+    stop: int
+    reader: SequenceReader
 
-    def step(self, queries: Array, sequences: Sequence[tuple[int, int, SequenceReader]], layer: int, out: Array) -> None:
-        """Write to `out` what every query sees of its own sequence.
-
-        `queries` and `out` have the shape (rows, kv_heads, heads per KV head, head_size), and queries are already scaled.
-        `sequences` gives (first row, row after the last, reader); the rows are the last tokens that the reader covers.
-        """
-        singles = sorted(
-            ((reader.tokens, first, reader) for first, stop, reader in sequences if stop - first == 1), key=_tokens
-        )
-
-        def decode(member: int, start: int, stop: int) -> None:
-            for batch in _similar(singles[start:stop]):
-                _attend_singles(queries, batch, layer, out, self._works[member])
-
-        if singles:
-            self._team.split(len(singles), decode)
-        for first, stop, reader in sequences:
-            if stop - first > 1:
-                self._attend_many(queries[first:stop], reader, layer, out[first:stop])
-
-    def _attend_many(self, queries: Array, reader: SequenceReader, layer: int, out: Array) -> None:
-        work = self._works[0]
-        keys, values = reader.keys(layer, work), reader.values(layer, work)
-        rows, kv_heads, group, head_size = queries.shape
-        for first, stop in _tiles(rows, reader.tokens * kv_heads * group):
-            tile, seen_tokens = stop - first, reader.tokens - rows + stop
-            packed = work.take("queries", kv_heads, group, tile, head_size)
-            packed[...] = queries[first:stop].transpose(1, 2, 0, 3)
-            scores = work.take("scores", kv_heads, group * tile, seen_tokens)
-            _scores(packed.reshape(kv_heads, -1, head_size), keys, scores)
-            diagonal = scores.reshape(kv_heads, group, tile, seen_tokens)[..., seen_tokens - tile :]
-            diagonal += _causal_mask(tile)
-            seen = work.take("seen", kv_heads, group * tile, head_size)
-            self._softmax_sum(scores, values, seen)
-            out[first:stop] = seen.reshape(packed.shape).transpose(2, 0, 1, 3)
-
-    def _softmax_sum(self, scores: Array, values: list[tuple[int, Array]], out: Array) -> None:
-        kv_heads, rows, tokens = scores.shape
-        flat = scores.reshape(-1, tokens)
-        totals = self._works[0].take("totals", len(flat), 1)
-
-        def exponentials(_member: int, start: int, stop: int) -> None:
-            part = flat[start:stop]
-            part -= part.max(axis=1, keepdims=True)
-            np.exp(part, out=part)
-            np.sum(part, axis=1, keepdims=True, out=totals[start:stop])
-
-        self._team.split(len(flat), exponentials, smallest=-(-_SMALLEST_PART // tokens))
-        _weighted_values(scores, values, out)
-        out /= totals.reshape(kv_heads, rows, 1)
+    @property
+    def length(self) -> int:
+        """How many rows."""
+        return self.stop - self.first
 
 
-_Single = tuple[int, int, SequenceReader]
-"""Tokens, row and reader of a sequence with one query."""
+def attend(queries: Array, sequences: Sequence[Rows], layer: int, out: Array, work: Workspace) -> None:
+    """Write to `out` what every query sees of its own sequence.
+
+    `queries` and `out` have the shape (rows, kv_heads, heads per KV head, head_size), and queries are already scaled.
+    """
+    for batch in _similar(sorted((rows for rows in sequences if rows.length == 1), key=_tokens)):
+        _attend_singles(queries, batch, layer, out, work)
+    for rows in sequences:
+        if rows.length > 1:
+            _attend_many(queries[rows.first : rows.stop], rows.reader, layer, out[rows.first : rows.stop], work)
 
 
-def _tokens(single: _Single) -> int:
-    return single[0]
+def _attend_many(queries: Array, reader: SequenceReader, layer: int, out: Array, work: Workspace) -> None:
+    """Many queries of one sequence, tile by tile; each tile ends at the causal diagonal."""
+    keys, values = reader.keys(layer, work), reader.values(layer, work)
+    rows, kv_heads, group, head_size = queries.shape
+    for first, stop in _tiles(rows, reader.tokens * kv_heads * group):
+        tile, seen_tokens = stop - first, reader.tokens - rows + stop
+        packed = work.take("queries", kv_heads, group, tile, head_size)
+        packed[...] = queries[first:stop].transpose(1, 2, 0, 3)
+        scores = work.take("scores", kv_heads, group * tile, seen_tokens)
+        _scores(packed.reshape(kv_heads, -1, head_size), keys, scores)
+        diagonal = scores.reshape(kv_heads, group, tile, seen_tokens)[..., seen_tokens - tile :]
+        diagonal += _causal_mask(tile)
+        _exponentials(scores)
+        seen = work.take("seen", kv_heads, group * tile, head_size)
+        _weighted_values(scores, values, seen)
+        seen /= scores.sum(axis=2, keepdims=True)
+        out[first:stop] = seen.reshape(packed.shape).transpose(2, 0, 1, 3)
 
 
-def _similar(singles: Sequence[_Single]) -> Iterator[Sequence[_Single]]:
+def _tokens(rows: Rows) -> int:
+    return rows.reader.tokens
+
+
+def _similar(singles: Sequence[Rows]) -> Iterator[Sequence[Rows]]:
     """Cut what is sorted by length so that padding to the longest of a part wastes little."""
     first = 0
     for index in range(1, len(singles)):
-        if singles[index][0] > _PADDED_SHARE * singles[first][0]:
+        if _tokens(singles[index]) > _PADDED_SHARE * _tokens(singles[first]):
             yield singles[first:index]
             first = index
-    yield singles[first:]
+    if singles:
+        yield singles[first:]
 
 
-def _attend_singles(queries: Array, singles: Sequence[_Single], layer: int, out: Array, work: Workspace) -> None:
+def _attend_singles(queries: Array, singles: Sequence[Rows], layer: int, out: Array, work: Workspace) -> None:
     """One query each: the products one by one, the softmax of all of them at once."""
-    longest = singles[-1][0]
-    _, kv_heads, group, head_size = queries.shape
-    scores = work.take("scores", len(singles), kv_heads, group, longest)
-    for index, (tokens, row, reader) in enumerate(singles):
-        _scores(queries[row], reader.keys(layer, work), scores[index, :, :, :tokens])
-        scores[index, :, :, tokens:] = -np.inf
-    scores -= scores.max(axis=3, keepdims=True)
-    np.exp(scores, out=scores)
-    seen = work.take("seen", len(singles), kv_heads, group, head_size)
-    for index, (tokens, _, reader) in enumerate(singles):
-        _weighted_values(scores[index, :, :, :tokens], reader.values(layer, work), seen[index])
-    seen /= scores.sum(axis=3, keepdims=True)
-    out[[row for _, row, _ in singles]] = seen
+    _, kv_heads, group, _ = queries.shape
+    scores = work.take("scores", len(singles), kv_heads, group, _tokens(singles[-1]))
+    for index, (row, _, reader) in enumerate(singles):
+        _scores(queries[row], reader.keys(layer, work), scores[index, :, :, : reader.tokens])
+        scores[index, :, :, reader.tokens :] = -np.inf
+    _exponentials(scores)
+    totals = scores.sum(axis=3, keepdims=True)
+    for index, (row, _, reader) in enumerate(singles):
+        seen = out[row]
+        _weighted_values(scores[index, :, :, : reader.tokens], reader.values(layer, work), seen)
+        seen /= totals[index]
 
 
 def _scores(queries: Array, pieces: list[tuple[int, Array]], scores: Array) -> None:
@@ -207,6 +184,12 @@ def _weighted_values(weights: Array, pieces: list[tuple[int, Array]], out: Array
             np.matmul(part, values[:, : part.shape[2]], out=out)
         elif part.shape[2]:
             out += part @ values[:, : part.shape[2]]
+
+
+def _exponentials(scores: Array) -> None:
+    """Exponentials relative to the largest of each row, in place."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
 
 
 def _tiles(rows: int, row_elements: int) -> Iterator[tuple[int, int]]:

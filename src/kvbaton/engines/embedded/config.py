@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvbaton.errors import ModelError
 
@@ -109,9 +110,7 @@ def config_from_gguf(fields: Mapping[str, Any], *, vocab_size: int, tied_head: b
 
 def _checked(config: ModelConfig, where: str) -> ModelConfig:
     if config.heads % config.kv_heads:
-        raise ModelError(
-            f"{where}: {config.heads} heads do not divide into {config.kv_heads} key/value heads; the file is damaged"
-        )
+        raise ModelError(f"{where}: {config.heads} heads do not divide into {config.kv_heads} KV heads; the file is damaged")
     if config.head_size % 2:
         raise ModelError(f"{where}: head size {config.head_size} is odd, rotary positions need an even one; {_CHOOSE}")
     return config
@@ -131,10 +130,11 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
+        """A number as its shortest float32 text: files store 1e-05 in one precision or the other and mean the same."""
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
             raise self.wrong(name, value, "a positive number")
-        return float(value)
+        return float(str(np.float32(value)))
 
     def text(self, name: str) -> str:
         value = self._value(name, None)

@@ -14,7 +14,17 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Landed, Offer, Pull, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import (
+    Drained,
+    EngineEvent,
+    Granted,
+    HandoffPort,
+    Landed,
+    Offer,
+    Pull,
+    SourceEnded,
+    SourceWanted,
+)
 from kvbaton.core.handoff import HandoffKey, Outcome, RequestId
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.pool import BlockPool
@@ -117,6 +127,10 @@ class EngineCore:
             if side.setdefault(sequence.key, sequence) is not sequence:
                 self._emit(sequence, sequence.end(FinishReason.ERROR, f"hand-off {sequence.key} is under way already"))
                 return
+            if not self._tell_port(sequence.key, lambda port: _expect(port, sequence)):
+                del side[sequence.key]
+                self._emit(sequence, sequence.end(FinishReason.ERROR, "the hand-off could not be started; see the log"))
+                return
         self._live[request.request_id] = sequence
         self._counters.prompt_tokens += sequence.prompt_tokens
         self._scheduler.add(sequence)
@@ -204,19 +218,19 @@ class EngineCore:
         self._scheduler.hold(sequence)
         offer = Offer(sequence.key, (tuple(sequence.blocks),), sequence.prompt_tokens, sequence.aux(sampled))
         if not self._tell_port(sequence.key, lambda port: port.offer(offer)):
+            del self._sources[sequence.key]
             self._drop(sequence)
         self._emit(sequence, output)
 
     def _pull(self, sequence: Sequence) -> None:
-        handoff, cached_tokens = sequence.request.handoff, sequence.computed
-        if not isinstance(handoff, FromSource):
-            raise Bug(f"request {sequence.request.request_id} has no source to pull from")
+        cached_tokens = sequence.computed
         fresh = sequence.blocks[cached_tokens // self._cache.block_tokens :]
         if self._settings.poison and fresh:
             self._cache.poison(fresh)
         blocks = (tuple(sequence.blocks),)
-        pull = Pull(handoff.key, handoff.source, handoff.source_incarnation, blocks, sequence.prompt_tokens, cached_tokens)
-        if not self._tell_port(handoff.key, lambda port: port.pull(pull)):
+        pull = Pull(_wanted(sequence), blocks, sequence.prompt_tokens, cached_tokens)
+        if not self._tell_port(sequence.key, lambda port: port.pull(pull)):
+            del self._targets[sequence.key]
             self._drop(sequence)
             self._emit(sequence, sequence.end(FinishReason.ERROR, "the hand-off could not be started; see the log"))
 
@@ -230,24 +244,24 @@ class EngineCore:
         return True
 
     def _take(self, event: EngineEvent) -> None:
+        """Every hand-off ends with one event; until then its key stays taken, even if its request is long over."""
+        if isinstance(event, Granted | Drained):
+            return
         side = self._sources if isinstance(event, SourceEnded) else self._targets
-        sequence = side.get(event.key)
-        if sequence is None or sequence.phase not in (Phase.FETCHING, Phase.HELD):
+        sequence = side.pop(event.key, None)
+        if sequence is None:
             _logger.warning("hand-off %s: ignored %s, this engine has no such hand-off", event.key, type(event).__name__)
             return
-        match event:
-            case SourceEnded(outcome=outcome):
-                self._counters.handoff("source", outcome)
-                self._drop(sequence)
-            case Landed():
-                self._counters.handoff("target", Outcome.DELIVERED)
-                self._land(sequence, event)
-            case TargetEnded(outcome=outcome, reason=reason):
-                self._counters.handoff("target", outcome)
-                self._drop(sequence)
-                is_cancelled = outcome is Outcome.CANCELLED
-                ending = FinishReason.CANCELLED if is_cancelled else FinishReason.ERROR
-                self._emit(sequence, sequence.end(ending, reason or f"the hand-off ended as {outcome}"))
+        outcome = Outcome.DELIVERED if isinstance(event, Landed) else event.outcome
+        self._counters.handoff("source" if side is self._sources else "target", outcome)
+        if sequence.phase is Phase.FINISHED:
+            return
+        if isinstance(event, Landed):
+            self._land(sequence, event)
+            return
+        self._drop(sequence)
+        ending = FinishReason.CANCELLED if outcome is Outcome.CANCELLED else FinishReason.ERROR
+        self._emit(sequence, sequence.end(ending, event.reason or f"the hand-off ended as {outcome}"))
 
     def _land(self, sequence: Sequence, event: Landed) -> None:
         aux, vocabulary = event.aux, self._loaded.config.vocab_size
@@ -264,10 +278,10 @@ class EngineCore:
             self._append(sequence, Sampled(aux.token_id, aux.logprob, aux.top_logprobs))
 
     def _give_up(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
-        """End a request early; the blocks of a hand-off stay held until the port says that it is over."""
-        if sequence.phase in (Phase.FETCHING, Phase.HELD):
+        """End a request early; blocks that a peer may touch stay held until the port says that the hand-off is over."""
+        if self._has_open_handoff(sequence):
             self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
-        elif sequence.phase is not Phase.FINISHED:
+        if sequence.phase not in (Phase.FETCHING, Phase.HELD, Phase.FINISHED):
             self._drop(sequence)
         self._emit(sequence, sequence.end(reason, error))
 
@@ -275,8 +289,11 @@ class EngineCore:
         """Forget a sequence and take its blocks back."""
         self._scheduler.finish(sequence)
         del self._live[sequence.request.request_id]
-        if sequence.request.handoff is not None:
-            del (self._sources if sequence.is_source else self._targets)[sequence.key]
+
+    def _has_open_handoff(self, sequence: Sequence) -> bool:
+        if sequence.request.handoff is None:
+            return False
+        return (self._sources if sequence.is_source else self._targets).get(sequence.key) is sequence
 
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
         """Tell the sink, up to and including the first output that ends the request."""
@@ -293,3 +310,17 @@ class EngineCore:
             if not sequence.has_ended:
                 sequence.has_ended = True
                 self._counters.finished[FinishReason.CANCELLED.value] += 1
+
+
+def _expect(port: HandoffPort, sequence: Sequence) -> None:
+    if sequence.is_source:
+        port.expect_target(sequence.key, sequence.prompt_digest)
+    else:
+        port.expect_source(_wanted(sequence))
+
+
+def _wanted(sequence: Sequence) -> SourceWanted:
+    handoff = sequence.request.handoff
+    if not isinstance(handoff, FromSource):
+        raise Bug(f"request {sequence.request.request_id} has no source to pull from")
+    return SourceWanted(handoff.key, sequence.prompt_digest, handoff.source, handoff.source_incarnation)

@@ -11,7 +11,7 @@ from kvbaton.errors import ModelError
 
 __all__ = ["tokenizer_from_gguf"]
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,7 +31,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> TokenizerFil
     _refuse_unless(where, metadata, "tokenizer.ggml.model", ("gpt2",))
     _refuse_unless(where, metadata, "tokenizer.ggml.pre", tuple(_PRE_TOKENIZERS))
     tokens, types = _texts(where, metadata, "tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type") or []
-    merges = [merge.split(" ", 1) for merge in _texts(where, metadata, "tokenizer.ggml.merges")]
+    needs_merges = any(len(token) > 1 and kind == _NORMAL for token, kind in zip(tokens, types, strict=False))
+    merges = _texts(where, metadata, "tokenizer.ggml.merges") if needs_merges else []
     bos_id, eos_id = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.eos_token_id")
     eos_ids = {one for one in (eos_id, metadata.get("tokenizer.ggml.eot_token_id")) if isinstance(one, int)}
     bos_token = tokens[bos_id] if isinstance(bos_id, int) and bos_id < len(tokens) else ""
@@ -48,7 +49,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> TokenizerFil
         "model": {
             "type": "BPE",
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": merges,
+            "merges": [merge.split(" ", 1) for merge in merges],
             "ignore_merges": pre == "llama-bpe",
         },
     }

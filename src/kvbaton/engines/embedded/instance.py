@@ -13,7 +13,7 @@ from typing import Literal
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
-from kvbaton.config import Limits
+from kvbaton.config import Limits, Trust
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Incarnation
 from kvbaton.discovery.announcer import Announcer
@@ -52,6 +52,7 @@ class InstanceSettings:
     block_tokens: int
     limits: Limits
     engine: EngineSettings
+    trust: Trust
     drop_writes: bool = False
 
 
@@ -61,7 +62,7 @@ class _Instance:
     def __init__(self, settings: InstanceSettings, loaded: LoadedModel, parts: ExitStack) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
         cache = PagedCache(loaded.config, settings.blocks, settings.block_tokens)
-        sockets = ControlSockets(incarnation, settings.control_host, settings.control_port)
+        sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         transport = _open_transport(settings, incarnation, cache)
         card = _card(settings, loaded, incarnation, cache, transport)
         self.driver = Driver(card, cache.layout(), transport, settings.limits, sockets, lambda: self.engine.wake())
@@ -83,7 +84,13 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
     with ExitStack() as parts:
         instance = _Instance(settings, loaded, parts)
         instance.start()
-        app = make_app(instance.engine, served_model=loaded.name, role=settings.role, handoff=instance.handoff)
+        app = make_app(
+            instance.engine,
+            served_model=loaded.name,
+            role=settings.role,
+            handoff=instance.handoff,
+            control_dropped=instance.driver.dropped_total,
+        )
         try:
             runner = await start_server(app, settings.host, settings.port)
         except OSError as error:

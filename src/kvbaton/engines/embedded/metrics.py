@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,8 +11,10 @@ from prometheus_client.registry import Collector
 
 from kvbaton.engines.embedded.stats import EngineStats
 
-__all__ = ["EngineCollector", "make_registry", "metrics_text"]
+__all__ = ["ControlDropped", "EngineCollector", "make_registry", "metrics_text"]
 
+ControlDropped = Callable[[], Mapping[str, int]]
+"""Tells how many messages of the control channel were dropped so far, by cause; the causes are few and fixed."""
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
@@ -20,8 +22,9 @@ Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 class EngineCollector(Collector):
     """Turns one snapshot of an engine's statistics into metric families, at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], control_dropped: ControlDropped | None = None) -> None:
         self._stats = stats
+        self._control_dropped = control_dropped
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to tell before the first scrape."""
@@ -45,12 +48,16 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("kvbaton_cached_tokens", "Prompt tokens that were in the cache.", stats.cached_tokens_total)
         yield CounterMetricFamily("kvbaton_preemptions", "Requests put back to make room.", stats.preemptions_total)
         yield CounterMetricFamily("kvbaton_steps", "Steps of the engine.", stats.steps_total)
+        if self._control_dropped is not None:
+            text = "Messages of the control channel that were dropped, by cause."
+            dropped = [((cause,), count) for cause, count in self._control_dropped().items()]
+            yield _labelled(CounterMetricFamily, "control_dropped", text, ("cause",), dropped)
 
 
-def make_registry(stats: Callable[[], EngineStats]) -> CollectorRegistry:
-    """A registry of its own that asks `stats` at each scrape."""
+def make_registry(stats: Callable[[], EngineStats], control_dropped: ControlDropped | None = None) -> CollectorRegistry:
+    """A registry of its own that asks `stats` and `control_dropped` at each scrape."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(stats))
+    registry.register(EngineCollector(stats, control_dropped))
     return registry
 
 

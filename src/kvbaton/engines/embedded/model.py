@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.engines.embedded.attention import Attention, SequenceReader, Workspace
+from kvbaton.engines.embedded.attention import Rows, SequenceReader, Workspace, attend
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
-from kvbaton.engines.embedded.team import Team
 from kvbaton.errors import Bug
 
 __all__ = ["LayerWeights", "LlamaModel", "ModelWeights", "Span"]
@@ -62,16 +61,11 @@ class ModelWeights:
 
 
 class LlamaModel:
-    """Runs steps over a paged cache. Not reentrant: one thread at a time, because scratch memory is reused.
+    """Runs steps over a paged cache. Not reentrant: one thread at a time, because scratch memory is reused."""
 
-    `threads` share what is not a matrix product; the products have the threads of the BLAS library.
-    """
-
-    def __init__(self, config: ModelConfig, weights: ModelWeights, threads: int = 1) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
-        self._team = Team(threads)
-        self._attention = Attention(self._team)
         self._work = Workspace()
         self._length_epsilon = np.float32(config.norm_epsilon * config.hidden_size)
         self._rotations = np.empty((0, config.head_size // 2), np.complex64)
@@ -117,33 +111,22 @@ class LlamaModel:
         by_token[:, slots] = projected[:, query_size:].reshape(rows, 2, kv_heads, head_size).swapaxes(0, 1)
         return projected[:, :query_size].reshape(rows, kv_heads, -1, head_size)
 
-    def _attend(
-        self,
-        hidden: Array,
-        weights: LayerWeights,
-        queries: Array,
-        sequences: Sequence[tuple[int, int, SequenceReader]],
-        layer: int,
-    ) -> None:
+    def _attend(self, hidden: Array, weights: LayerWeights, queries: Array, sequences: Sequence[Rows], layer: int) -> None:
         attended = self._work.take("attended", *queries.shape)
-        self._attention.step(queries, sequences, layer, attended)
+        attend(queries, sequences, layer, attended, self._work)
         hidden += self._product("added", attended.reshape(len(hidden), -1), weights.attention_out)
 
     def _feed_forward(self, hidden: Array, weights: LayerWeights) -> None:
         ffn_size = self.config.ffn_size
         gate_up = self._product("gate_up", self._normed(hidden), weights.gate_up)
         gated = self._work.take("gated", len(hidden), ffn_size)
-
-        def gate_rows(_member: int, first: int, stop: int) -> None:
-            for start in range(first, stop, _GATED_ROWS):
-                rows = slice(start, min(start + _GATED_ROWS, stop))
-                gate = gate_up[rows, :ffn_size]
-                part = np.tanh(gate, out=gated[rows])
-                part += _ONE
-                part *= gate
-                part *= gate_up[rows, ffn_size:]
-
-        self._team.split(len(hidden), gate_rows, smallest=_GATED_ROWS)
+        for first in range(0, len(hidden), _GATED_ROWS):
+            rows = slice(first, first + _GATED_ROWS)
+            gate = gate_up[rows, :ffn_size]
+            part = np.tanh(gate, out=gated[rows])
+            part += _ONE
+            part *= gate
+            part *= gate_up[rows, ffn_size:]
         hidden += self._product("added", gated, weights.down)
 
     def _logits(self, hidden: Array) -> Array:
@@ -178,7 +161,7 @@ class _Step:
 
     def __init__(self, spans: Sequence[Span], cache: PagedCache) -> None:
         self.token_ids = np.concatenate([span.token_ids for span in spans])
-        self.sequences: list[tuple[int, int, SequenceReader]] = []
+        self.sequences: list[Rows] = []
         positions: list[npt.NDArray[np.intp]] = []
         slots: list[npt.NDArray[np.intp]] = []
         first = 0
@@ -190,12 +173,12 @@ class _Step:
             slots.append(
                 span.blocks[where // cache.block_tokens].astype(np.intp) * cache.block_tokens + where % cache.block_tokens
             )
-            self.sequences.append((first, stop, SequenceReader(cache.data, span.blocks, end)))
+            self.sequences.append(Rows(first, stop, SequenceReader(cache.data, span.blocks, end)))
             first = stop
         self.positions = np.concatenate(positions)
         self.slots = _as_slice(np.concatenate(slots))
-        self.last_rows = np.array([stop - 1 for _, stop, _ in self.sequences], np.intp)
-        self.last_sequences = [(row, row + 1, reader) for row, (_, _, reader) in enumerate(self.sequences)]
+        self.last_rows = np.array([rows.stop - 1 for rows in self.sequences], np.intp)
+        self.last_sequences = [Rows(row, row + 1, reader) for row, (_, _, reader) in enumerate(self.sequences)]
 
 
 def _check(span: Span, cache: PagedCache) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import secrets
+from array import array
 
 from kvbaton.agent.engine_port import HandoffStats
 from kvbaton.core.handoff import Aux, HandoffKey
@@ -103,6 +104,12 @@ class Sequence:
     def awaits_source(self) -> bool:
         """Whether the cache of the prompt is still to come from a prefill instance."""
         return isinstance(self.request.handoff, FromSource) and not self.record.handed_off
+
+    @property
+    def prompt_digest(self) -> str:
+        """What the prompt is, in short: both sides of a hand-off must have the same."""
+        ids = array("q", self.request.prompt_ids).tobytes()
+        return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
     def digests(self, tokens: int) -> list[bytes]:
         """The prefix digests of the full blocks within the first `tokens` tokens."""

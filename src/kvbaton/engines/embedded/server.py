@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.handoff_params import HandoffInfo, SourceWish, answer_params
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
-from kvbaton.engines.embedded.metrics import make_registry, metrics_text
+from kvbaton.engines.embedded.metrics import ControlDropped, make_registry, metrics_text
 from kvbaton.engines.embedded.openai import (
     ApiRequest,
     ChatBody,
@@ -87,12 +87,14 @@ def make_app(
     role: Role,
     handoff: HandoffInfo | None,
     progress_timeout_s: float = 600.0,
+    control_dropped: ControlDropped | None = None,
 ) -> web.Application:
     """The application that serves `engine`; run it with `start_server`. It starts nothing and owns nothing.
 
     `progress_timeout_s` bounds every wait: for a request's body, for the engine's next output, for a client that reads.
+    `control_dropped`, where there is a control channel, is asked at each scrape of the metrics.
     """
-    face = _Face(engine, served_model, role, handoff, progress_timeout_s)
+    face = _Face(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, control_dropped))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json])
     app.router.add_post("/v1/completions", face.completions)
     app.router.add_post("/v1/chat/completions", face.chat_completions)
@@ -116,7 +118,13 @@ async def start_server(app: web.Application, host: str, port: int, *, shutdown_t
 
 class _Face:
     def __init__(
-        self, engine: ServedEngine, served_model: str, role: Role, handoff: HandoffInfo | None, progress_timeout_s: float
+        self,
+        engine: ServedEngine,
+        served_model: str,
+        role: Role,
+        handoff: HandoffInfo | None,
+        progress_timeout_s: float,
+        registry: CollectorRegistry,
     ) -> None:
         config = engine.loaded.config
         self._engine = engine
@@ -126,7 +134,7 @@ class _Face:
         self._progress_timeout_s = progress_timeout_s
         self._tokenizer = engine.loaded.tokenizer
         self._limits = ModelLimits(served_model, config.context_tokens, config.vocab_size)
-        self._registry: CollectorRegistry = make_registry(engine.stats)
+        self._registry = registry
         self._created = int(time.time())
 
     async def completions(self, http: web.Request) -> web.StreamResponse:

@@ -59,7 +59,7 @@ class Tokenizer:
         self.vocab_size = int(self._backend.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; special tokens written out in it are recognised."""
+        """The token ids of `text`. Special tokens in it are recognised; what the vocabulary cannot say is left out."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -25,7 +25,7 @@ from kvbaton.errors import ModelError
 
 __all__ = ["FORMAT", "CachedWeights", "Header", "open_weights", "write_weights"]
 
-FORMAT = 2
+FORMAT = 3
 """Goes into the key of every cached file; raised when the preparation of weights changes."""
 
 _MAGIC = b"KVBTNWTS"

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import LayerWeights, LlamaModel, ModelWeights
 from kvbaton.engines.embedded.model_source import ModelSource, open_source
-from kvbaton.engines.embedded.team import default_team_size
 from kvbaton.engines.embedded.tiny import TINY_FORMAT, write_tiny_model
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weight_cache import FORMAT, CachedWeights, Header, open_weights, write_weights
@@ -172,4 +171,4 @@ def _assemble(cached: CachedWeights, name: str, path: Path) -> LoadedModel:
     weights = ModelWeights(embedding, layers, tensors["final_norm"], tensors.get("head", embedding))
     identity = hashlib.blake2b(msgspec.json.encode(config) + cached.digest, digest_size=16)
     tokenizer = Tokenizer(cached.header.tokenizer, str(path))
-    return LoadedModel(config, LlamaModel(config, weights, default_team_size()), tokenizer, name, identity.hexdigest())
+    return LoadedModel(config, LlamaModel(config, weights), tokenizer, name, identity.hexdigest())

@@ -10,9 +10,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.agent.engine_port import EngineEvent, HandoffStats, Landed, Offer, Pull, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import EngineEvent, HandoffStats, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import HandoffKey, Outcome, RequestId, TransferId
+from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, RequestId, TransferId
+from kvbaton.core.handoff import Span as HandoffSpan
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
@@ -175,8 +176,22 @@ class FakePort:
     def __init__(self) -> None:
         self.offers: dict[HandoffKey, Offer] = {}
         self.pulls: dict[HandoffKey, Pull] = {}
+        self.expected_targets: dict[HandoffKey, str] = {}
+        self.expected_sources: dict[HandoffKey, SourceWanted] = {}
         self.cancelled: list[HandoffKey] = []
         self.news: list[EngineEvent] = []
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        self.expected_targets[key] = prompt
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[HandoffSpan, ...]) -> None:
+        raise AssertionError(f"{key}: {blocks} {spans}: the engine only pulls so far")
+
+    def retract(self, key: HandoffKey) -> None:
+        raise AssertionError(f"{key}: the engine only pulls so far")
+
+    def expect_source(self, wanted: SourceWanted) -> None:
+        self.expected_sources[wanted.key] = wanted
 
     def offer(self, offer: Offer) -> None:
         self.offers[offer.key] = offer
@@ -186,6 +201,10 @@ class FakePort:
 
     def cancel(self, key: HandoffKey) -> None:
         self.cancelled.append(key)
+        if key in self.expected_targets and key not in self.offers:
+            self.news.append(SourceEnded(key, Outcome.CANCELLED, "cancelled"))
+        if key in self.expected_sources and key not in self.pulls:
+            self.news.append(TargetEnded(key, Outcome.CANCELLED, "cancelled"))
 
     def events(self) -> list[EngineEvent]:
         news, self.news = self.news, []

@@ -308,11 +308,23 @@ def test_events_of_unknown_handoffs_are_ignored() -> None:
     running = bench.submit([1, 2])
     bench.step()
     queued = bench.submit([3, 4], handoff=ToTarget(KEY))
-    bench.port.news.append(SourceEnded(KEY, Outcome.FAILED))
     bench.port.news.append(SourceEnded(key_of("other"), Outcome.FAILED))
     bench.port.news.append(Landed(KEY, Aux(1, 0.0), HandoffStats()))
     bench.run(running, queued)
     assert queued.last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_prefill_whose_target_gave_up_ends_while_it_waits() -> None:
+    bench = Bench(port=FakePort(), max_sequences=1)
+    running = bench.submit([1, 2])
+    bench.step()
+    queued = bench.submit([3, 4], handoff=ToTarget(KEY))
+    bench.step()
+    bench.port.news.append(SourceEnded(KEY, Outcome.CANCELLED, "the target cancelled"))
+    bench.run(running, queued)
+    assert queued.last.finish_reason is FinishReason.CANCELLED
+    assert queued.last.error == "the target cancelled"
+    bench.assert_empty()
 
 
 def test_a_handoff_asked_for_twice_is_told_so() -> None:

@@ -14,7 +14,7 @@ from reference_llama import ReferenceLlama
 
 from kvbaton.engines.embedded.attention import Extent, block_extents
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.model import LlamaModel, Span
+from kvbaton.engines.embedded.model import Span
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
 from kvbaton.errors import Bug
@@ -28,9 +28,6 @@ class Subject:
     def __init__(self, directory: Path, cache_dir: Path) -> None:
         self.loaded: LoadedModel = load_model(str(directory), cache_dir=cache_dir)
         self.reference = ReferenceLlama(directory)
-
-    def model(self, threads: int) -> LlamaModel:
-        return LlamaModel(self.loaded.config, self.loaded.model.weights, threads)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +50,10 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return result
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_prompt_in_one_step_equals_reference(subject: Subject, threads: int) -> None:
+def test_prompt_in_one_step_equals_reference(subject: Subject) -> None:
     ids = prompt(150)
     cache = PagedCache(subject.loaded.config, 10, 16)
-    logits = subject.model(threads).forward([Span(ids, 0, table(*range(10)))], cache)
+    logits = subject.loaded.model.forward([Span(ids, 0, table(*range(10)))], cache)
     assert logits.shape == (1, subject.loaded.config.vocab_size)
     np.testing.assert_allclose(logits[0], subject.reference.logits(ids.tolist())[-1], atol=TOLERANCE)
 
@@ -91,8 +87,7 @@ def test_mixed_step_equals_each_sequence_alone(subject: Subject) -> None:
             subject.loaded.model.forward([Span(ids[:start], 0, blocks)], cache)
         spans.append(Span(ids[start:], start, blocks))
         expected.append(subject.reference.logits(ids.tolist())[-1])
-    for threads in (1, 2):
-        np.testing.assert_allclose(subject.model(threads).forward(spans, cache), np.array(expected), atol=TOLERANCE)
+    np.testing.assert_allclose(subject.loaded.model.forward(spans, cache), np.array(expected), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,7 @@ def test_mixed_step_equals_each_sequence_alone(subject: Subject) -> None:
 def test_long_context_is_the_same_however_its_blocks_lie(subject: Subject, order: list[int]) -> None:
     ids, cache = prompt(600, 9), PagedCache(subject.loaded.config, 40, 16)
     expected = subject.reference.logits(ids.tolist())
-    model = subject.model(2)
+    model = subject.loaded.model
     prefill = model.forward([Span(ids[:550], 0, table(*order))], cache)
     np.testing.assert_allclose(prefill[0], expected[549], atol=TOLERANCE)
     chunk = model.forward([Span(ids[550:599], 550, table(*order))], cache)

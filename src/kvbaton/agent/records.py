@@ -1,0 +1,99 @@
+"""What is known of one live hand-off beside its state: the counts and lists of a source side and of a target side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.agent.ports import LegId
+from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
+from kvbaton.core.lifecycle import TARGET, SourceState, TargetState
+from kvbaton.core.messages import Grant
+
+__all__ = ["SourceRecord", "TargetRecord"]
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """One live hand-off as its source knows it: the state, and the counts and lists beside it."""
+
+    key: HandoffKey
+    state: SourceState
+    lease_until: float
+    generation: int = 0
+    prompt: str = ""
+    is_expected: bool = True
+    blocks: BlockLists = ()
+    spans: list[Span] = field(default_factory=list)
+    announced: int = 0
+    moving: int = 0
+    offer: Offer | None = None
+    held_since: float = 0.0
+    target: Incarnation | None = None
+    grant: Grant | None = None
+    open_legs: dict[int, LegId] = field(default_factory=dict)
+    moved: dict[int, set[int]] = field(default_factory=dict)
+    is_confirmed: bool = False
+    verdict: Outcome = Outcome.FAILED
+    reason: str = ""
+    stop_asked: bool = False
+
+    @property
+    def grant_number(self) -> int:
+        """The number of the grant in hand; 0 without one."""
+        return 0 if self.grant is None else self.grant.grant
+
+    @property
+    def leg(self) -> LegId:
+        """What this record's legs are called in this generation."""
+        return LegId(self.key, self.grant_number, self.generation)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this side executes the copies."""
+        return self.grant is not None and self.grant.executor is Executor.SOURCE_WRITES
+
+
+@dataclass(slots=True)
+class TargetRecord:
+    """One live hand-off as its target knows it: the state, and the counts and lists beside it."""
+
+    wanted: SourceWanted
+    give_up_at: float
+    retry_at: float
+    retry_s: float
+    state: TargetState = TARGET.start
+    pull: Pull | None = None
+    source: Incarnation | None = None
+    grant: int = 0
+    epoch: int = 0
+    executor: Executor = Executor.TARGET_READS
+    generation: int = 0
+    source_blocks: BlockLists = ()
+    spans: dict[int, Span] = field(default_factory=dict)
+    moving: set[int] = field(default_factory=set)
+    moved: dict[int, set[int]] = field(default_factory=dict)
+    span_count: int | None = None
+    aux: Aux | None = None
+    is_confirmed: bool = False
+    open_legs: dict[int, LegId] = field(default_factory=dict)
+    peer_is_quiet: bool = False
+    stop_until: float = 0.0
+    verdict: Outcome = Outcome.FAILED
+    reason: str = ""
+    held_s: float = 0.0
+    prefilled_at: float = 0.0
+    first_move_at: float = 0.0
+    last_move_at: float = 0.0
+    bytes_planned: int = 0
+    bytes_moved: int = 0
+
+    @property
+    def key(self) -> HandoffKey:
+        """The key of the hand-off."""
+        return self.wanted.key
+
+    @property
+    def leg(self) -> LegId:
+        """What this record's legs are called in this generation."""
+        return LegId(self.key, self.grant, self.generation)

@@ -1,0 +1,160 @@
+"""What the source half of a coordinator does when its table says so: the effects, and what they need."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from kvbaton.agent.engine_port import Drained, Granted, SourceEnded
+from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks
+from kvbaton.agent.records import SourceRecord
+from kvbaton.config import Limits
+from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
+from kvbaton.core.lease import GrantWindows, Tombstones
+from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceTable
+from kvbaton.core.messages import (
+    Announced,
+    AuxSent,
+    Confirmed,
+    Grant,
+    Message,
+    Over,
+    Prefilled,
+    Retracted,
+    Stopped,
+)
+
+__all__ = ["SourceEffects"]
+
+log = logging.getLogger(__name__)
+
+
+class SourceEffects:
+    """The ports and live hand-offs of a source side, and one method per effect of its table."""
+
+    table: SourceTable = SOURCE
+
+    def __init__(
+        self, ranks_count: int, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
+    ) -> None:
+        self._ranks_count = ranks_count
+        self._limits = limits
+        self._clock = clock
+        self._control = control
+        self._ranks = ranks
+        self._engine = engine
+        self.live: dict[HandoffKey, SourceRecord] = {}
+        self._windows = GrantWindows()
+        self._ended: Tombstones[tuple[Incarnation | None, HandoffKey, int], Over] = Tombstones()
+        self._generation = 0
+        self.late_total: Counter[str] = Counter()
+        self.effects: dict[SourceEffect, Callable[[SourceRecord], None]] = {
+            SourceEffect.EXTEND_LEASE: self.extend_lease,
+            SourceEffect.TELL_GRANTED: self.tell_granted,
+            SourceEffect.ANNOUNCE: self.announce,
+            SourceEffect.TELL_PREFILLED: self.tell_prefilled,
+            SourceEffect.NEW_GENERATION: self.new_generation,
+            SourceEffect.TELL_RETRACTED: self.tell_retracted,
+            SourceEffect.TELL_DRAINED: self.tell_drained,
+            SourceEffect.SEND_CONFIRMATION: self.send_confirmation,
+            SourceEffect.STOP_LEGS: self.stop_legs,
+            SourceEffect.TELL_END: self.tell_end,
+            SourceEffect.RETURN_BLOCKS: self.return_blocks,
+        }
+
+    # The effects.
+
+    def extend_lease(self, record: SourceRecord) -> None:
+        """The target is alive: count its silence from now."""
+        record.lease_until = self._clock() + self._limits.defer_timeout
+
+    def tell_granted(self, record: SourceRecord) -> None:
+        """The engine may start it now, however full its pool is."""
+        self._engine(Granted(record.key))
+
+    def announce(self, record: SourceRecord) -> None:
+        """Tell the target what is new, and let our own legs move it if the copying is ours."""
+        grant = record.grant
+        if grant is None:
+            return
+        new = tuple(record.spans[record.announced :])
+        if new:
+            record.announced = len(record.spans)
+            blocks = () if record.writes else record.blocks
+            self._tell(record, Announced(record.key, grant.grant, record.generation, blocks, new))
+        if record.writes and (unmoved := tuple(record.spans[record.moving :])):
+            self._open_legs(record, grant)
+            record.moving = len(record.spans)
+            for rank in range(self._ranks_count):
+                self._ranks.move(rank, record.leg, record.blocks, unmoved)
+
+    def tell_prefilled(self, record: SourceRecord) -> None:
+        """Tell the target that nothing more will come, and give it the aux record."""
+        if record.offer is None:
+            return
+        waited = max(0.0, self._clock() - record.held_since)
+        count = len(record.spans)
+        number = record.grant_number
+        self._tell(record, Prefilled(record.key, number, record.generation, count, record.offer.tokens, waited))
+        self._tell(record, AuxSent(record.key, number, record.offer.aux))
+
+    def new_generation(self, record: SourceRecord) -> None:
+        """What was announced is void; legs of the old generation, if any, are being stopped."""
+        self._generation += 1
+        record.generation = self._generation
+        record.spans.clear()
+        record.announced = record.moving = 0
+        record.moved.clear()
+        record.is_confirmed = False
+
+    def tell_retracted(self, record: SourceRecord) -> None:
+        """Tell the target which generation counts now."""
+        self._tell(record, Retracted(record.key, record.grant_number, record.generation))
+
+    def tell_drained(self, record: SourceRecord) -> None:
+        """The engine may have the blocks."""
+        record.blocks = ()
+        self._engine(Drained(record.key))
+
+    def send_confirmation(self, record: SourceRecord) -> None:
+        """State that what was moved was right."""
+        record.is_confirmed = True
+        self._tell(record, Confirmed(record.key, record.grant_number, record.generation, len(record.spans)))
+
+    def stop_legs(self, record: SourceRecord) -> None:
+        """Ask every leg of ours to stop, those of a generation that is being retracted included."""
+        for rank, leg in tuple(record.open_legs.items()):
+            self._ranks.stop_leg(rank, leg)
+
+    def tell_end(self, record: SourceRecord) -> None:
+        """Tell the target how it ended here; it was quiet before this is said."""
+        end = Over(record.key, record.grant_number, record.verdict, record.reason)
+        self._tell(record, Stopped(record.key, record.grant_number) if record.stop_asked else end)
+
+    def return_blocks(self, record: SourceRecord) -> None:
+        """The end: forget the record and tell the engine."""
+        del self.live[record.key]
+        outcome = Outcome(record.state.value)
+        end = Over(record.key, record.grant_number, outcome, record.reason)
+        self._ended.add((record.target, record.key, record.grant_number), end)
+        for rank, leg in record.open_legs.items():
+            self._ranks.close_leg(rank, leg)
+        if outcome is not Outcome.DELIVERED:
+            log.warning("hand-off %s: source %s: %s", record.key, outcome, record.reason or "no reason given")
+        if record.is_expected:
+            self._engine(SourceEnded(record.key, outcome, record.reason))
+
+    # Helpers.
+
+    def _tell(self, record: SourceRecord, message: Message) -> None:
+        if record.target is not None:
+            self._control.send(record.target, message)
+
+    def _open_legs(self, record: SourceRecord, grant: Grant) -> None:
+        if record.open_legs or record.target is None:
+            return
+        record.open_legs = dict.fromkeys(range(self._ranks_count), record.leg)
+        for rank in range(self._ranks_count):
+            start = LegOpen(record.leg, record.target, rank, grant.executor, grant.epoch, grant.blocks, grant.cached_tokens)
+            self._ranks.open_leg(rank, start)

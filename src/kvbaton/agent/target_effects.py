@@ -1,0 +1,196 @@
+"""What the target half of a coordinator does when its table says so: the effects, and what they need."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from kvbaton.agent.engine_port import HandoffStats, Landed, Pull, TargetEnded
+from kvbaton.agent.ports import (
+    Clock,
+    Control,
+    EnginePort,
+    LegOpen,
+    Ranks,
+)
+from kvbaton.agent.records import TargetRecord
+from kvbaton.config import Limits
+from kvbaton.core.card import Card
+from kvbaton.core.handoff import (
+    Executor,
+    HandoffKey,
+    Incarnation,
+    Mode,
+    Outcome,
+)
+from kvbaton.core.lease import Tombstones
+from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetTable
+from kvbaton.core.messages import (
+    ConfirmAsk,
+    Grant,
+    Message,
+    Release,
+    Stop,
+)
+
+__all__ = ["TargetEffects"]
+
+log = logging.getLogger(__name__)
+
+
+class TargetEffects:
+    """The ports and live hand-offs of a target side, and one method per effect of its table."""
+
+    table: TargetTable = TARGET
+
+    def __init__(
+        self, card: Card, transport: str, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
+    ) -> None:
+        self._card = card
+        self._transport = transport
+        self._limits = limits
+        self._clock = clock
+        self._control = control
+        self._ranks = ranks
+        self._engine = engine
+        self.live: dict[HandoffKey, TargetRecord] = {}
+        self._last_grant = 0
+        self._ended: Tombstones[tuple[HandoffKey, int], Outcome] = Tombstones()
+        self.epoch = 1
+        self.late_total: Counter[str] = Counter()
+        self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
+            TargetEffect.NEW_GRANT: self.new_grant,
+            TargetEffect.SEND_GRANT: self.send_grant,
+            TargetEffect.MOVE_SPANS: self.move_spans,
+            TargetEffect.DROP_SPANS: self.drop_spans,
+            TargetEffect.ASK_CONFIRMATION: self.ask_confirmation,
+            TargetEffect.STOP_LEGS: self.stop_legs,
+            TargetEffect.TELL_STOP: self.tell_stop,
+            TargetEffect.REVOKE_PEER: self.revoke_peer,
+            TargetEffect.RESET_REGION: self.reset_region,
+            TargetEffect.TELL_RELEASE: self.tell_release,
+            TargetEffect.DELIVER: self.deliver,
+            TargetEffect.RETURN_BLOCKS: self.return_blocks,
+        }
+
+    # The effects.
+
+    def new_grant(self, record: TargetRecord) -> None:
+        """Take the next number; no two grants of this instance share one, whoever they are for."""
+        if record.source is not None:
+            self._last_grant += 1
+            record.grant = self._last_grant
+            record.generation, record.aux = 0, None
+            self.drop_spans(record)
+            record.epoch = self.epoch
+            record.executor = self._ranks.executor if record.wanted.mode is Mode.PUSH else Executor.TARGET_READS
+
+    def send_grant(self, record: TargetRecord) -> None:
+        """Tell the source that the blocks are there."""
+        if record.pull is None:
+            return
+        blocks = record.pull.blocks if record.executor is Executor.SOURCE_WRITES else ()
+        mode, cached = record.wanted.mode, record.pull.cached_tokens
+        prompt = record.wanted.prompt
+        self._tell(record, Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached))
+
+    def move_spans(self, record: TargetRecord) -> None:
+        """Let every rank move what was announced and is not being moved yet."""
+        if record.executor is Executor.SOURCE_WRITES or record.pull is None or record.source is None:
+            return
+        new = tuple(span for number, span in sorted(record.spans.items()) if number not in record.moving)
+        if not new:
+            return
+        record.first_move_at = record.first_move_at or self._clock()
+        record.moving |= {span.number for span in new}
+        for rank in self._card.ranks:
+            if rank.rank not in record.open_legs:
+                record.open_legs[rank.rank] = record.leg
+                self._ranks.open_leg(rank.rank, self._leg_open(record, record.pull, record.source, rank.rank))
+            self._ranks.move(rank.rank, record.leg, record.source_blocks, new)
+
+    def drop_spans(self, record: TargetRecord) -> None:
+        """What was announced and moved is void."""
+        record.spans.clear()
+        record.moving.clear()
+        record.moved.clear()
+        record.span_count = None
+        record.is_confirmed = False
+        record.bytes_planned = record.bytes_moved = 0
+
+    def ask_confirmation(self, record: TargetRecord) -> None:
+        """Everything is in: ask the source whether it was right."""
+        self._tell(record, ConfirmAsk(record.key, record.grant, record.generation))
+
+    def stop_legs(self, record: TargetRecord) -> None:
+        """Ask every leg of ours to stop."""
+        for rank, leg in tuple(record.open_legs.items()):
+            self._ranks.stop_leg(rank, leg)
+
+    def tell_stop(self, record: TargetRecord) -> None:
+        """Tell the source to stop, and to say so."""
+        self._tell(record, Stop(record.key, record.grant, record.verdict, record.reason))
+
+    def revoke_peer(self, record: TargetRecord) -> None:
+        """The source does not say that it has stopped: end its right to write here."""
+        if record.source is not None:
+            self.epoch += 1
+            self._ranks.revoke(record.source, self.epoch)
+
+    def reset_region(self, record: TargetRecord) -> None:
+        """The source could not be fenced alone: end everybody's right to write here."""
+        del record
+        self.epoch += 1
+        self._ranks.reset_region(self.epoch)
+
+    def tell_release(self, record: TargetRecord) -> None:
+        """Tell the source that we have all we need."""
+        self._tell(record, Release(record.key, record.grant))
+
+    def deliver(self, record: TargetRecord) -> None:
+        """The good end: the engine may decode."""
+        self._forget(record)
+        if record.aux is not None:
+            self._engine(Landed(record.key, record.aux, self._stats(record)))
+
+    def return_blocks(self, record: TargetRecord) -> None:
+        """The other ends: the engine may have its blocks back."""
+        self._forget(record)
+        outcome = Outcome(record.state.value)
+        log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
+        self._engine(TargetEnded(record.key, outcome, record.reason))
+
+    # Helpers.
+
+    def _progress(self, record: TargetRecord) -> None:
+        """Something moved: deadlines measure the lack of progress from here."""
+        now = self._clock()
+        record.give_up_at = now + self._limits.transfer_timeout
+        record.retry_s = self._limits.retry
+        record.retry_at = now + record.retry_s
+
+    def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation, rank: int) -> LegOpen:
+        return LegOpen(record.leg, source, rank, record.executor, record.epoch, pull.blocks, pull.cached_tokens)
+
+    def _tell(self, record: TargetRecord, message: Message) -> None:
+        if record.source is not None:
+            self._control.send(record.source, message)
+
+    def _forget(self, record: TargetRecord) -> None:
+        del self.live[record.key]
+        self._ended.add((record.key, record.grant), Outcome(record.state.value))
+        for rank, leg in record.open_legs.items():
+            self._ranks.close_leg(rank, leg)
+
+    def _stats(self, record: TargetRecord) -> HandoffStats:
+        now = self._clock()
+        wire_s = max(0.0, record.last_move_at - record.first_move_at)
+        waited = record.held_s + (now - record.prefilled_at)
+        return HandoffStats(
+            bytes_planned=record.bytes_planned,
+            bytes_moved=record.bytes_moved,
+            handover_s=max(0.0, waited - min(wire_s, now - record.prefilled_at)),
+            wire_s=wire_s,
+            transport=self._transport,
+        )

@@ -1,0 +1,106 @@
+"""Many runs at once: over seeds or over every single fault, on all cores, stopping at what was asked for."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvbaton.sim.exhaustive import FLOWS, flow_scripts
+from kvbaton.sim.instance import Bugs
+from kvbaton.sim.plants import PLANTS
+from kvbaton.sim.run import Result, run_script
+from kvbaton.sim.script import Script
+from kvbaton.sim.seeds import script_of_seed
+from kvbaton.sim.world import Violation
+
+__all__ = ["Campaign", "run_exhaustive", "run_seeds"]
+
+_SEEDS_PER_TASK = 25
+
+OnProgress = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Campaign:
+    """What came of many runs. `violations` holds the script and the first broken rule of each bad run."""
+
+    runs: int = 0
+    events: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[Script, Violation]] = field(default_factory=list)
+
+    def add(self, result: Result) -> None:
+        """Count one run."""
+        self.runs += 1
+        self.events += result.events
+        self.faults += result.faults
+        if result.violations:
+            self.violations.append((result.script, result.violations[0]))
+
+    def merge(self, other: Campaign) -> None:
+        """Count the runs of another campaign."""
+        self.runs += other.runs
+        self.events += other.events
+        self.faults += other.faults
+        self.violations += other.violations
+
+
+def run_seeds(first: int, count: int, plant: str | None, on_progress: OnProgress, *, stop_at_first: bool = False) -> Campaign:
+    """Run the scripts of `count` seeds from `first` on."""
+    starts = range(first, first + count, _SEEDS_PER_TASK)
+    tasks: list[_Task] = [(start, min(_SEEDS_PER_TASK, first + count - start), plant) for start in starts]
+    return _run_tasks(_seed_task, tasks, on_progress, stop_at_first)
+
+
+def run_exhaustive(plant: str | None, on_progress: OnProgress, *, stop_at_first: bool = False) -> Campaign:
+    """Run every single fault at every stage of every flow."""
+    tasks: list[_Task] = [(flow, part, plant) for flow in FLOWS for part in range(_PARTS)]
+    return _run_tasks(_flow_task, tasks, on_progress, stop_at_first)
+
+
+_PARTS = 8
+_Task = tuple[int | str, int, str | None]
+
+
+def _run_tasks(work: Callable[[_Task], Campaign], tasks: list[_Task], on_progress: OnProgress, stop_at_first: bool) -> Campaign:
+    total = Campaign()
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(cores, initializer=_quiet) as pool:
+        for part in pool.imap(work, tasks):
+            total.merge(part)
+            on_progress(total.runs)
+            if stop_at_first and total.violations:
+                break
+    return total
+
+
+def _quiet() -> None:
+    logging.disable(logging.CRITICAL)
+
+
+def _bugs(plant: str | None) -> Bugs:
+    return Bugs() if plant is None else PLANTS[plant].bugs
+
+
+def _seed_task(task: _Task) -> Campaign:
+    first, count, plant = task
+    assert isinstance(first, int)  # noqa: S101
+    return _run_all((script_of_seed(seed) for seed in range(first, first + count)), plant)
+
+
+def _flow_task(task: _Task) -> Campaign:
+    flow, part, plant = task
+    return _run_all(islice(flow_scripts(str(flow)), part, None, _PARTS), plant)
+
+
+def _run_all(scripts: Iterator[Script], plant: str | None) -> Campaign:
+    campaign = Campaign()
+    bugs = _bugs(plant)
+    for script in scripts:
+        campaign.add(run_script(script, bugs))
+    return campaign

@@ -1,0 +1,123 @@
+"""Drills: small runs built round one kind of trouble, with only its timing left to chance. Random runs meet these too rarely."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from kvbaton.core.handoff import Mode
+from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
+from kvbaton.transport.base import LateWrites
+
+__all__ = ["DRILLS", "make_drill"]
+
+
+def make_drill(seed: int, rng: random.Random) -> Script:
+    """One of the drills, chosen and timed by `rng`."""
+    return msgspec.structs.replace(rng.choice(DRILLS)(rng), seed=seed)
+
+
+def _stage(rng: random.Random, *, writes: bool, request: RequestScript) -> Script:
+    """One source, one target, one request, copies that take a while."""
+    unfenced = writes and rng.random() < 0.5
+    reading = rng.choice((LateWrites.IMPOSSIBLE, LateWrites.UNFENCED))
+    writing = LateWrites.UNFENCED if unfenced else LateWrites.REVOCABLE
+    return Script(
+        seed=0,
+        late_writes=writing if writes else reading,
+        unfenced_writes=unfenced,
+        one_host=rng.random() < 0.5,
+        ranks=rng.choice((1, 2)),
+        layers=rng.choice((1, 2)),
+        prefills=1,
+        decodes=1,
+        prefill_blocks=24,
+        decode_blocks=24,
+        requests=(request,),
+        faults=(),
+        move_s=rng.choice((0.02, 0.05)),
+        step_s=rng.choice((0.002, 0.01)),
+    )
+
+
+def _request(rng: random.Random, mode: Mode, **changes: object) -> RequestScript:
+    request = RequestScript(0.0, 0, 0, tokens=rng.randint(4, 6), chunk=rng.randint(1, 2), mode=mode)
+    return msgspec.structs.replace(request, **changes)
+
+
+def _moving(script: Script) -> tuple[float, float]:
+    """From when to when the bytes of the only request move, roughly."""
+    request = script.requests[0]
+    prefill_s = -(-request.tokens // request.chunk) * script.layers * script.step_s
+    start_s = 0.005 if request.mode is Mode.PUSH else prefill_s + 0.005
+    return start_s, max(prefill_s, start_s) + request.tokens * script.layers * script.move_s
+
+
+def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:
+    """A hand-off ends and is tried again under the same transfer id while the first one's last words are on their way."""
+    request = _request(rng, Mode.PUSH, retries=3, reuse_id=True, retry_after_s=rng.choice((0.1, 0.3)))
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=request), step_s=rng.choice((0.05, 0.1)))
+    at_s = rng.uniform(*_moving(script))
+    kind = rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET))
+    faults = (
+        Fault(FaultKind.SLOW, at_s, who="p0", other="d0", for_s=rng.uniform(0.1, 0.3), number=rng.randint(1, 2)),
+        Fault(kind, at_s + 1e-4, number=0),
+    )
+    return msgspec.structs.replace(script, faults=faults)
+
+
+def _source_lets_go_unheard(rng: random.Random) -> Script:
+    """The source frees what is being read, and its target does not hear of it for a while."""
+    request = _request(rng, rng.choice(list(Mode)), cancels_other=False)
+    script = _stage(rng, writes=False, request=request)
+    at_s = rng.uniform(*_moving(script))
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="p0", other="d0", for_s=rng.uniform(0.2, 1.8)),
+        Fault(FaultKind.CANCEL_SOURCE, at_s + 1e-4, number=0),
+    )
+    return msgspec.structs.replace(script, faults=faults)
+
+
+def _target_gives_up_unheard(rng: random.Random) -> Script:
+    """The target wants its blocks back while the source writes and cannot hear it."""
+    request = _request(rng, Mode.PUSH, retries=1)
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=request), step_s=0.2)
+    at_s = rng.uniform(*_moving(script))
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="d0", other="p0", for_s=rng.choice((1.0, 3.0))),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+        Fault(FaultKind.LOSE_REVOKE, at_s, who="d0", number=1),
+    )
+    return msgspec.structs.replace(script, faults=faults[: rng.randint(2, 3)])
+
+
+def _restart_with_mail(rng: random.Random) -> Script:
+    """A source restarts while grants for its earlier life are still on their way, and the same id is tried again."""
+    request = _request(rng, Mode.PUSH, retries=3, reuse_id=True, retry_after_s=0.5)
+    script = _stage(rng, writes=True, request=request)
+    at_s = rng.uniform(0.002, 0.01)
+    faults = (
+        Fault(FaultKind.SLOW, at_s, who="d0", other="p0", for_s=1.0, number=rng.randint(1, 2)),
+        Fault(FaultKind.RESTART, at_s + rng.uniform(0.0, 0.05), who="p0"),
+    )
+    return msgspec.structs.replace(script, faults=faults)
+
+
+def _long_queue(rng: random.Random) -> Script:
+    """Nothing goes wrong; the target is just full for longer than a source keeps blocks for somebody silent."""
+    count = rng.randint(5, 8)
+    requests = tuple(_request(rng, rng.choice(list(Mode)), tokens=4, at_s=0.01 * number) for number in range(count))
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(script, requests=requests, decode_blocks=8, move_s=0.002, decode_s=2.0)
+
+
+DRILLS: tuple[Callable[[random.Random], Script], ...] = (
+    _answers_to_an_earlier_attempt,
+    _source_lets_go_unheard,
+    _target_gives_up_unheard,
+    _restart_with_mail,
+    _long_queue,
+)
+"""All drills."""

@@ -1,0 +1,400 @@
+"""Models of the two engines: they allocate, compute, preempt, decode and free as real ones do, and check what they get."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.lease import may_start_prefill
+from kvbaton.sim.memory import FREED, POISON, BlockPool, Cell, RankMemory
+from kvbaton.sim.world import SimProcess, World
+
+__all__ = ["Fetch", "Prefill", "Prompt", "SourceEngine", "TargetEngine"]
+
+Ended = Callable[[HandoffKey, Outcome, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What one attempt of a client asks for: `tokens` tokens, the first `shared` of which are those of `prefix`."""
+
+    key: HandoffKey
+    number: int
+    client: int
+    tokens: int
+    prefix: int
+    shared: int
+    mode: Mode
+    chunk: int
+
+    @property
+    def digest(self) -> str:
+        """What the tokens are."""
+        return f"{self.client}/{self.tokens}"
+
+    def content(self, token: int) -> str:
+        """What the KV of a token depends on."""
+        return f"prefix {self.prefix}" if token < self.shared else f"request {self.client}"
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A request at a source engine."""
+
+    prompt: Prompt
+    answer: Callable[[], None]
+    ended: Ended
+    blocks: list[int] = field(default_factory=list)
+    attempt: int = 0
+    computed: int = 0
+    layer: int = 0
+    spans: int = 0
+    is_running: bool = False
+    is_offered: bool = False
+    is_retracting: bool = False
+    has_grant: bool = False
+
+
+class SourceEngine:
+    """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until it is told to let go."""
+
+    def __init__(
+        self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
+    ) -> None:
+        self.world = world
+        self.process = process
+        self.name = name
+        self.pool = pool
+        self.memories = memories
+        self.layers = layers
+        self.step_s = 0.002
+        self.reserved = 0
+        self.coordinator: Coordinator
+        self.requests: dict[HandoffKey, Prefill] = {}
+        self.waiting: deque[Prefill] = deque()
+        self.outcomes: dict[int, Outcome] = {}
+        self._allocations = 0
+
+    def submit(self, prompt: Prompt, answer: Callable[[], None], ended: Ended) -> None:
+        """A request arrives; `answer` is called when its prefill is complete."""
+        if prompt.key in self.requests:
+            ended(prompt.key, Outcome.FAILED, "live already")
+            return
+        self.requests[prompt.key] = Prefill(prompt, answer, ended)
+        self.waiting.append(self.requests[prompt.key])
+        self.coordinator.expect_target(prompt.key, prompt.digest)
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Start what fits; work without a grant never takes the last blocks."""
+        for request in list(self.waiting):
+            if self.requests.get(request.prompt.key) is not request:
+                self.waiting.remove(request)
+            elif self.may_start(request):
+                self.waiting.remove(request)
+                self._start(request)
+
+    def may_start(self, request: Prefill) -> bool:
+        """Whether a prefill may take its blocks now."""
+        return may_start_prefill(
+            free_blocks=len(self.pool.free),
+            needed_blocks=request.prompt.tokens,
+            reserved_blocks=self.reserved,
+            has_grant=request.has_grant,
+        )
+
+    def cancel(self, key: HandoffKey) -> None:
+        """The client is gone."""
+        if key in self.requests:
+            self.coordinator.cancel(key)
+
+    def preempt(self) -> bool:
+        """Take the blocks of the youngest prefill that is not finished; whether there was one."""
+        running = [r for r in self.requests.values() if r.blocks and not r.is_offered and not r.is_retracting]
+        if not running:
+            return False
+        request = running[-1]
+        request.is_running = False
+        request.is_retracting = True
+        self.coordinator.retract(request.prompt.key)
+        return True
+
+    def on_event(self, event: EngineEvent) -> None:
+        """The coordinator has decided something."""
+        match event:
+            case SourceEnded():
+                self._on_ended(event)
+            case Granted():
+                if (request := self.requests.get(event.key)) is not None:
+                    request.has_grant = True
+                    self.schedule()
+            case Drained():
+                request = self.requests.get(event.key)
+                if request is not None and request.is_retracting:
+                    request.is_retracting = False
+                    self._free(request)
+                    self.waiting.append(request)
+                    self.world.after(self.step_s, self.process, self.schedule)
+            case _:
+                self.world.violate("engine", f"{self.name}: {event} at a source")
+
+    def _on_ended(self, event: SourceEnded) -> None:
+        request = self.requests.pop(event.key, None)
+        if request is None:
+            return
+        if request.prompt.number in self.outcomes:
+            self.world.violate("one outcome", f"{self.name}: {event.key} ended twice")
+        self.outcomes[request.prompt.number] = event.outcome
+        request.is_running = False
+        self._free(request)
+        request.ended(event.key, event.outcome, event.reason)
+        self.world.after(self.step_s, self.process, self.schedule)
+
+    def _start(self, request: Prefill) -> None:
+        self._allocations += 1
+        request.blocks = self.pool.allocate(request.prompt.tokens, self._allocations)
+        request.attempt += 1
+        request.computed = request.layer = request.spans = 0
+        request.is_running = True
+        attempt = request.attempt
+        self.world.after(self.step_s, self.process, lambda: self._compute(request, attempt))
+
+    def _compute(self, request: Prefill, attempt: int) -> None:
+        """One layer of one chunk."""
+        if not request.is_running or request.attempt != attempt:
+            return
+        prompt = request.prompt
+        end = min(request.computed + prompt.chunk, prompt.tokens)
+        for token in range(request.computed, end):
+            for rank, memory in enumerate(self.memories):
+                cell = Cell(prompt.content(token), token, request.layer, rank, attempt)
+                memory.put(request.blocks[token], request.layer, cell)
+        if prompt.mode is Mode.PUSH:
+            span = Span(request.spans, request.computed, end, request.layer, request.layer + 1)
+            request.spans += 1
+            self.coordinator.spans_ready(prompt.key, (tuple(request.blocks),), (span,))
+        request.layer += 1
+        if request.layer == self.layers:
+            request.layer, request.computed = 0, end
+        if request.computed == prompt.tokens:
+            self._finish(request)
+        elif prompt.key in self.requests:
+            self.world.after(self.step_s, self.process, lambda: self._compute(request, attempt))
+
+    def _finish(self, request: Prefill) -> None:
+        prompt = request.prompt
+        if self.requests.get(prompt.key) is not request:
+            return
+        request.is_running = False
+        request.is_offered = True
+        aux = Aux(token_id=prompt.client, logprob=0.0)
+        self.coordinator.offer(Offer(prompt.key, (tuple(request.blocks),), prompt.tokens, aux))
+        request.answer()
+
+    def _free(self, request: Prefill) -> None:
+        for block in request.blocks:
+            for memory in self.memories:
+                memory.fill(block, FREED)
+        self.pool.release(request.blocks)
+        request.blocks = []
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A request at a target engine."""
+
+    prompt: Prompt
+    wanted: SourceWanted
+    ended: Ended
+    allocation: int = 0
+    blocks: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    is_pulled: bool = False
+    is_landed: bool = False
+    is_cancelled: bool = False
+
+
+class TargetEngine:
+    """A decode engine with a prefix cache: allocates, has blocks filled, checks every cell before it decodes."""
+
+    def __init__(
+        self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
+    ) -> None:
+        self.world = world
+        self.process = process
+        self.name = name
+        self.pool = pool
+        self.memories = memories
+        self.layers = layers
+        self.decode_s = 0.02
+        self.coordinator: Coordinator
+        self.requests: dict[HandoffKey, Fetch] = {}
+        self.waiting: deque[Fetch] = deque()
+        self.outcomes: dict[int, Outcome] = {}
+        self.prefixes: dict[tuple[str, int], int] = {}
+        self.pins: dict[int, int] = {}
+        self._allocations = 0
+
+    def submit(self, prompt: Prompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
+        """A request arrives whose cache comes from `source`."""
+        if prompt.key in self.requests:
+            ended(prompt.key, Outcome.FAILED, "live already")
+            return
+        wanted = SourceWanted(prompt.key, prompt.digest, source, incarnation, prompt.mode)
+        self.requests[prompt.key] = Fetch(prompt, wanted, ended)
+        self.waiting.append(self.requests[prompt.key])
+        self.coordinator.expect_source(wanted)
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Grant blocks to what waits, first come first served."""
+        while self.waiting:
+            request = self.waiting[0]
+            if self.requests.get(request.prompt.key) is not request:
+                self.waiting.popleft()
+                continue
+            cached = self._match(request.prompt)
+            needed = request.prompt.tokens - len(cached)
+            if len(self.pool.free) < needed and not self._evict(needed, cached):
+                return
+            self.waiting.popleft()
+            self._grant(request, cached, needed)
+
+    def cancel(self, key: HandoffKey) -> None:
+        """The client is gone."""
+        request = self.requests.get(key)
+        if request is not None and not request.is_landed:
+            request.is_cancelled = True
+            self.coordinator.cancel(key)
+
+    def on_event(self, event: EngineEvent) -> None:
+        """The coordinator has decided something."""
+        match event:
+            case Landed():
+                self._on_landed(event)
+            case TargetEnded():
+                self._on_ended(event)
+            case _:
+                self.world.violate("engine", f"{self.name}: {event} at a target")
+
+    def allocation(self, key: HandoffKey) -> int:
+        """The number of the live allocation of `key`; 0 without one."""
+        request = self.requests.get(key)
+        return 0 if request is None else request.allocation
+
+    def publish(self, request: Fetch) -> None:
+        """Let later requests use the shared part of a prompt."""
+        for token in range(len(request.cached), request.prompt.shared):
+            name = (request.prompt.content(token), token)
+            block = request.blocks[token - len(request.cached)]
+            if name not in self.prefixes:
+                self._check_block(request.prompt, token, block, None, "half-landed prefix")
+                self.prefixes[name] = block
+                self.pins[block] = self.pins.get(block, 0)
+
+    def _grant(self, request: Fetch, cached: list[int], needed: int) -> None:
+        self._allocations += 1
+        request.allocation = self._allocations
+        request.cached = cached
+        for block in cached:
+            self.pins[block] += 1
+        request.blocks = self.pool.allocate(needed, request.allocation)
+        for block in request.blocks:
+            for memory in self.memories:
+                memory.fill(block, POISON)
+        request.is_pulled = True
+        blocks = (tuple(cached + request.blocks),)
+        self.coordinator.pull(Pull(request.wanted, blocks, request.prompt.tokens, len(cached)))
+
+    def _on_landed(self, event: Landed) -> None:
+        request = self.requests.get(event.key)
+        if request is None or request.is_landed:
+            self.world.violate("one outcome", f"{self.name}: {event.key} landed twice or after its end")
+            return
+        self._record(request.prompt, Outcome.DELIVERED)
+        request.is_landed = True
+        self._check_all(request, event)
+        self.publish(request)
+        self.world.after(self.decode_s, self.process, lambda: self._decoded(request))
+
+    def _check_all(self, request: Fetch, event: Landed) -> None:
+        """No foreign byte: every cell is the right one, of one attempt of this very request."""
+        prompt = request.prompt
+        if event.aux.token_id != prompt.client:
+            self.world.violate("foreign aux", f"{self.name}: {event.key} got the aux of request {event.aux.token_id}")
+        attempts: set[int] = set()
+        for token, block in enumerate(request.cached):
+            self._check_block(prompt, token, block, None, "foreign byte")
+        for offset, block in enumerate(request.blocks):
+            self._check_block(prompt, len(request.cached) + offset, block, attempts, "foreign byte")
+        if len(attempts) > 1:
+            self.world.violate("mixed generations", f"{self.name}: {event.key} holds attempts {sorted(attempts)}")
+
+    def _check_block(self, prompt: Prompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
+        for rank, memory in enumerate(self.memories):
+            for layer in range(self.layers):
+                cell = memory.get(block, layer)
+                wanted = (prompt.content(token), token, layer, rank)
+                if (cell.content, cell.token, cell.layer, cell.rank) != wanted:
+                    self.world.violate(rule, f"{self.name}: {prompt.key} wanted {wanted}, block {block} holds {cell}")
+                elif attempts is not None:
+                    attempts.add(cell.attempt)
+
+    def _decoded(self, request: Fetch) -> None:
+        del self.requests[request.prompt.key]
+        self._let_go(request)
+        request.ended(request.prompt.key, Outcome.DELIVERED, "")
+
+    def _on_ended(self, event: TargetEnded) -> None:
+        request = self.requests.pop(event.key, None)
+        if request is None or request.is_landed:
+            self.world.violate("one outcome", f"{self.name}: {event.key} ended twice, or after it had landed")
+            return
+        self._record(request.prompt, event.outcome)
+        self._let_go(request)
+        request.ended(event.key, event.outcome, event.reason)
+
+    def _record(self, prompt: Prompt, outcome: Outcome) -> None:
+        if prompt.number in self.outcomes:
+            self.world.violate("one outcome", f"{self.name}: {prompt.key} ended as {outcome} after another end")
+        self.outcomes[prompt.number] = outcome
+
+    def _let_go(self, request: Fetch) -> None:
+        for block in request.cached:
+            self.pins[block] -= 1
+        kept = [block for block in request.blocks if block in self.pins]
+        self.pool.release([block for block in request.blocks if block not in kept])
+        for block in kept:
+            self.pool.holder[block] = -1
+        request.blocks = []
+        self.schedule()
+
+    def _match(self, prompt: Prompt) -> list[int]:
+        blocks: list[int] = []
+        for token in range(prompt.shared):
+            block = self.prefixes.get((prompt.content(token), token))
+            if block is None:
+                break
+            self._check_block(prompt, token, block, None, "half-landed prefix")
+            blocks.append(block)
+        return blocks
+
+    def _evict(self, needed: int, keep: list[int]) -> bool:
+        """Drop unpinned cached blocks until `needed` are free; whether that was enough."""
+        in_use = {block for request in self.requests.values() for block in request.blocks}
+        for name, block in list(self.prefixes.items()):
+            if len(self.pool.free) >= needed:
+                break
+            if self.pins[block] == 0 and block not in keep and block not in in_use:
+                del self.prefixes[name], self.pins[block]
+                self.pool.release([block])
+        return len(self.pool.free) >= needed
+
+    def blocks_out(self) -> int:
+        """Blocks that are neither free nor merely cached."""
+        return self.pool.total - len(self.pool.free) - len(self.prefixes)

@@ -1,0 +1,86 @@
+"""Every single fault at every stage of every flow: one small hand-off, disturbed once, at each of its events in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvbaton.core.handoff import Mode
+from kvbaton.sim.run import run_script
+from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
+from kvbaton.transport.base import LateWrites
+
+__all__ = ["FLOWS", "flow_script", "flow_scripts"]
+
+FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int]] = {
+    f"{mode}, {kind}{', writes' if writes else ''}, target {when}, {ranks} rank{'s' if ranks > 1 else ''}": (
+        mode,
+        kind,
+        writes,
+        delay,
+        ranks,
+    )
+    for mode in Mode
+    for kind, writes in (
+        (LateWrites.IMPOSSIBLE, False),
+        (LateWrites.REVOCABLE, False),
+        (LateWrites.UNFENCED, False),
+        (LateWrites.UNFENCED, True),
+    )
+    for when, delay in (("first", 0.0), ("during prefill", 0.005), ("after prefill", 0.1))
+    for ranks in (1, 2)
+    if mode is Mode.PUSH or (when == "first" and not writes)
+}
+"""Name -> (mode, promise about late writes, unfenced writes allowed, when the target hears of it, ranks)."""
+
+_LONG_S = 9.0
+
+
+def flow_script(name: str) -> Script:
+    """The undisturbed run of a flow: two requests that share a prefix, so that cached blocks are left out of the second."""
+    mode, late_writes, writes, delay, ranks = FLOWS[name]
+    request = RequestScript(0.0, 0, 0, 3, 2, mode, prefix=0, shared=1, decode_delay_s=delay, retries=1)
+    return Script(
+        seed=1,
+        late_writes=late_writes,
+        unfenced_writes=writes,
+        one_host=False,
+        ranks=ranks,
+        layers=2,
+        prefills=1,
+        decodes=1,
+        prefill_blocks=7,
+        decode_blocks=7,
+        requests=(request, msgspec.structs.replace(request, at_s=0.01, tokens=2, decode_delay_s=0.0)),
+        faults=(),
+        move_s=0.002,
+    )
+
+
+def flow_scripts(name: str) -> Iterator[Script]:
+    """A flow undisturbed, and then with each fault at each event of the undisturbed run."""
+    script = flow_script(name)
+    yield script
+    for event in range(1, run_script(script).events + 1):
+        for fault in _faults(script, event):
+            yield msgspec.structs.replace(script, faults=(fault,))
+
+
+def _faults(script: Script, event: int) -> Iterator[Fault]:
+    ends = (("p0", "d0"), ("d0", "p0"))
+    for who, other in ends:
+        yield Fault(FaultKind.CRASH, at_event=event, who=who, for_s=1.0)
+        yield Fault(FaultKind.RESTART, at_event=event, who=who)
+        yield Fault(FaultKind.PAUSE, at_event=event, who=who, for_s=_LONG_S)
+        yield Fault(FaultKind.CLOCK_JUMP, at_event=event, who=who, for_s=_LONG_S)
+        yield Fault(FaultKind.STALL, at_event=event, who=who, for_s=_LONG_S)
+        yield Fault(FaultKind.CUT, at_event=event, who=who, other=other, for_s=_LONG_S)
+        yield Fault(FaultKind.LOSE, at_event=event, who=who, other=other, number=1)
+        yield Fault(FaultKind.DOUBLE, at_event=event, who=who, other=other, number=1)
+        yield Fault(FaultKind.DELAY, at_event=event, who=who, other=other, for_s=1.0)
+        for rank in range(script.ranks):
+            yield Fault(FaultKind.LEG_FAILS, at_event=event, who=who, number=rank)
+    yield Fault(FaultKind.PREEMPT, at_event=event, who="p0")
+    yield Fault(FaultKind.CANCEL_SOURCE, at_event=event, number=0)
+    yield Fault(FaultKind.CANCEL_TARGET, at_event=event, number=0)

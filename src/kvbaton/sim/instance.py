@@ -1,0 +1,285 @@
+"""One simulated instance: the production coordinator and rank agents behind simulated ports, with a model of an engine."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import EngineEvent
+from kvbaton.agent.ports import LegId, LegOpen, RankReport
+from kvbaton.agent.rank import RankAgent
+from kvbaton.config import Limits
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.card import Card, ProcessId, RankCard
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.messages import Grant, Message, Refused, decode, encode
+from kvbaton.errors import KVBatonError, ProtocolError
+from kvbaton.sim.engine import SourceEngine, TargetEngine
+from kvbaton.sim.memory import BlockPool, RankMemory, make_layout
+from kvbaton.sim.network import Network
+from kvbaton.sim.transport import Fabric, SimTransport
+from kvbaton.sim.world import SimClock, SimProcess, World
+from kvbaton.transport.base import PeerRank
+
+__all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance"]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShape:
+    """How large an instance is."""
+
+    ranks: int
+    blocks: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bugs:
+    """Which classes to build an instance from; planted bugs replace some of them."""
+
+    coordinator: type[Coordinator] = Coordinator
+    rank: type[RankAgent] = RankAgent
+    source_engine: type[SourceEngine] = SourceEngine
+    target_engine: type[TargetEngine] = TargetEngine
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What all instances of a run share."""
+
+    world: World
+    network: Network
+    fabric: Fabric
+    limits: Limits
+    bugs: Bugs
+    one_host: bool
+    unfenced_writes: bool
+    has_foreigners: bool = False
+    """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
+    instances: dict[str, SimInstance] = field(default_factory=dict)
+    processes: dict[int, SimProcess] = field(default_factory=dict)
+    births: int = 0
+
+    def arrive(self, address: str, frame: bytes, sender_address: str) -> None:
+        """A frame has come through the network: whoever lives at the address now gets it."""
+        instance = self.instances.get(address)
+        if instance is not None:
+            self.world.at(self.world.now, instance.process, lambda: instance.on_frame(frame, sender_address))
+
+
+class _Control:
+    def __init__(self, instance: SimInstance) -> None:
+        self._instance = instance
+
+    def dial(self, address: ControlAddress, message: Message) -> None:
+        instance = self._instance
+        instance.dialled.add(address.host)
+        instance.send_frame(address.host, "", message)
+
+    def send(self, peer: Incarnation, message: Message) -> None:
+        address = self._instance.routes.get(peer)
+        if address is not None:
+            self._instance.send_frame(address, peer, message)
+
+    def is_gone(self, process: ProcessId) -> bool:
+        cluster = self._instance.cluster
+        return cluster.one_host and not cluster.processes[process.pid].is_alive
+
+
+class _Ranks:
+    """Calls the rank agents; their reports come back through a queue, each a little later."""
+
+    def __init__(self, instance: SimInstance) -> None:
+        self._instance = instance
+
+    @property
+    def executor(self) -> Executor:
+        return self._instance.agents[0].executor
+
+    def connect(self, card: Card) -> None:
+        for agent in self._instance.agents:
+            agent.connect(card)
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        for agent in self._instance.agents:
+            agent.disconnect(incarnation)
+
+    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
+        if self._instance.lose_revokes > 0:
+            self._instance.lose_revokes -= 1
+            return
+        for agent in self._instance.agents:
+            agent.revoke(incarnation, epoch)
+
+    def reset_region(self, epoch: int) -> None:
+        for agent in self._instance.agents:
+            agent.reset_region(epoch)
+
+    def open_leg(self, rank: int, start: LegOpen) -> None:
+        self._instance.agents[rank].open_leg(start)
+
+    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        self._instance.transports[rank].context = leg
+        self._instance.agents[rank].move(leg, source_blocks, spans)
+
+    def close_leg(self, rank: int, leg: LegId) -> None:
+        self._instance.agents[rank].close_leg(leg)
+
+    def stop_leg(self, rank: int, leg: LegId) -> None:
+        self._instance.agents[rank].stop_leg(leg)
+
+
+class SimInstance:
+    """A process at an address. `engine` is a SourceEngine or a TargetEngine."""
+
+    def __init__(self, cluster: Cluster, address: str, role: str, shape: InstanceShape, clock: SimClock) -> None:
+        cluster.births += 1
+        self.cluster = cluster
+        self.address = address
+        self.role = role
+        self.shape = shape
+        self.process = SimProcess(f"{address}#{cluster.births}", clock)
+        cluster.processes[cluster.births] = self.process
+        self.incarnation = Incarnation(f"{address}#{cluster.births}")
+        self.dialled: set[str] = set()
+        self.routes: dict[Incarnation, str] = {}
+        self.granted: dict[tuple[HandoffKey, int], int] = {}
+        self.lose_revokes = 0
+        self.dropped_total: Counter[str] = Counter()
+        self._reports: deque[RankReport] = deque()
+        self._events: deque[EngineEvent] = deque()
+        self._tick_at = math.inf
+        self._build(cluster.births)
+
+    def _build(self, pid: int) -> None:
+        cluster, shape = self.cluster, self.shape
+        memories = [RankMemory(shape.blocks, shape.layers) for _ in range(shape.ranks)]
+        layout = make_layout(shape.blocks, shape.layers)
+        self.transports = [
+            SimTransport(cluster.fabric, self.process, PeerRank(self.incarnation, rank), memory, self.check_write, self.on_wake)
+            for rank, memory in enumerate(memories)
+        ]
+        self.agents = [
+            cluster.bugs.rank(rank, layout, transport, self._report, unfenced_writes=cluster.unfenced_writes)
+            for rank, transport in enumerate(self.transports)
+        ]
+        card = Card(
+            incarnation=self.incarnation,
+            model="tags",
+            fingerprint="tags",
+            shape=f"tp{shape.ranks}",
+            ranks=tuple(RankCard(rank, layout, (each.endpoint(),)) for rank, each in enumerate(self.transports)),
+            process=ProcessId("host", pid, 1),
+            hold_s=cluster.limits.defer_timeout,
+            give_up_s=cluster.limits.transfer_timeout,
+        )
+        pool = BlockPool(cluster.world, self.process.name, shape.blocks)
+        kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
+        self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
+        self.coordinator = cluster.bugs.coordinator(
+            card, "sim", cluster.limits, self.local_now, _Control(self), _Ranks(self), self._events.append
+        )
+        self.engine.coordinator = self.coordinator
+
+    @property
+    def control_address(self) -> ControlAddress:
+        """Where others reach it."""
+        return ControlAddress.of(self.address, 1)
+
+    def local_now(self) -> float:
+        """What this process's clock shows."""
+        return self.process.clock.local(self.cluster.world.now)
+
+    def send_frame(self, address: str, recipient: str, message: Message) -> None:
+        """Put one message on the wire."""
+        if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
+            self.granted[message.key, message.grant] = self.engine.allocation(message.key)
+        self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
+        self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, message))
+
+    def on_frame(self, frame: bytes, sender_address: str) -> None:
+        """A frame arrives."""
+        try:
+            envelope = decode(frame)
+        except ProtocolError as error:
+            self._not_understood(sender_address, str(error))
+            return
+        self.routes[envelope.sender] = sender_address
+        via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
+        self.guarded(lambda: self.coordinator.on_frame(envelope, via))
+
+    def _not_understood(self, sender_address: str, reason: str) -> None:
+        """As the sockets do: whoever dialled us is told so, and what answers where we dialled is no peer of ours."""
+        self.dropped_total[reason] += 1
+        if not self.cluster.has_foreigners:
+            self.cluster.world.violate("wire", reason)
+        elif sender_address in self.dialled:
+            address = ControlAddress.of(sender_address, 1)
+            self.guarded(lambda: self.coordinator.target.on_refused_peer(address, reason))
+        else:
+            self.send_frame(sender_address, "", Refused(reason))
+
+    def on_wake(self) -> None:
+        """A transport has completed something."""
+        self.guarded(self._poll)
+
+    def guarded(self, work: object) -> None:
+        """Do something in this process; what follows from it is done too. An error of ours is a violation."""
+        try:
+            work()  # type: ignore[operator]
+            self._drain()
+        except (KVBatonError, AssertionError, KeyError, ValueError) as error:
+            self.cluster.world.violate("exception", f"{self.process.name}: {type(error).__name__}: {error}")
+
+    def check_write(self, block: int, leg: LegId) -> None:
+        """Somebody writes to a block of ours: only the hand-off that it was granted to may."""
+        if not isinstance(self.engine, TargetEngine):
+            self.cluster.world.violate("epoch", f"{self.process.name}: a write to source memory by {leg}")
+            return
+        holder = self.engine.pool.holder.get(block)
+        allowed = self.granted.get((leg.key, leg.grant))
+        if holder is None or holder != allowed:
+            detail = f"{self.process.name}: block {block} of allocation {holder} was written for {leg} of {allowed}"
+            self.cluster.world.violate("epoch", detail)
+
+    def crash(self) -> None:
+        """Die at once: nothing of this process happens any more."""
+        self.process.is_alive = False
+        self.cluster.world.note(f"{self.process.name} dies")
+        if self.cluster.instances.get(self.address) is self:
+            del self.cluster.instances[self.address]
+
+    def _report(self, report: RankReport) -> None:
+        self._reports.append(report)
+
+    def _poll(self) -> None:
+        for agent in self.agents:
+            agent.poll()
+
+    def _drain(self) -> None:
+        """What the driver of production does after each turn: reports to the coordinator, events to the engine, the timer."""
+        while self._reports or self._events:
+            while self._reports:
+                self.coordinator.on_rank(self._reports.popleft())
+            while self._events:
+                event = self._events.popleft()
+                self.cluster.world.note(f"{self.process.name}: {event}")
+                self.engine.on_event(event)
+        self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.coordinator.next_deadline()
+        if deadline is None:
+            return
+        when = max(self.cluster.world.now + 1e-6, self.process.clock.world(deadline))
+        if when < self._tick_at - 1e-9:
+            self._tick_at = when
+            self.cluster.world.at(when, self.process, self._on_tick)
+
+    def _on_tick(self) -> None:
+        if self.cluster.world.now + 1e-9 < self._tick_at:
+            return
+        self._tick_at = math.inf
+        self.guarded(self.coordinator.tick)

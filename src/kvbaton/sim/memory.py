@@ -1,0 +1,106 @@
+"""Tagged memory: every cell says what it holds, every block who holds it, so that a foreign byte is visible at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbaton.core.layout import Group, Layout
+from kvbaton.sim.world import World
+
+__all__ = ["FREED", "POISON", "BlockPool", "Cell", "RankMemory", "make_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one cell holds: the KV of one token of one layer on one rank, as computed in one attempt of one request."""
+
+    content: str
+    token: int
+    layer: int
+    rank: int
+    attempt: int
+
+
+POISON = Cell("poison", -1, -1, -1, -1)
+FREED = Cell("freed", -1, -1, -1, -1)
+
+
+def make_layout(blocks: int, layers: int) -> Layout:
+    """A layout in which one byte is one cell and one block is one token."""
+    group = Group(
+        kind="full",
+        layers=tuple(range(layers)),
+        planes=1,
+        blocks=blocks,
+        block_tokens=1,
+        head_start=0,
+        heads=1,
+        total_heads=1,
+        head_size=1,
+        dtype="tag",
+        element_bytes=1,
+        offset=0,
+        layer_stride=blocks,
+        plane_stride=blocks * layers,
+        block_stride=1,
+        token_stride=1,
+        head_stride=1,
+    )
+    return Layout(blocks * layers, (group,))
+
+
+class RankMemory:
+    """The cells of one rank."""
+
+    def __init__(self, blocks: int, layers: int) -> None:
+        self.blocks = blocks
+        self.layers = layers
+        self.cells: list[Cell] = [FREED] * (blocks * layers)
+
+    def get(self, block: int, layer: int) -> Cell:
+        """What the cell of `layer` in `block` holds."""
+        return self.cells[layer * self.blocks + block]
+
+    def put(self, block: int, layer: int, cell: Cell) -> None:
+        """Let the owner write one cell."""
+        self.cells[layer * self.blocks + block] = cell
+
+    def fill(self, block: int, cell: Cell) -> None:
+        """Let the owner write all cells of a block."""
+        for layer in range(self.layers):
+            self.put(block, layer, cell)
+
+
+class BlockPool:
+    """The blocks of one instance: free, or held by a numbered allocation. Blocks are conserved."""
+
+    def __init__(self, world: World, name: str, blocks: int) -> None:
+        self._world = world
+        self._name = name
+        self.total = blocks
+        self.free: list[int] = list(range(blocks))
+        self.holder: dict[int, int] = {}
+
+    def allocate(self, count: int, allocation: int) -> list[int]:
+        """Take `count` free blocks for an allocation: the longest free ones, or those freed last."""
+        if self._world.random.random() < 0.5:
+            taken, self.free = self.free[:count], self.free[count:]
+        else:
+            taken, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
+        for block in taken:
+            self.holder[block] = allocation
+        return taken
+
+    def release(self, blocks: list[int]) -> None:
+        """Give blocks back."""
+        for block in blocks:
+            if self.holder.pop(block, None) is None:
+                self._world.violate("blocks conserved", f"{self._name}: block {block} was freed twice")
+            else:
+                self.free.append(block)
+
+    def check(self) -> None:
+        """free + held == total, and no block twice."""
+        if len(self.free) + len(self.holder) != self.total or len(set(self.free)) != len(self.free):
+            detail = f"{self._name}: {len(self.free)} free and {len(self.holder)} held of {self.total}"
+            self._world.violate("blocks conserved", detail)

@@ -1,0 +1,231 @@
+"""Planted bugs: one known mistake each, made by replacing table entries, effects or guards. The core has no switch.
+
+A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import Offer
+from kvbaton.agent.ports import LegFailed, LegMoved, LegReport
+from kvbaton.agent.source import SourceRecord, SourceSide
+from kvbaton.agent.target import TargetRecord, TargetSide
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.lifecycle import TARGET, SourceState, TargetEffect, TargetEvent, TargetState
+from kvbaton.core.messages import ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat
+from kvbaton.core.table import Row
+from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
+from kvbaton.sim.instance import Bugs
+
+__all__ = ["PLANTS", "Plant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """One mistake: in words, and the classes that make it."""
+
+    says: str
+    bugs: Bugs
+
+
+class _FreedBeforeAcknowledgement(TargetSide):
+    table = TARGET.with_rows(
+        {
+            (state, event): Row(TargetState.FAILED, (TargetEffect.TELL_STOP, TargetEffect.RETURN_BLOCKS))
+            for state in (TargetState.GRANTED, TargetState.FILLING)
+            for event in (TargetEvent.ABORTED, TargetEvent.NO_PROGRESS)
+        }
+    )
+
+
+class _FreedOnTimeAlone(TargetSide):
+    table = TARGET.with_rows(
+        {
+            (state, TargetEvent.STOP_LATE): Row(TargetState.FAILED, (TargetEffect.RETURN_BLOCKS,))
+            for state in (TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED)
+        }
+    )
+
+
+class _EpochNotChecked(TargetSide):
+    def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
+        del grant
+        record = self.live.get(key)
+        return record if record is not None and record.source == sender else None
+
+
+class _GenerationNotChecked(SourceSide):
+    """Confirms whatever it once announced, also when the blocks have long gone back."""
+
+    def tell_prefilled(self, record: SourceRecord) -> None:
+        super().tell_prefilled(record)
+        self._counts()[record.key, record.grant_number] = len(record.spans)
+
+    def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
+        count = self._counts().get((ask.key, ask.grant))
+        if count is None or ask.key in self.live:
+            super().on_confirm_ask(sender, ask)
+        else:
+            self._control.send(sender, Confirmed(ask.key, ask.grant, ask.generation, count))
+
+    def _counts(self) -> dict[tuple[HandoffKey, int], int]:
+        counts: dict[tuple[HandoffKey, int], int] = self.__dict__.setdefault("planted_counts", {})
+        return counts
+
+
+class _ConfirmedBeforeRead(TargetSide):
+    """Asks for the confirmation first and reads on afterwards."""
+
+    table = TARGET.with_rows(
+        {(TargetState.CONFIRMING, TargetEvent.ANNOUNCED): Row(TargetState.CONFIRMING, (TargetEffect.MOVE_SPANS,))}
+    )
+
+    def is_complete(self, record: TargetRecord) -> bool:
+        if record.executor is Executor.SOURCE_WRITES:
+            return super().is_complete(record)
+        return record.span_count is not None and self.has_aux(record)
+
+    def on_confirmed(self, sender: Incarnation, confirmed: Confirmed) -> None:
+        record = self.current(sender, confirmed.key, confirmed.grant)
+        if record is None or super().is_complete(record):
+            super().on_confirmed(sender, confirmed)
+        else:
+            record.is_confirmed = True
+
+    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+        super().count_moved(record, report)
+        if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
+            self.step(record, TargetEvent.CONFIRMED)
+
+
+class _FailedOverwritten(TargetSide):
+    table = TARGET.with_rows(
+        {
+            (TargetState.STOPPING, TargetEvent.QUIET_FAILED): Row(
+                TargetState.DELIVERED, (TargetEffect.TELL_RELEASE, TargetEffect.DELIVER)
+            )
+        }
+    )
+
+
+class _MappingDropped(SourceSide):
+    """Forgets a hand-off when its request has been answered, not when the transfer is over."""
+
+    def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
+        super().offer(offer, whole)
+        record = self.live.get(offer.key)
+        if record is not None and record.state is SourceState.HELD:
+            del self.live[offer.key]
+
+
+class _DeferredForEver(SourceSide):
+    def _has_lease(self, record: SourceRecord) -> bool:
+        return record.state is not SourceState.HELD and super()._has_lease(record)
+
+
+class _CompletionCountedTwice(TargetSide):
+    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+        super().count_moved(record, report)
+        record.moved[report.rank].add(-1 - report.span)
+
+    def is_complete(self, record: TargetRecord) -> bool:
+        count = record.span_count
+        counted = all(len(record.moved.get(rank.rank, ())) >= (count or 0) for rank in self._card.ranks)
+        return count is not None and self.has_aux(record) and (counted or super().is_complete(record))
+
+
+class _NotRenewedWhileQueued(TargetSide):
+    def beat(self) -> dict[Incarnation, Heartbeat]:
+        queued = {key for key, record in self.live.items() if record.state is TargetState.QUEUED}
+        return {
+            source: Heartbeat(False, tuple(entry for entry in beat.live if entry[0] not in queued))
+            for source, beat in super().beat().items()
+        }
+
+
+class _StaleIncarnation(Coordinator):
+    def is_for_us(self, envelope: Envelope) -> bool:
+        del envelope
+        return True
+
+
+class _LateGrant(SourceSide):
+    def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
+        del sender, grant
+        return True
+
+
+class _WrongRank(TargetSide):
+    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+        super().count_moved(record, report)
+        for rank in self._card.ranks:
+            record.moved.setdefault(rank.rank, set()).add(report.span)
+
+
+class _RankFailureLost(TargetSide):
+    def on_leg(self, report: LegReport) -> None:
+        record = self.live.get(report.leg.key)
+        if not isinstance(report, LegFailed) or record is None or record.open_legs.get(report.rank) != report.leg:
+            super().on_leg(report)
+            return
+        record.moved[report.rank] = set(record.moving)
+        self._settle(record)
+
+
+class _AuxNotCounted(TargetSide):
+    def has_aux(self, record: TargetRecord) -> bool:
+        del record
+        return True
+
+    def deliver(self, record: TargetRecord) -> None:
+        record.aux = record.aux or Aux(token_id=-1, logprob=0.0)
+        super().deliver(record)
+
+
+class _PublishedEarly(TargetEngine):
+    def _grant(self, request: Fetch, cached: list[int], needed: int) -> None:
+        super()._grant(request, cached, needed)
+        self.publish(request)
+
+
+class _RetractedAccepted(TargetSide):
+    def _same_generation(self, record: TargetRecord, generation: int) -> bool:
+        record.generation = max(record.generation, generation)
+        return True
+
+
+class _NoReserve(SourceEngine):
+    def may_start(self, request: Prefill) -> bool:
+        return len(self.pool.free) >= request.prompt.tokens
+
+
+def _sides(source: type[SourceSide] = SourceSide, target: type[TargetSide] = TargetSide) -> Bugs:
+    return Bugs(coordinator=type("PlantedCoordinator", (Coordinator,), {"source_side": source, "target_side": target}))
+
+
+def _plants() -> Iterator[tuple[str, str, Bugs]]:
+    yield "freed-before-acknowledgement", "block freed before the acknowledgement", _sides(target=_FreedBeforeAcknowledgement)
+    yield "freed-on-time-alone", "target freed on time alone", _sides(target=_FreedOnTimeAlone)
+    yield "epoch-not-checked", "epoch not checked", _sides(target=_EpochNotChecked)
+    yield "generation-not-checked", "generation not checked", _sides(source=_GenerationNotChecked)
+    yield "confirmed-before-read", "confirmation taken before the read", _sides(target=_ConfirmedBeforeRead)
+    yield "failed-overwritten", "failed overwritten by done", _sides(target=_FailedOverwritten)
+    yield "mapping-dropped", "mapping dropped at request end", _sides(source=_MappingDropped)
+    yield "deferred-for-ever", "deferred push never expiring", _sides(source=_DeferredForEver)
+    yield "completion-counted-twice", "duplicate completion counted twice", _sides(target=_CompletionCountedTwice)
+    yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
+    yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)
+    yield "late-grant", "late grant resurrecting a finished hand-off", _sides(source=_LateGrant)
+    yield "wrong-rank", "leg counted for the wrong rank", _sides(target=_WrongRank)
+    yield "rank-failure-lost", "one rank's failure lost", _sides(target=_RankFailureLost)
+    yield "aux-not-counted", "aux not counted", _sides(target=_AuxNotCounted)
+    yield "published-early", "prefix published before landed", Bugs(target_engine=_PublishedEarly)
+    yield "retracted-accepted", "retracted chunk accepted", _sides(target=_RetractedAccepted)
+    yield "no-reserve", "last blocks held without a grant", Bugs(source_engine=_NoReserve)
+
+
+PLANTS: dict[str, Plant] = {name: Plant(says, bugs) for name, says, bugs in _plants()}
+"""Name -> mistake."""

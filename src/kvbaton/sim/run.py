@@ -1,0 +1,323 @@
+"""One run: builds the cluster of a script, lets its requests and faults happen, and checks every rule after every event."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from kvbaton.config import Limits
+from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
+from kvbaton.sim.engine import Prompt, SourceEngine, TargetEngine
+from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
+from kvbaton.sim.network import Network
+from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
+from kvbaton.sim.transport import Fabric
+from kvbaton.sim.world import SimClock, Violation, World
+
+__all__ = ["LIMITS", "Result", "Run", "run_script", "script_text"]
+
+LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1)
+"""Small, so that every deadline is met many times."""
+
+_MAX_EVENTS = 200_000
+_SETTLE_S = 60.0
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a run."""
+
+    script: Script
+    violations: list[Violation]
+    events: int
+    faults: Counter[str]
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    timeline: list[tuple[float, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Client:
+    """One request and all its attempts, as its router sees it."""
+
+    script: RequestScript
+    number: int
+    attempts: int = 0
+    keys: list[HandoffKey] = field(default_factory=list)
+    is_over: bool = False
+
+
+class Run:
+    """One run of a script. Made, then perhaps watched or disturbed through its `world` and `cluster`, then run once."""
+
+    def __init__(
+        self, script: Script, bugs: Bugs | None = None, *, keep_timeline: bool = False, limits: Limits = LIMITS
+    ) -> None:
+        self.script = script
+        self.world = World(script.seed)
+        self.world.timeline = [] if keep_timeline else None
+        network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
+        fabric = Fabric(self.world, script.late_writes, script.move_s)
+        self.cluster = Cluster(self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes)
+        self.faults: Counter[str] = Counter()
+        self.everybody: list[SimInstance] = []
+        self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
+        self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
+        self._attempts = 0
+        self._key_of: dict[int, HandoffKey] = {}
+        self._uses: Counter[HandoffKey] = Counter()
+        self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
+        self.is_disturbed = bool(script.faults) or any(request.steal_id >= 0 for request in script.requests)
+        self._live_grants: dict[str, set[tuple[str, int]]] = {}
+        self._over_grants: dict[str, set[tuple[str, int]]] = {}
+        for address in script.addresses:
+            self._start(address)
+
+    def run(self) -> Result:
+        """Do it."""
+        for client in self.clients:
+            self.world.at(client.script.at_s, None, partial(self._attempt, client))
+        for fault in self.script.faults:
+            if fault.at_event < 0:
+                self.world.at(fault.at_s, None, partial(self._strike, fault))
+        self.world.on_event.append(self._after_event)
+        self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
+        if not self.world.violations:
+            self._check_end()
+        outcomes = self._check_pairs()
+        timeline = self.world.timeline or []
+        return Result(self.script, self.world.violations, self.world.events_total, self.faults, outcomes, timeline)
+
+    # Set-up and requests.
+
+    def _start(self, address: str) -> None:
+        script = self.script
+        index = script.addresses.index(address)
+        offset = self.world.random.uniform(0.0, 1e6)
+        clock = SimClock(script.drifts[index] if script.drifts else 1.0, script.offsets[index] if script.offsets else offset)
+        role = "prefill" if address.startswith("p") else "decode"
+        blocks = script.prefill_blocks if role == "prefill" else script.decode_blocks
+        instance = SimInstance(self.cluster, address, role, InstanceShape(script.ranks, blocks, script.layers), clock)
+        if isinstance(instance.engine, TargetEngine):
+            instance.engine.decode_s = script.decode_s
+        else:
+            instance.engine.reserved = max(request.tokens for request in script.requests)
+            instance.engine.step_s = script.step_s
+        self.cluster.instances[address] = instance
+        self.everybody.append(instance)
+
+    def _attempt(self, client: _Client) -> None:
+        """The router sends a request, for the first time or again."""
+        client.attempts += 1
+        self._attempts += 1
+        request = client.script
+        suffix = 0 if request.reuse_id else client.attempts
+        owner = client.number if request.steal_id < 0 else request.steal_id
+        transfer_id = TransferId(f"t{owner}.{suffix}" if request.transfer_id is None else request.transfer_id)
+        key = HandoffKey(transfer_id, request.prompt_index, request.sample_index)
+        client.keys.append(key)
+        prompt = Prompt(
+            key, self._attempts, client.number, request.tokens, request.prefix, request.shared, request.mode, request.chunk
+        )
+        self.prompts[prompt.number] = (None, None)
+        self._key_of[prompt.number] = key
+        self._uses[key] += 1
+        self._to_prefill(client, prompt)
+        if request.mode is Mode.PUSH:
+            self.world.after(request.decode_delay_s, None, lambda: self._to_decode(client, prompt, None))
+
+    def _to_prefill(self, client: _Client, prompt: Prompt) -> None:
+        instance = self.cluster.instances.get(f"p{client.script.prefill}")
+        if instance is None:
+            self._attempt_failed(client, prompt, None)
+            return
+        self.prompts[prompt.number] = (instance, self.prompts[prompt.number][1])
+        engine = instance.engine
+        assert isinstance(engine, SourceEngine)  # noqa: S101
+
+        def answer() -> None:
+            if prompt.mode is Mode.PULL:
+                delay = client.script.decode_delay_s
+                self.world.after(delay, None, lambda: self._to_decode(client, prompt, instance.incarnation))
+
+        def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
+            del key, reason
+            if outcome is not Outcome.DELIVERED:
+                self._attempt_failed(client, prompt, instance)
+
+        submit = lambda: engine.submit(prompt, answer, ended)  # noqa: E731
+        self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
+
+    def _to_decode(self, client: _Client, prompt: Prompt, incarnation: Incarnation | None) -> None:
+        instance = self.cluster.instances.get(f"d{client.script.decode}")
+        if instance is None:
+            self._attempt_failed(client, prompt, None)
+            return
+        self.prompts[prompt.number] = (self.prompts[prompt.number][0], instance)
+        engine = instance.engine
+        assert isinstance(engine, TargetEngine)  # noqa: S101
+        source = self.everybody[client.script.prefill].control_address
+
+        def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
+            del key, reason
+            if outcome is Outcome.DELIVERED:
+                client.is_over = True
+            else:
+                self._attempt_failed(client, prompt, instance)
+
+        submit = lambda: engine.submit(prompt, source, incarnation, ended)  # noqa: E731
+        self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
+
+    def _attempt_failed(self, client: _Client, prompt: Prompt, by: SimInstance | None) -> None:
+        """The router hears of a failure: it cancels the other leg and tries again, as often as it may."""
+        if not self.is_disturbed:
+            self.world.violate("spurious failure", f"{prompt.key} failed although nothing went wrong")
+        if client.is_over or client.attempts > prompt.number + client.script.retries or client.keys[-1] != prompt.key:
+            return
+        for leg in self.prompts[prompt.number]:
+            if leg is not None and leg is not by and self.world.random.random() < self.script.router_cancels:
+                self.world.after(0.001, leg.process, partial(leg.guarded, partial(leg.engine.cancel, prompt.key)))
+        if client.attempts <= client.script.retries:
+            client.is_over = False
+            self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
+
+    # Faults.
+
+    def _after_event(self) -> None:
+        while self._pending and 0 <= self._pending[0].at_event <= self.world.events_total:
+            self._strike(self._pending.pop(0))
+        while self._pending and self._pending[0].at_event < 0:
+            self._pending.pop(0)
+        for instance in self.everybody:
+            if instance.process.is_alive:
+                instance.engine.pool.check()
+                self._check_no_resurrection(instance)
+
+    def _strike(self, fault: Fault) -> None:
+        self.faults[fault.kind] += 1
+        self.world.note(f"FAULT {fault.kind} {fault.who} {fault.other} for {fault.for_s} s, {fault.number}")
+        instance = self.cluster.instances.get(fault.who)
+        link = self.cluster.network.link(fault.who, fault.other)
+        until = self.world.now + fault.for_s
+        match fault.kind:
+            case FaultKind.CUT:
+                link.cut_until = until
+            case FaultKind.CLOG:
+                link.clogged_until = until
+            case FaultKind.LOSE:
+                link.lose_next += fault.number
+            case FaultKind.DOUBLE:
+                link.double_next += fault.number
+            case FaultKind.DELAY:
+                link.delay_next_s = fault.for_s
+            case FaultKind.SLOW:
+                link.slow_until, link.slow_s = until, 0.5 * fault.number
+            case FaultKind.LOSSY:
+                link.loss, link.double, link.reorder = 0.1, 0.1, 0.2
+                self.world.at(until, None, lambda: self._heal(fault))
+            case FaultKind.CANCEL_SOURCE | FaultKind.CANCEL_TARGET:
+                self._cancel(fault)
+            case _ if instance is not None:
+                self._strike_instance(fault, instance, until)
+
+    def _strike_instance(self, fault: Fault, instance: SimInstance, until: float) -> None:
+        match fault.kind:
+            case FaultKind.CRASH | FaultKind.RESTART:
+                instance.crash()
+                self.world.after(
+                    0.2 if fault.kind is FaultKind.RESTART else fault.for_s, None, lambda: self._restart(fault.who)
+                )
+            case FaultKind.PAUSE:
+                instance.process.paused_until = until
+            case FaultKind.CLOCK_JUMP:
+                instance.process.clock.offset += fault.for_s
+            case FaultKind.LEG_FAILS:
+                instance.transports[fault.number % len(instance.transports)].fail_next += 1
+            case FaultKind.STALL:
+                instance.transports[fault.number % len(instance.transports)].stall_until = until
+            case FaultKind.PREEMPT if isinstance(instance.engine, SourceEngine):
+                engine = instance.engine
+                self.world.at(self.world.now, instance.process, lambda: instance.guarded(engine.preempt))
+            case FaultKind.LOSE_REVOKE:
+                instance.lose_revokes += 1
+
+    def _restart(self, address: str) -> None:
+        if address not in self.cluster.instances:
+            self._start(address)
+
+    def _heal(self, fault: Fault) -> None:
+        link = self.cluster.network.link(fault.who, fault.other)
+        link.loss = link.double = link.reorder = 0.0
+
+    def _cancel(self, fault: Fault) -> None:
+        client = self.clients[fault.number % len(self.clients)]
+        wanted = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
+        instance = self.cluster.instances.get(wanted)
+        if instance is not None and client.keys:
+            key = client.keys[-1]
+            self.world.at(self.world.now, instance.process, lambda: instance.guarded(lambda: instance.engine.cancel(key)))
+
+    def _quiet_at(self) -> float:
+        ends = [fault.at_s + fault.for_s for fault in self.script.faults]
+        return max([1.0, *ends, *(request.at_s for request in self.script.requests)])
+
+    # Checks.
+
+    def _check_no_resurrection(self, instance: SimInstance) -> None:
+        """A source that was through with a grant of a target is never again alive under the same one."""
+        name = instance.process.name
+        records = instance.coordinator.source.live.values()
+        live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
+        before = self._live_grants.get(name, set())
+        if live == before:
+            return
+        over = self._over_grants.setdefault(name, set())
+        over |= before - live
+        self._live_grants[name] = live
+        for target, grant in sorted(live & over):
+            self.world.violate("resurrection", f"{name}: grant {grant} of {target} lives again")
+
+    def _check_end(self) -> None:
+        """When faults have stopped, everything is terminal and every block is back."""
+        for instance in self.everybody:
+            if not instance.process.is_alive:
+                continue
+            engine, coordinator = instance.engine, instance.coordinator
+            if engine.requests or coordinator.source.live or coordinator.target.live:
+                states = [f"{key} {record.state}" for key, record in coordinator.source.live.items()]
+                states += [f"{key} {record.state}" for key, record in coordinator.target.live.items()]
+                detail = f"{instance.process.name}: {len(engine.requests)} requests, {'; '.join(states)}"
+                self.world.violate("everything ends", detail)
+            out = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)
+            if out:
+                self.world.violate("every block is back", f"{instance.process.name}: {out} blocks are still out")
+            legs = sum(len(agent.legs) for agent in instance.agents)
+            if legs:
+                self.world.violate("everything ends", f"{instance.process.name}: {legs} legs are still open")
+
+    def _check_pairs(self) -> Counter[tuple[str, str]]:
+        """The outcomes of the two sides of one attempt are a legal pair; what a crash took with it has none.
+
+        Attempts that share a transfer id are left out: with the same prompt, one's target may be served by another's source.
+        """
+        pairs: Counter[tuple[str, str]] = Counter()
+        for number, (source, target) in self.prompts.items():
+            if self._uses[self._key_of[number]] > 1:
+                continue
+            ends = [None if side is None else side.engine.outcomes.get(number) for side in (source, target)]
+            pairs[str(ends[0]), str(ends[1])] += 1
+            if ends[0] is not None and ends[1] is not None and (ends[0], ends[1]) not in LEGAL_PAIRS:
+                self.world.violate("legal pair", f"attempt {number}: source {ends[0]}, target {ends[1]}")
+        return pairs
+
+
+def run_script(script: Script, bugs: Bugs | None = None, *, keep_timeline: bool = False) -> Result:
+    """Run one script; the same script always gives the same result."""
+    return Run(script, bugs, keep_timeline=keep_timeline).run()
+
+
+def script_text(script: Script) -> str:
+    """A script as one line that `--script` reads back."""
+    return msgspec.json.encode(script).decode()

@@ -1,0 +1,249 @@
+"""What happens in a run: its set-up, its requests and its faults, as plain data that can be made from a seed, and shrunk."""
+
+from __future__ import annotations
+
+import enum
+import random
+from typing import Annotated
+
+import msgspec
+
+from kvbaton.core.handoff import Mode
+from kvbaton.transport.base import LateWrites
+
+__all__ = ["Fault", "FaultKind", "RequestScript", "Script", "make_script"]
+
+
+class FaultKind(enum.StrEnum):
+    """What can go wrong, or at least otherwise."""
+
+    CRASH = "crash"
+    RESTART = "restart"
+    PAUSE = "pause"
+    CLOCK_JUMP = "clock jump"
+    CUT = "cut"
+    CLOG = "clog"
+    LOSE = "lose"
+    DOUBLE = "double"
+    DELAY = "delay"
+    SLOW = "slow"
+    LOSSY = "lossy"
+    LEG_FAILS = "leg fails"
+    STALL = "stall"
+    PREEMPT = "preempt"
+    CANCEL_TARGET = "cancel at target"
+    CANCEL_SOURCE = "cancel at source"
+    LOSE_REVOKE = "lose revoke"
+
+
+class RequestScript(msgspec.Struct, frozen=True):
+    """One request: when, through whom, how large, and how its client and router behave."""
+
+    at_s: float
+    prefill: int
+    decode: int
+    tokens: int
+    chunk: int
+    mode: Mode
+    prefix: int = 0
+    shared: int = 0
+    decode_delay_s: float = 0.0
+    retries: int = 0
+    retry_after_s: float = 0.05
+    cancels_other: bool = True
+    """Whether its router cancels the other leg when one has failed."""
+    reuse_id: bool = False
+    steal_id: int = -1
+    """Whose transfer id to use instead of an own one."""
+    transfer_id: str | None = None
+    """What to call it, literally, in every attempt."""
+    prompt_index: int = 0
+    sample_index: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault. It strikes at `at_s`, or after `at_event` events of the world when that is not negative.
+
+    `who` names an address; `other` the far end of a link; `number` a request, a rank or a count, as the kind needs it.
+    """
+
+    kind: FaultKind
+    at_s: float = 0.0
+    at_event: int = -1
+    who: str = ""
+    other: str = ""
+    for_s: float = 0.0
+    number: int = 0
+
+
+class Script(msgspec.Struct, frozen=True):
+    """Everything about one run."""
+
+    seed: int
+    late_writes: LateWrites
+    unfenced_writes: bool
+    one_host: bool
+    ranks: int
+    layers: int
+    prefills: int
+    decodes: int
+    prefill_blocks: int
+    decode_blocks: int
+    requests: tuple[RequestScript, ...]
+    faults: tuple[Fault, ...]
+    drifts: tuple[float, ...] = ()
+    offsets: tuple[float, ...] = ()
+    """What the clocks show at the start; made from the seed when empty."""
+    router_cancels: float = 0.7
+    """How likely the router cancels the other side of an attempt that failed on one."""
+    move_s: Annotated[float, msgspec.Meta(gt=0)] = 0.0005
+    decode_s: float = 0.02
+    step_s: float = 0.002
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the instances live."""
+        return [f"p{i}" for i in range(self.prefills)] + [f"d{i}" for i in range(self.decodes)]
+
+
+_DURATIONS = (0.05, 0.5, 2.0, 5.0, 9.0)
+
+
+def make_script(seed: int, *, faults: bool = True) -> Script:
+    """The random run that belongs to a seed."""
+    rng = random.Random(f"script {seed}")
+    is_disturbed = faults and rng.random() >= 0.15
+    late_writes = rng.choice(list(LateWrites))
+    prefills, decodes = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)))
+    tiny = rng.random() < (0.3 if is_disturbed else 0.6)
+    count = rng.randint(1, 8)
+    requests = tuple(_request(rng, prefills, decodes, tiny, count, is_disturbed) for _ in range(count))
+    script = Script(
+        seed=seed,
+        late_writes=late_writes,
+        unfenced_writes=late_writes is LateWrites.UNFENCED and rng.random() < 0.5,
+        one_host=rng.random() < 0.5,
+        ranks=rng.choice((1, 1, 2, 3)),
+        layers=rng.choice((1, 2, 3)),
+        prefills=prefills,
+        decodes=decodes,
+        prefill_blocks=rng.randint(8, 10) if tiny else 24,
+        decode_blocks=rng.randint(8, 10) if tiny else 24,
+        requests=requests,
+        faults=(),
+        drifts=tuple(rng.choice((1.0, 1.0, 0.99, 1.01)) for _ in range(prefills + decodes)),
+        move_s=rng.choice((0.0002, 0.002, 0.02, 0.2)),
+        decode_s=rng.choice((0.01, 0.2, 2.0)),
+        step_s=rng.choice((0.002, 0.02, 0.1)),
+    )
+    if not is_disturbed:
+        return script
+    chosen = [_fault(rng, script) for _ in range(rng.randint(0, 6))]
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        chosen += rng.choice(_RECIPES)(rng, script)
+    return msgspec.structs.replace(script, faults=tuple(chosen))
+
+
+def _request(rng: random.Random, prefills: int, decodes: int, tiny: bool, count: int, faults: bool) -> RequestScript:
+    tokens = rng.randint(1, 4 if tiny else 6)
+    return RequestScript(
+        at_s=rng.uniform(0.0, 0.5),
+        prefill=rng.randrange(prefills),
+        decode=rng.randrange(decodes),
+        tokens=tokens,
+        chunk=rng.randint(1, 3),
+        mode=rng.choice(list(Mode)),
+        prefix=rng.randrange(2),
+        shared=rng.randint(0, tokens),
+        decode_delay_s=rng.choice((0.0, 0.0, 0.005, 0.05, 0.5)),
+        retries=rng.choice((0, 0, 1, 2)),
+        retry_after_s=rng.choice((0.05, 0.05, 0.5)),
+        cancels_other=rng.random() < 0.5,
+        reuse_id=rng.random() < 0.4,
+        steal_id=rng.randrange(count) if rng.random() < 0.1 and faults else -1,
+    )
+
+
+def _some_moment(rng: random.Random, script: Script) -> tuple[int, RequestScript, float]:
+    """A request, and a time at which it is likely to be under way: any, or while its bytes move."""
+    number = rng.randrange(len(script.requests))
+    request = script.requests[number]
+    if rng.random() < 0.5:
+        return number, request, request.at_s + rng.uniform(0.0, rng.choice((0.02, 0.2, 1.0, 3.0)))
+    prefill_s = -(-request.tokens // request.chunk) * script.layers * script.step_s
+    moving_s = request.tokens * script.layers * script.move_s
+    is_pull = request.mode is Mode.PULL
+    start_s = prefill_s + request.decode_delay_s if is_pull else max(prefill_s, request.decode_delay_s)
+    return number, request, request.at_s + start_s + rng.uniform(0.0, 1.1 * moving_s)
+
+
+def _cancelled_unheard(rng: random.Random, script: Script) -> list[Fault]:
+    """The target gives up while the source cannot hear it, or the other way round."""
+    number, request, at_s = _some_moment(rng, script)
+    ends = (f"d{request.decode}", f"p{request.prefill}")
+    kind, (who, other) = rng.choice(((FaultKind.CANCEL_TARGET, ends), (FaultKind.CANCEL_SOURCE, ends[::-1])))
+    deaf = rng.choice(
+        (
+            Fault(FaultKind.CUT, at_s, who=who, other=other, for_s=rng.choice(_DURATIONS)),
+            Fault(FaultKind.LOSE, at_s, who=who, other=other, number=1),
+            Fault(FaultKind.PAUSE, at_s, who=other, for_s=rng.choice(_DURATIONS)),
+        )
+    )
+    return [deaf, Fault(kind, at_s + 1e-4, number=number)]
+
+
+def _expired_unheard(rng: random.Random, script: Script) -> list[Fault]:
+    """The source lets go of a cache, and its target does not hear of it."""
+    number, request, at_s = _some_moment(rng, script)
+    source, target = f"p{request.prefill}", f"d{request.decode}"
+    lost = Fault(FaultKind.CUT, at_s, who=source, other=target, for_s=rng.choice((0.2, 0.5, 1.0, 1.8)))
+    gone = rng.choice(
+        (
+            Fault(FaultKind.CLOCK_JUMP, at_s + 1e-4, who=source, for_s=9.0),
+            Fault(FaultKind.CANCEL_SOURCE, at_s + 1e-4, number=number),
+        )
+    )
+    return [lost, gone]
+
+
+def _restart_with_mail(rng: random.Random, script: Script) -> list[Fault]:
+    """A source restarts while frames for its earlier life are still on their way."""
+    _, request, _ = _some_moment(rng, script)
+    at_s = request.at_s + request.decode_delay_s + rng.choice((rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.3)))
+    source, target = f"p{request.prefill}", f"d{request.decode}"
+    late = Fault(FaultKind.SLOW, at_s, who=target, other=source, for_s=0.3, number=rng.randint(1, 3))
+    return [late, Fault(FaultKind.RESTART, at_s + rng.uniform(0.0, 0.05), who=source)]
+
+
+def _late_answers(rng: random.Random, script: Script) -> list[Fault]:
+    """What the source says comes when the target has given up and tries again."""
+    number, request, at_s = _some_moment(rng, script)
+    source, target = f"p{request.prefill}", f"d{request.decode}"
+    late = Fault(FaultKind.SLOW, at_s, who=source, other=target, for_s=rng.choice((0.1, 0.3)), number=rng.randint(1, 2))
+    kind = rng.choice((FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE))
+    return [late, Fault(kind, at_s + rng.choice((0.0001, 0.003, 0.05)), number=number)]
+
+
+def _preempted(rng: random.Random, script: Script) -> list[Fault]:
+    """A source runs short of blocks while it streams."""
+    _, request, at_s = _some_moment(rng, script)
+    return [Fault(FaultKind.PREEMPT, at_s, who=f"p{request.prefill}") for _ in range(rng.randint(1, 2))]
+
+
+_RECIPES = (_cancelled_unheard, _expired_unheard, _restart_with_mail, _late_answers, _preempted)
+
+
+def _fault(rng: random.Random, script: Script) -> Fault:
+    kind = rng.choice(list(FaultKind))
+    who = rng.choice(script.addresses)
+    other = rng.choice([address for address in script.addresses if address[0] != who[0]])
+    if kind is FaultKind.PREEMPT:
+        who = rng.choice([address for address in script.addresses if address.startswith("p")])
+    return Fault(
+        kind=kind,
+        at_s=rng.choice((rng.uniform(0.0, 0.7), rng.uniform(0.0, 3.0))),
+        who=who,
+        other=other,
+        for_s=rng.choice(_DURATIONS),
+        number=rng.randrange(max(1, len(script.requests))) if "cancel" in kind else rng.randint(1, 3),
+    )

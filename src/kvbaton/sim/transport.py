@@ -1,0 +1,202 @@
+"""Simulated transports, one for each promise about late writes. Cells move one by one, at times of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbaton.agent.ports import LegId
+from kvbaton.core.card import Endpoint
+from kvbaton.sim.memory import RankMemory
+from kvbaton.sim.world import SimProcess, World
+from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
+
+__all__ = ["Fabric", "SimTransport"]
+
+
+@dataclass(slots=True)
+class _Posted:
+    ticket: Ticket
+    batch: Batch
+    leg: LegId
+    session: int
+    moves: list[tuple[int, int]]
+    moved: int = 0
+    cancelled: bool = False
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Fabric:
+    """What connects the ranks of all processes: who is where, and how long things take."""
+
+    world: World
+    late_writes: LateWrites
+    move_s: float = 0.0005
+    ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
+    is_cut: Callable[[str, str], bool] = lambda source, target: False  # noqa: ARG005
+
+
+class SimTransport:
+    """The transport of one rank. `may_write(block, leg)` tells whether a write is inside its epoch, for the checks."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        process: SimProcess,
+        me: PeerRank,
+        memory: RankMemory,
+        allow: Callable[[int, LegId], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._fabric = fabric
+        self._process = process
+        self._me = me
+        self.memory = memory
+        self._allow = allow
+        self._wake = wake
+        self._last_ticket = 0
+        self._posted: dict[Ticket, _Posted] = {}
+        self._done: list[Completion] = []
+        self._sessions: dict[PeerRank, int] = {}
+        self._open_sessions: set[PeerRank] = set()
+        self._epoch = 1
+        self._peer_epochs: dict[PeerRank, int] = {}
+        self.context: LegId | None = None
+        self.fail_next = 0
+        self.stall_until = 0.0
+        fabric.ranks[me] = self
+
+    @property
+    def name(self) -> str:
+        """Its name in cards."""
+        return "sim"
+
+    @property
+    def late_writes(self) -> LateWrites:
+        """The promise that is simulated."""
+        return self._fabric.late_writes
+
+    @property
+    def directions(self) -> frozenset[Direction]:
+        """Where the owner of the target memory executes the copy, there are only reads."""
+        if self.late_writes is LateWrites.IMPOSSIBLE:
+            return frozenset({Direction.READ})
+        return frozenset(Direction)
+
+    @property
+    def wakeup_fd(self) -> int:
+        """There is none; `wake` is called instead."""
+        return -1
+
+    def endpoint(self) -> Endpoint:
+        """What goes into the card."""
+        return Endpoint("sim", len(self.memory.cells), {})
+
+    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        """Open a session with `peer`; an earlier one stays closed."""
+        del endpoint
+        if peer not in self._open_sessions:
+            self._sessions[peer] = self._sessions.get(peer, 0) + 1
+            self._open_sessions.add(peer)
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        """Start moving cells, one event each."""
+        del after
+        self._last_ticket += 1
+        ticket = Ticket(self._last_ticket)
+        moves = [
+            (int(source) + index, int(target) + index)
+            for source, target, count in batch.runs.tolist()
+            for index in range(int(count))
+        ]
+        leg = self.context
+        assert leg is not None, "a batch belongs to a leg"  # noqa: S101
+        owner = self._fabric.ranks.get(batch.peer)
+        session = 0 if owner is None else owner._sessions.get(self._me, 0)  # noqa: SLF001
+        posted = _Posted(ticket, batch, leg, session, moves)
+        if self.fail_next > 0:
+            self.fail_next -= 1
+            posted.error = "TransportError: the simulated copy failed"
+        self._posted[ticket] = posted
+        self._schedule(posted)
+        return ticket
+
+    def poll(self) -> list[Completion]:
+        """Hand out what has completed."""
+        done, self._done = self._done, []
+        return done
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask a batch to stop; the cell that is on its way still arrives."""
+        if (posted := self._posted.get(ticket)) is not None:
+            posted.cancelled = True
+
+    def revoke(self, peer: PeerRank) -> None:
+        """Close the session with `peer`, both ways: what it posted to us under it never lands, what we posted to it fails."""
+        self._open_sessions.discard(peer)
+        for posted in self._posted.values():
+            if posted.batch.peer == peer:
+                posted.error = posted.error or "PeerLost: the session was torn down"
+
+    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
+        """Let nothing land any more that `peer` was granted before `epoch`."""
+        self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
+
+    def reset_region(self, epoch: int) -> None:
+        """Register the memory anew."""
+        self._epoch = max(epoch, self._epoch)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _schedule(self, posted: _Posted) -> None:
+        delay = self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+        when = max(self._fabric.world.now + delay, self.stall_until)
+        mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
+        self._fabric.world.at(when, mover, lambda: self._move(posted))
+
+    def _move(self, posted: _Posted) -> None:
+        """Move one cell, or complete."""
+        if not self._process.is_alive:
+            return
+        if posted.error or posted.moved == len(posted.moves):
+            self._complete(posted)
+            return
+        peer = self._fabric.ranks.get(posted.batch.peer)
+        if peer is None or not peer._process.is_alive:  # noqa: SLF001
+            posted.error = "PeerLost: the peer is gone"
+        elif posted.batch.direction is Direction.READ:
+            source, target = posted.moves[posted.moved]
+            self.land(target, peer.memory.cells[source], posted.leg)
+            posted.moved += 1
+        elif not peer._accepts(self._me, posted):  # noqa: SLF001
+            posted.error = "PeerRefused: the session was torn down, or the memory registered anew"
+        else:
+            source, target = posted.moves[posted.moved]
+            peer.land(target, self.memory.cells[source], posted.leg)
+            posted.moved += 1
+        if posted.cancelled:
+            self._complete(posted)
+        else:
+            self._schedule(posted)
+
+    def land(self, at: int, cell: object, leg: LegId) -> None:
+        """Put one cell into this rank's memory; whoever writes outside its epoch is seen here."""
+        self._allow(at % self.memory.blocks, leg)
+        self.memory.cells[at] = cell  # type: ignore[call-overload]
+
+    def _accepts(self, writer: PeerRank, posted: _Posted) -> bool:
+        """Whether a peer's write still lands: registering anew stops every writer, a torn-down session only a revocable one."""
+        if posted.batch.epoch < self._epoch:
+            return False
+        if posted.batch.epoch < self._peer_epochs.get(writer, 0) and self.late_writes is LateWrites.REVOCABLE:
+            return False
+        is_open = writer in self._open_sessions and self._sessions.get(writer, 0) == posted.session
+        return is_open or self.late_writes is LateWrites.UNFENCED
+
+    def _complete(self, posted: _Posted) -> None:
+        del self._posted[posted.ticket]
+        error = posted.error or ("cancelled" if posted.cancelled and posted.moved < len(posted.moves) else "")
+        self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
+        self._fabric.world.at(self._fabric.world.now, self._process, self._wake)

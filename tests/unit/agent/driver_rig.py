@@ -1,0 +1,203 @@
+"""Instances without an engine: real drivers over real sockets and the `memory` transport, and somebody who does not belong."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self, TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvbaton.agent.driver import Driver
+from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.process import this_process
+from kvbaton.agent.sockets import ControlSockets
+from kvbaton.config import Limits, Trust
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.auth import Seal, Way
+from kvbaton.core.card import Card, RankCard
+from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, TransferId
+from kvbaton.core.messages import Envelope, Message, decode, encode
+from kvbaton.engines.embedded.cache import PagedCache
+from kvbaton.engines.embedded.config import ModelConfig
+from kvbaton.launch.ports import PortPicker
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from watching import wait_until
+
+__all__ = ["AUX", "TOKENS", "Intruder", "Side", "ask", "is_equal", "is_poison", "key_of", "landed", "pair", "start_handoff"]
+
+TOKENS = 10
+_SOURCE_BLOCKS = (1, 5, 2)
+_TARGET_BLOCKS = (7, 6, 3)
+AUX = Aux(17, -0.25)
+_CONFIG = ModelConfig("llama", 2, 8, 1, 1, 8, 8, 100, 64, 1e4, 1e-5, True)
+_ANSWER_MS = 10_000
+
+Event = TypeVar("Event", Landed, SourceEnded, TargetEnded)
+
+
+def key_of(name: str) -> HandoffKey:
+    return HandoffKey(TransferId(name))
+
+
+class Side:
+    """One instance. `events` are all that its engine would have been told."""
+
+    def __init__(
+        self, hub: MemoryHub, trust: Trust | None = None, faults: Faults | None = None, limits: Limits | None = None
+    ) -> None:
+        self.incarnation = Incarnation(secrets.token_hex(8))
+        self.cache = PagedCache(_CONFIG, 8, 4)
+        self.events: list[EngineEvent] = []
+        self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
+        region = Region.of(self.cache.data)
+        settings = TransportSettings(incarnation=self.incarnation)
+        self.transport = FaultyTransport(MemoryTransport(region, hub, settings), region, faults or Faults())
+        self.card = self._card()
+        self.driver = Driver(
+            self.card, self.cache.layout(), self.transport, limits or Limits(), self.sockets, self._take_events
+        )
+
+    def __enter__(self) -> Self:
+        self.driver.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.close()
+
+    def wait_for(self, kind: type[Event], key: HandoffKey) -> Event:
+        """The event of that kind about `key`, once it is there."""
+        wait_until(lambda: self._find(kind, key) is not None, f"{kind.__name__} of {key}: {self.events}")
+        found = self._find(kind, key)
+        assert found is not None
+        return found
+
+    def wait_dropped(self, cause: str, count: int) -> None:
+        """Wait until at least `count` messages were dropped for `cause`."""
+        wait_until(lambda: self.driver.dropped_total()[cause] >= count, f"{count} dropped as {cause!r}")
+
+    def _take_events(self) -> None:
+        self.events += self.driver.events()
+
+    def _find(self, kind: type[Event], key: HandoffKey) -> Event | None:
+        return next((event for event in self.events if isinstance(event, kind) and event.key == key), None)
+
+    def _card(self) -> Card:
+        rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),))
+        return Card(self.incarnation, "fake", "f00d", "tp1", (rank,), this_process(), hold_s=60.0, give_up_s=30.0)
+
+
+@contextmanager
+def pair(
+    source_trust: Trust | None = None, target_trust: Trust | None = None, faults: Faults | None = None
+) -> Iterator[tuple[Side, Side]]:
+    """A source and a target, running."""
+    hub = MemoryHub()
+    with Side(hub, source_trust) as source, Side(hub, target_trust, faults) as target:
+        yield source, target
+
+
+def wanted(address: ControlAddress, name: str) -> SourceWanted:
+    return SourceWanted(key_of(name), "prompt", address)
+
+
+def start_handoff(source: Side, target: Side, name: str) -> None:
+    """Both engines do their part: the source has prefilled, the target has blocks full of poison."""
+    source.cache.data[:] = np.random.default_rng(len(name)).standard_normal(source.cache.data.shape, np.float32)
+    target.cache.poison(range(target.cache.blocks))
+    source.driver.expect_target(key_of(name), "prompt")
+    source.driver.offer(Offer(key_of(name), (_SOURCE_BLOCKS,), TOKENS, AUX))
+    ask(target, source.driver.address, name)
+
+
+def ask(target: Side, address: ControlAddress, name: str) -> None:
+    """The target's engine asks for a cache."""
+    target.driver.expect_source(wanted(address, name))
+    target.driver.pull(Pull(wanted(address, name), (_TARGET_BLOCKS,), TOKENS, 0))
+
+
+def landed(source: Side, target: Side, name: str) -> Landed:
+    """Hand one request off from start to end."""
+    start_handoff(source, target, name)
+    event = target.wait_for(Landed, key_of(name))
+    source.wait_for(SourceEnded, key_of(name))
+    return event
+
+
+def is_equal(source: Side, target: Side) -> bool:
+    """Whether the target's blocks hold what the source's do, and nothing but poison beyond the last token."""
+    ours, theirs = (
+        side.cache.data[:, :, blocks].reshape(2, 2, -1, 8)
+        for side, blocks in ((target, list(_TARGET_BLOCKS)), (source, list(_SOURCE_BLOCKS)))
+    )
+    return bool((ours[:, :, :TOKENS] == theirs[:, :, :TOKENS]).all() and is_poison(ours[:, :, TOKENS:]))
+
+
+def is_poison(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool:
+    """Whether nobody has written here."""
+    return bool((np.ascontiguousarray(values).view(np.uint8) == 0x4B).all())
+
+
+class Intruder:
+    """A socket of its own that says whatever the test wants, to a bound port or from one; `key` is what it seals with."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self.incarnation = Incarnation("intruder-" + secrets.token_hex(4))
+        self._seal = Seal(key)
+        self._context = zmq.Context()
+        self._caller = b""
+        self.address = ControlAddress.of("127.0.0.1", PortPicker().pick())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def dial(self, address: ControlAddress) -> None:
+        """Connect to an instance."""
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.connect(address.zmq_url)
+
+    def listen(self) -> None:
+        """Be dialled."""
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(self.address.zmq_url)
+
+    def send(self, *frames: bytes) -> None:
+        """Send frames as they are."""
+        self._socket.send_multipart([self._caller, *frames] if self._caller else list(frames))
+
+    def say(self, message: Message, recipient: str = "", sender: str | None = None) -> None:
+        """Send a well-formed message."""
+        way = Way.TO_DIALLER if self._caller else Way.TO_LISTENER
+        self.send(self._seal.seal(encode(Incarnation(sender or self.incarnation), recipient, message), way))
+
+    def hear(self) -> bytes:
+        """The next frame; whoever sent it is who is spoken to from now on."""
+        assert self._socket.poll(_ANSWER_MS), "nothing was said"
+        *caller, frame = self._socket.recv_multipart()
+        self._caller = caller[0] if caller else b""
+        return frame
+
+    def hear_message(self, kind: type[Message]) -> Envelope:
+        """The next message of that kind."""
+        give_up_at = time.monotonic() + _ANSWER_MS / 1000
+        while time.monotonic() < give_up_at:
+            envelope = decode(self._seal.open(self.hear(), Way.TO_LISTENER if self._caller else Way.TO_DIALLER))
+            if isinstance(envelope.message, kind):
+                return envelope
+        raise AssertionError(f"no {kind.__name__}")
+
+    def card_like(self, card: Card) -> Card:
+        """A card that fits, in the intruder's name."""
+        (rank,), replace = card.ranks, msgspec.structs.replace
+        (endpoint,) = rank.endpoints
+        endpoint = replace(endpoint, details={**endpoint.details, "incarnation": self.incarnation})
+        return replace(card, incarnation=self.incarnation, ranks=(replace(rank, endpoints=(endpoint,)),))

@@ -1,0 +1,448 @@
+"""Two drivers over real sockets: bytes that arrive, garbage that harms nobody, peers that are not admitted, a clean end."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+from driver_rig import (
+    AUX,
+    TOKENS,
+    Intruder,
+    Side,
+    ask,
+    is_equal,
+    is_poison,
+    key_of,
+    landed,
+    pair,
+    start_handoff,
+)
+
+from kvbaton.agent import driver as driver_module
+from kvbaton.agent.engine_port import Landed, SourceEnded, TargetEnded
+from kvbaton.config import Trust, parse_trust
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Executor, Mode, Outcome, Span
+from kvbaton.core.messages import (
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+)
+from kvbaton.launch.ports import check_port_free
+from kvbaton.transport.faulty import Faults
+from kvbaton.transport.memory import MemoryHub
+from watching import wait_until
+
+KEY = Trust(b"the key of this cluster")
+OTHER_KEY = Trust(b"the key of another cluster")
+NO_KEY = Trust()
+
+
+@pytest.fixture(scope="module", params=[NO_KEY, KEY], ids=["without a key", "with a key"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    with pair(request.param, request.param) as (source, target):
+        yield source, target
+
+
+_names = iter(f"check-{number}" for number in range(10_000))
+
+
+def assert_works(source: Side, target: Side) -> None:
+    """The next hand-off is right, and no error of ours was met on the way."""
+    landed(source, target, next(_names))
+    assert is_equal(source, target)
+    assert (source.driver.errors_total, target.driver.errors_total) == (0, 0)
+
+
+# Hand-offs.
+
+
+def test_a_handoff_moves_the_right_bytes(sides: tuple[Side, Side]) -> None:
+    source, target = sides
+    event = landed(source, target, "first")
+    assert is_equal(source, target)
+    assert event.aux == AUX
+    assert event.stats.bytes_moved == event.stats.bytes_planned == TOKENS * 2 * 2 * 8 * 4
+    assert source.wait_for(SourceEnded, key_of("first")).outcome is Outcome.DELIVERED
+
+
+def test_without_the_writes_the_bytes_are_wrong() -> None:
+    with pair(faults=Faults(drop_writes=True)) as (source, target):
+        landed(source, target, "dropped")
+        assert not is_equal(source, target)
+        assert is_poison(target.cache.data)
+
+
+def test_many_handoffs_at_once(sides: tuple[Side, Side]) -> None:
+    source, target = sides
+    names = [f"many-{number}" for number in range(50)]
+    for name in names:
+        start_handoff(source, target, name)
+    for name in names:
+        target.wait_for(Landed, key_of(name))
+        assert source.wait_for(SourceEnded, key_of(name)).outcome is Outcome.DELIVERED
+
+
+def test_a_failed_copy_fails_both_sides_and_the_next_one_works() -> None:
+    with pair(faults=Faults(fail_after=0)) as (source, target):
+        start_handoff(source, target, "failing")
+        assert "failed on command" in target.wait_for(TargetEnded, key_of("failing")).reason
+        assert source.wait_for(SourceEnded, key_of("failing")).outcome is Outcome.FAILED
+        target.transport.set_faults(Faults())
+        assert_works(source, target)
+
+
+# Garbage on the port.
+
+GARBAGE: dict[str, tuple[bytes, ...]] = {
+    "nothing": (b"",),
+    "random bytes": (random.Random(1).randbytes(100),),
+    "a frame of 10 MB": (bytes(10_000_000),),
+    "msgpack that is no map": (b"\xc0",),
+    "an empty map": (b"\x80",),
+    "a map without an end": (b"\xdf\xff\xff\xff\xff",),
+    "deep nesting": (b"\x91" * 100_000,),
+    "HTTP": (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",),
+    "a seal and nothing in it": (b"\xc1KVB\x01" + bytes(32),),
+}
+
+
+@pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_dropped_counted_and_harms_nobody(sides: tuple[Side, Side], frames: tuple[bytes, ...]) -> None:
+    source, target = sides
+    before = source.driver.dropped_total().total()
+    with Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        for _ in range(3):
+            intruder.send(*frames)
+        wait_until(lambda: source.driver.dropped_total().total() >= before + 3, "three frames are counted")
+    assert_works(source, target)
+
+
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_a_wrong_number_of_frames_is_dropped_and_counted(sides: tuple[Side, Side], count: int) -> None:
+    source, target = sides
+    before = source.driver.dropped_total()["wrong number of frames"]
+    with Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        intruder.send(*([b"x"] * count))
+        source.wait_dropped("wrong number of frames", before + 1)
+    assert_works(source, target)
+
+
+@pytest.mark.parametrize(
+    "text", [b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n", random.Random(2).randbytes(5000), b"\xff" * 64]
+)
+def test_what_does_not_even_speak_zmq_harms_nobody(sides: tuple[Side, Side], text: bytes) -> None:
+    source, target = sides
+    with socket.create_connection(("127.0.0.1", source.driver.address.handshake), timeout=10) as connection:
+        connection.sendall(text)
+        assert_works(source, target)
+
+
+def test_a_frame_beyond_all_limits_ends_that_connection_only(sides: tuple[Side, Side]) -> None:
+    source, target = sides
+    with Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        intruder.send(bytes(40_000_000))
+        assert_works(source, target)
+
+
+def test_a_flood_of_garbage_harms_nobody(sides: tuple[Side, Side]) -> None:
+    source, target = sides
+    before = source.driver.dropped_total().total()
+    with Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        for number in range(2000):
+            intruder.send(b"%d" % number)
+        assert_works(source, target)
+        wait_until(lambda: source.driver.dropped_total().total() >= before + 2000, "all of it is counted")
+
+
+# Well-formed messages that make no sense.
+
+KEY_OF_NOTHING = key_of("never heard of")
+SENSELESS: list[Message] = [
+    Grant(KEY_OF_NOTHING, 1, "prompt", Mode.PULL, Executor.TARGET_READS, 1, (), 0),
+    Grant(KEY_OF_NOTHING, 2, "prompt", Mode.PUSH, Executor.SOURCE_WRITES, 1, ((10**9, 10**18),), 0),
+    Announced(KEY_OF_NOTHING, 1, 1, ((10**9,),), (Span(0, 0, 5, 0, 2),)),
+    Prefilled(KEY_OF_NOTHING, 1, 1, 1, 10, 0.0),
+    AuxSent(KEY_OF_NOTHING, 1, AUX),
+    Retracted(KEY_OF_NOTHING, 1, 9),
+    ConfirmAsk(KEY_OF_NOTHING, 1, 1),
+    Confirmed(KEY_OF_NOTHING, 1, 1, 1),
+    Release(KEY_OF_NOTHING, 1),
+    Stop(KEY_OF_NOTHING, 1, Outcome.DELIVERED),
+    Stopped(KEY_OF_NOTHING, 1),
+    Over(KEY_OF_NOTHING, 1, Outcome.FAILED),
+    Heartbeat(True, ((KEY_OF_NOTHING, 1),)),
+    Heartbeat(False, ((KEY_OF_NOTHING, 1),)),
+    Refused("no", KEY_OF_NOTHING, 1),
+    Refused("no"),
+]
+
+
+def test_messages_of_a_stranger_are_dropped_and_counted() -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        for message in SENSELESS:
+            intruder.say(message, source.incarnation)
+        source.wait_dropped("from a stranger", len(SENSELESS) - 1)
+        assert_works(source, target)
+
+
+def test_messages_for_an_earlier_incarnation_are_dropped_and_counted() -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        for message in SENSELESS:
+            intruder.say(message, "an earlier one")
+        source.wait_dropped("for an earlier incarnation", len(SENSELESS))
+        assert_works(source, target)
+
+
+def test_messages_of_a_known_peer_in_the_wrong_state_harm_nobody() -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.hear_message(Hello)
+        for message in SENSELESS:
+            intruder.say(message, source.incarnation)
+            intruder.say(message, source.incarnation)
+        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.hear_message(Hello)
+        assert_works(source, target)
+
+
+def test_a_card_that_does_not_fit_is_refused_with_the_field() -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        card = intruder.card_like(target.card)
+        intruder.say(Hello(msgspec.structs.replace(card, fingerprint="beef"), wants_answer=True))
+        refused = intruder.hear_message(Refused).message
+        assert isinstance(refused, Refused)
+        assert "f00d" in refused.reason
+        assert "beef" in refused.reason
+        assert_works(source, target)
+
+
+BAD_BLOCKS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "beyond the last block": ((1, 2, 8),),
+    "absurd": ((1, 2, 2**62),),
+    "too few": ((1, 2),),
+    "of too many groups": ((1, 2, 3), (1, 2, 3)),
+    "of no group": (),
+}
+
+
+@pytest.mark.parametrize("blocks", BAD_BLOCKS.values(), ids=BAD_BLOCKS.keys())
+def test_blocks_that_do_not_exist_fail_the_request_and_nothing_else(blocks: tuple[tuple[int, ...], ...]) -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        target.cache.poison(range(target.cache.blocks))
+        intruder.listen()
+        ask(target, intruder.address, "bad blocks")
+        intruder.hear_message(Hello)
+        intruder.say(Hello(intruder.card_like(source.card), wants_answer=False), target.incarnation)
+        grant = intruder.hear_message(Grant).message
+        assert isinstance(grant, Grant)
+        whole = Span(0, 0, TOKENS, 0, 2)
+        intruder.say(Announced(grant.key, grant.grant, 1, blocks, (whole,)), target.incarnation)
+        ended = target.wait_for(TargetEnded, grant.key)
+        assert ended.outcome is Outcome.FAILED
+        assert "source block" in ended.reason
+        assert is_poison(target.cache.data)
+        assert_works(source, target)
+
+
+def test_negative_blocks_are_no_message_and_harm_nobody() -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        intruder.dial(source.driver.address)
+        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.hear_message(Hello)
+        intruder.say(Announced(KEY_OF_NOTHING, 1, 1, ((1, 2, -1),), ()), source.incarnation)
+        source.wait_dropped("not a message", 1)
+        assert_works(source, target)
+
+
+# Who is admitted.
+
+REFUSED: dict[str, tuple[Trust, Trust, str]] = {
+    "another key": (KEY, OTHER_KEY, "wrong key"),
+    "no key at the target": (KEY, NO_KEY, "no key here"),
+    "no key at the source": (NO_KEY, KEY, "not authenticated"),
+    "the target is not on the source's list": (
+        parse_trust(allow=["10.0.0.0/8"]),
+        NO_KEY,
+        "127.0.0.1 is not on the allow-list here",
+    ),
+    "the source is not on the target's list": (
+        NO_KEY,
+        parse_trust(allow=["10.0.0.0/8"]),
+        "127.0.0.1 is not on the allow-list (10.0.0.0/8)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source_trust", "target_trust", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_who_is_not_admitted_gets_nothing_and_is_told_why(source_trust: Trust, target_trust: Trust, text: str) -> None:
+    with pair(source_trust, target_trust) as (source, target):
+        start_handoff(source, target, "not admitted")
+        ended = target.wait_for(TargetEnded, key_of("not admitted"))
+        assert ended.outcome is Outcome.FAILED
+        assert text in ended.reason
+        assert is_poison(target.cache.data)
+        for trust in (source_trust, target_trust):
+            assert trust.key is None or trust.key.decode() not in ended.reason
+        assert (source.driver.errors_total, target.driver.errors_total) == (0, 0)
+
+
+@pytest.mark.parametrize("intruder_key", [None, OTHER_KEY.key], ids=["no key", "another key"])
+def test_an_intruder_is_dropped_counted_and_harms_nobody(intruder_key: bytes | None) -> None:
+    with pair(KEY, KEY) as (source, target), Intruder(intruder_key) as intruder:
+        intruder.dial(source.driver.address)
+        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
+        for message in SENSELESS:
+            intruder.say(message, source.incarnation, sender=target.incarnation)
+        source.wait_dropped("not authenticated", len(SENSELESS) + 1)
+        assert b"refused" in intruder.hear()
+        assert_works(source, target)
+
+
+def test_an_allow_list_admits_who_is_on_it() -> None:
+    trust = parse_trust(allow=["127.0.0.0/8"])
+    with pair(trust, trust) as (source, target):
+        assert_works(source, target)
+
+
+@pytest.mark.parametrize("host", ["10.255.255.1", "example.com", "0.0.0.0", "2130706433"])  # noqa: S104
+def test_an_address_in_a_request_is_a_hint_and_no_right(host: str) -> None:
+    with pair() as (source, target):
+        ask(target, ControlAddress.of(host, 9), "elsewhere")
+        ended = target.wait_for(TargetEnded, key_of("elsewhere"))
+        assert ended.reason.startswith(f"{host} is not this machine")
+        assert target.driver.dropped_total()["not dialled"] > 0
+        assert_works(source, target)
+
+
+@pytest.mark.parametrize("answer", GARBAGE.values(), ids=GARBAGE.keys())
+def test_an_address_where_somebody_else_answers_fails_the_request_at_once(answer: tuple[bytes, ...]) -> None:
+    with pair() as (source, target), Intruder() as intruder:
+        intruder.listen()
+        ask(target, intruder.address, "somebody else")
+        intruder.hear()
+        intruder.send(*answer)
+        ended = target.wait_for(TargetEnded, key_of("somebody else"))
+        assert f"what answers at {intruder.address} is no peer of ours" in ended.reason
+        assert_works(source, target)
+
+
+# The thread.
+
+
+def test_close_leaves_no_thread_no_socket_and_no_port() -> None:
+    threads, files = set(threading.enumerate()), _open_files()
+    with pair(KEY, KEY) as (source, target):
+        landed(source, target, "the only one")
+        ports = [side.driver.address.handshake for side in (source, target)]
+        start_handoff(source, target, "in the middle")
+    source.driver.close()
+    assert set(threading.enumerate()) <= threads
+    assert _open_files() <= files
+    for port in ports:
+        check_port_free("127.0.0.1", port, "--control-port")
+
+
+def test_a_driver_that_was_never_started_closes_too() -> None:
+    files = _open_files()
+    Side(MemoryHub()).driver.close()
+    assert _open_files() <= files
+
+
+def test_the_other_side_is_told_when_one_closes() -> None:
+    hub = MemoryHub()
+    with Side(hub) as source:
+        with Side(hub) as target:
+            landed(source, target, "before")
+            ask(target, source.driver.address, "for nothing")
+            source.driver.expect_target(key_of("for nothing"), "prompt")
+            target.driver.expect_target(key_of("back"), "prompt")
+            ask(source, target.driver.address, "back")
+            wait_until(lambda: "Granted" in str(target.events), "the target knows who waits for it")
+        ended = source.wait_for(TargetEnded, key_of("back"))
+        assert "the instance is stopping" in ended.reason
+
+
+def test_an_idle_driver_waits_and_does_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "_IDLE_S", 0.05)
+    with pair(KEY, KEY) as (source, target):
+        landed(source, target, "and then nothing")
+        for side in (source, target):
+            waits = _recorded_waits(side, monkeypatch)
+            wait_until(partial(_is_long, waits), "some turns")
+            assert not any(was_ready for _, was_ready in waits[4:])
+            assert all(timeout_s == 0.05 for timeout_s, _ in waits[4:])
+
+
+def test_an_error_of_its_own_is_counted_and_the_thread_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pair() as (source, target):
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("a bug")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(target.driver._coordinator, "pull", fail)
+            start_handoff(source, target, "buggy")
+            wait_until(lambda: target.driver.errors_total > 0, "the error is counted")
+        assert "goes on after an error of its own" in caplog.text
+        target.driver.cancel(key_of("buggy"))
+        target.wait_for(TargetEnded, key_of("buggy"))
+        landed(source, target, "the next")
+        assert is_equal(source, target)
+
+
+def _is_long(waits: list[tuple[float, bool]]) -> bool:
+    return len(waits) > 8
+
+
+def _recorded_waits(side: Side, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+    waits: list[tuple[float, bool]] = []
+    original: Callable[[float, list[int]], bool] = side.sockets.wait
+
+    def wait(timeout_s: float, wakeups: list[int]) -> bool:
+        was_ready = original(timeout_s, wakeups)
+        waits.append((timeout_s, was_ready))
+        return was_ready
+
+    monkeypatch.setattr(side.sockets, "wait", wait)
+    return waits
+
+
+def _open_files() -> set[str]:
+    """Every socket, pipe and event descriptor of this process, by number and kind."""
+    links: set[str] = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            links.add(f"{path.name} {path.readlink()}")
+        except FileNotFoundError:
+            continue
+    return {link for link in links if "socket:" in link or "eventfd" in link or "eventpoll" in link or "pipe:" in link}

@@ -1,0 +1,503 @@
+"""The source side alone: what it says, holds, confirms and gives back, and what it does not let itself be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, key_of
+
+from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Offer, SourceEnded
+from kvbaton.agent.source import SourceSide
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.lifecycle import SourceState
+from kvbaton.core.messages import (
+    MAX_REASON,
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Grant,
+    Heartbeat,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+    decode,
+    encode,
+)
+from kvbaton.errors import IllegalTransition
+
+KEY = key_of("k")
+TOKENS = 3
+T1, T2 = Incarnation("t1"), Incarnation("t2")
+SPANS = tuple(Span(number, number, number + 1, 0, 1) for number in range(TOKENS))
+WHOLE = Span(0, 0, TOKENS, 0, 1)
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def grant(number: int = 1, key: HandoffKey = KEY, *, writes: bool = False, mode: Mode = Mode.PUSH, prompt: str = "p") -> Grant:
+    """A grant as a target sends it."""
+    executor = Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
+    return Grant(key, number, prompt, mode, executor, 1, BLOCKS if writes else (), 0)
+
+
+@dataclass
+class Rig:
+    """A source side and everything it says."""
+
+    ranks_count: int = 2
+    clock: Clock = field(default_factory=Clock)
+    post: Post = field(default_factory=Post)
+    ranks: ScriptedRanks = field(default_factory=ScriptedRanks)
+    events: list[EngineEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.side = SourceSide(self.ranks_count, LIMITS, self.clock, self.post, self.ranks, self.events.append)
+        self.ranks.report = self.side.on_leg  # type: ignore[assignment]
+
+    def said(self, kind: type[MessageT]) -> list[MessageT]:
+        """What was said of one kind since the last look."""
+        return [message for message in self.post.take() if isinstance(message, kind)]
+
+    def told(self) -> list[EngineEvent]:
+        """What the engine was told since the last look."""
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+    def expect(self, prompt: str = "p") -> None:
+        self.side.expect(KEY, prompt)
+
+    def compute(self, *numbers: int) -> None:
+        self.side.spans_ready(KEY, BLOCKS, tuple(SPANS[number] for number in numbers))
+
+    def offer(self) -> None:
+        self.side.offer(Offer(KEY, BLOCKS, TOKENS, AUX), lambda: WHOLE)
+
+    def serve(self, *, writes: bool = False) -> None:
+        """Up to the point where everything is announced."""
+        self.expect()
+        self.side.on_grant(T1, grant(writes=writes))
+        self.compute(0, 1, 2)
+        self.offer()
+
+    def state(self) -> SourceState | None:
+        record = self.side.live.get(KEY)
+        return None if record is None else record.state
+
+    @property
+    def generation(self) -> int:
+        return self.side.live[KEY].generation
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_pull_is_announced_confirmed_and_released(rig: Rig) -> None:
+    rig.expect()
+    rig.offer()
+    assert rig.state() is SourceState.HELD
+    assert rig.post.take() == []
+    rig.side.on_grant(T1, grant(mode=Mode.PULL))
+    announced, prefilled, aux = rig.post.take()
+    assert announced == Announced(KEY, 1, rig.generation, BLOCKS, (WHOLE,))
+    assert prefilled == Prefilled(KEY, 1, rig.generation, 1, TOKENS, 0.0)
+    assert aux == AuxSent(KEY, 1, AUX)
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, rig.generation))
+    assert rig.post.take() == [Confirmed(KEY, 1, rig.generation, 1)]
+    rig.side.on_release(T1, Release(KEY, 1))
+    assert rig.told() == [SourceEnded(KEY, Outcome.DELIVERED)]
+    assert not rig.side.live
+
+
+def test_a_push_announces_each_span_when_it_is_computed(rig: Rig) -> None:
+    rig.expect()
+    rig.compute(0)
+    assert rig.post.take() == []
+    rig.side.on_grant(T1, grant())
+    assert [announced.spans for announced in rig.said(Announced)] == [SPANS[:1]]
+    rig.compute(1, 2)
+    assert [announced.spans for announced in rig.said(Announced)] == [SPANS[1:]]
+    rig.offer()
+    assert [type(message) for message in rig.post.take()] == [Prefilled, AuxSent]
+    assert rig.told() == [Granted(KEY)]
+
+
+def test_a_grant_that_comes_before_the_request_is_kept_for_it(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    assert rig.state() is SourceState.PARKED
+    assert rig.told() == []
+    rig.expect()
+    assert rig.told() == [Granted(KEY)]
+    rig.compute(0)
+    assert len(rig.said(Announced)) == 1
+
+
+def test_a_grant_that_nobody_takes_up_expires_and_its_target_is_told(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    rig.clock.now += LIMITS.defer_timeout
+    rig.side.tick()
+    assert [over.outcome for over in rig.said(Over)] == [Outcome.EXPIRED]
+    assert rig.told() == []
+    assert not rig.side.live
+
+
+def test_a_parked_grant_for_another_prompt_does_not_meet_the_request(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant(prompt="other"))
+    rig.expect()
+    assert "another prompt" in rig.said(Over)[0].reason
+    assert rig.state() is SourceState.QUEUED
+    assert rig.told() == []
+
+
+def test_in_pull_nothing_is_kept_for_a_request_that_is_not_there(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant(mode=Mode.PULL))
+    refused = rig.said(Refused)[0]
+    assert (refused.key, refused.grant, refused.stale) == (KEY, 1, False)
+    assert not rig.side.live
+
+
+def test_parked_grants_are_bounded(rig: Rig) -> None:
+    for number in range(1, 4098):
+        rig.side.on_grant(T1, grant(number, key_of(f"k{number}")))
+    assert len(rig.side.live) == 4096
+    assert "4096 grants wait" in rig.said(Refused)[0].reason
+
+
+def test_a_repeated_grant_repeats_what_was_announced_and_nothing_else(rig: Rig) -> None:
+    rig.serve()
+    first = rig.post.take()
+    rig.side.on_grant(T1, grant())
+    assert [type(message) for message in rig.post.take()] == [Announced, Prefilled, AuxSent]
+    assert sum(isinstance(message, Announced) for message in first) == 1
+    assert rig.told() == [Granted(KEY)]
+
+
+def test_a_finished_hand_off_does_not_come_back(rig: Rig) -> None:
+    rig.serve()
+    rig.side.cancel(KEY, "enough")
+    rig.post.take()
+    rig.side.on_grant(T1, grant())
+    refused = rig.said(Refused)[0]
+    assert (refused.grant, refused.stale) == (1, True)
+    rig.expect()
+    rig.side.on_grant(T1, grant())
+    assert rig.said(Refused)[0].stale
+    assert rig.side.live[KEY].grant is None
+
+
+def test_a_stop_that_overtakes_its_grant_voids_it(rig: Rig) -> None:
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    assert rig.post.take() == [Stopped(KEY, 1)]
+    rig.side.on_grant(T1, grant())
+    assert rig.said(Refused)[0].stale
+    assert not rig.side.live
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_a_stop_whose_grant_never_came_ends_what_it_was_for(rig: Rig, is_claimed: bool) -> None:
+    rig.expect()
+    rig.offer()
+    if is_claimed:
+        rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+    rig.side.on_stop(T1, Stop(KEY, 5, Outcome.CANCELLED, "the client is gone"))
+    assert [event.outcome for event in rig.told() if isinstance(event, SourceEnded)] == [Outcome.CANCELLED]
+    assert not rig.side.live
+
+
+def test_the_stop_of_an_earlier_attempt_does_not_end_the_next_one(rig: Rig) -> None:
+    rig.serve()
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    rig.expect()
+    rig.post.take()
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    assert rig.post.take() == [Stopped(KEY, 1)]
+    assert rig.state() is SourceState.QUEUED
+
+
+def test_a_hand_off_belongs_to_the_first_target_that_speaks_for_it(rig: Rig) -> None:
+    rig.serve()
+    rig.post.take()
+    rig.side.on_grant(T2, grant())
+    assert "another target" in rig.said(Refused)[0].reason
+    rig.side.on_confirm_ask(T2, ConfirmAsk(KEY, 1, rig.generation))
+    assert [over.outcome for over in rig.said(Over)] == [Outcome.FAILED]
+    rig.side.on_release(T2, Release(KEY, 1))
+    rig.side.on_stop(T2, Stop(KEY, 1, Outcome.CANCELLED))
+    assert rig.state() is SourceState.SERVING
+
+
+def test_a_target_with_another_prompt_is_refused_and_gives_its_claim_up(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_heartbeat(T2, Heartbeat(False, ((KEY, 0),)))
+    rig.side.on_grant(T2, grant(prompt="other"))
+    assert "another prompt" in rig.said(Refused)[0].reason
+    rig.side.on_grant(T1, grant())
+    assert rig.state() is SourceState.STREAMING
+
+
+def test_a_new_grant_of_the_same_target_means_that_it_gave_the_old_one_up(rig: Rig) -> None:
+    rig.serve()
+    rig.post.take()
+    rig.side.on_grant(T1, grant(2))
+    assert [refused.grant for refused in rig.said(Refused)] == [2]
+    assert next(event for event in rig.told() if isinstance(event, SourceEnded)).outcome is Outcome.FAILED
+
+
+def test_a_lease_runs_from_the_last_sign_of_life(rig: Rig) -> None:
+    rig.expect()
+    rig.clock.now += 10 * LIMITS.defer_timeout
+    rig.side.tick()
+    assert rig.state() is SourceState.QUEUED, "computing is not waiting for a target"
+    rig.offer()
+    rig.clock.now += LIMITS.defer_timeout - 1
+    rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+    rig.clock.now += LIMITS.defer_timeout - 1
+    rig.side.tick()
+    assert rig.state() is SourceState.HELD
+    rig.clock.now += 1
+    assert min(rig.side.deadlines()) == rig.clock.now
+    rig.side.tick()
+    ended = [event for event in rig.told() if isinstance(event, SourceEnded)]
+    assert [event.outcome for event in ended] == [Outcome.EXPIRED]
+    assert "60 s while held" in ended[0].reason
+
+
+def test_a_target_that_asks_after_the_end_is_told_how_it_ended(rig: Rig) -> None:
+    rig.serve()
+    generation = rig.generation
+    rig.side.cancel(KEY, "the client is gone")
+    rig.post.take()
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, generation))
+    rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 1),)))
+    overs = rig.said(Over)
+    assert [(over.outcome, over.reason) for over in overs] == [(Outcome.CANCELLED, "the client is gone")] * 2
+
+
+def test_the_end_of_one_target_is_not_told_to_another(rig: Rig) -> None:
+    rig.serve()
+    rig.side.cancel(KEY, "the client is gone")
+    rig.post.take()
+    rig.side.on_heartbeat(T2, Heartbeat(False, ((KEY, 1),)))
+    assert rig.post.take() == []
+
+
+def test_a_target_that_waits_for_what_ended_before_any_grant_is_told(rig: Rig) -> None:
+    rig.expect()
+    rig.side.cancel(KEY, "the client is gone")
+    rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+    assert [(over.grant, over.outcome) for over in rig.said(Over)] == [(0, Outcome.CANCELLED)]
+
+
+def test_a_retraction_voids_what_was_announced_and_frees_the_blocks(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, grant())
+    rig.compute(0)
+    before = rig.generation
+    rig.post.take()
+    rig.side.retract(KEY)
+    assert rig.generation > before
+    assert rig.post.take() == [Retracted(KEY, 1, rig.generation)]
+    assert rig.told() == [Granted(KEY), Drained(KEY)]
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, before))
+    assert rig.post.take() == [Retracted(KEY, 1, rig.generation)]
+    rig.compute(0, 1, 2)
+    assert [(announced.generation, announced.spans) for announced in rig.said(Announced)] == [(rig.generation, SPANS)]
+
+
+def test_a_retraction_while_writing_waits_for_every_leg(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, grant(writes=True))
+    rig.compute(0)
+    old = rig.side.live[KEY].leg
+    rig.side.retract(KEY)
+    assert rig.state() is SourceState.RETRACTING
+    rig.compute(1)
+    rig.ranks.quiet(0, old)
+    assert Drained(KEY) not in rig.told()
+    rig.ranks.quiet(1, old)
+    assert rig.told() == [Drained(KEY)]
+    rig.compute(0)
+    assert {move.leg for move in rig.ranks.moves} == {rig.side.live[KEY].leg}
+
+
+@pytest.mark.parametrize("word", ["cancel", "stop"])
+def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig: Rig, word: str) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, grant(writes=True))
+    rig.compute(0)
+    old = rig.side.live[KEY].leg
+    rig.side.retract(KEY)
+    rig.post.take()
+    rig.told()
+    if word == "cancel":
+        rig.side.cancel(KEY, "the client is gone")
+    else:
+        rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    assert rig.post.take() == [], "nothing may be called stopped while a write of it is in flight"
+    assert rig.told() == []
+    rig.ranks.quiet(0, old)
+    rig.ranks.quiet(1, old)
+    assert [type(message) for message in rig.post.take()] == [Over if word == "cancel" else Stopped]
+    assert [type(event) for event in rig.told()] == [SourceEnded]
+
+
+def test_a_source_that_writes_confirms_when_every_rank_has_moved_everything(rig: Rig) -> None:
+    rig.serve(writes=True)
+    leg = rig.side.live[KEY].leg
+    assert [announced.blocks for announced in rig.said(Announced)] == [()]
+    *rest, last = list(rig.ranks.moves)
+    for move in rest:
+        rig.ranks.finish(move)
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, leg.generation))
+    assert rig.said(Confirmed) == []
+    rig.ranks.finish(last)
+    assert rig.said(Confirmed) == [Confirmed(KEY, 1, leg.generation, TOKENS)]
+    rig.side.on_grant(T1, grant(writes=True))
+    assert rig.said(Confirmed) == [Confirmed(KEY, 1, leg.generation, TOKENS)]
+    rig.side.on_release(T1, Release(KEY, 1))
+    assert rig.ranks.legs == {}
+    assert rig.told()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
+
+
+def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
+    rig.serve(writes=True)
+    leg = rig.side.live[KEY].leg
+    rig.post.take()
+    rig.ranks.fail(1, leg, "the cable is cut")
+    assert rig.ranks.stops == [(0, leg)]
+    assert rig.said(Over) == []
+    rig.ranks.quiet_all()
+    assert [(over.outcome, over.reason) for over in rig.said(Over)] == [(Outcome.FAILED, "the cable is cut")]
+    assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "the cable is cut")
+
+
+def test_what_a_leg_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
+    rig.serve(writes=True)
+    leg = rig.side.live[KEY].leg
+    other = type(leg)(leg.key, leg.grant, leg.generation + 1)
+    rig.ranks.legs[0, other] = rig.ranks.legs[0, leg]
+    rig.ranks.quiet(0, other)
+    assert rig.side.late_total["leg"] == 1
+    assert rig.side.live[KEY].open_legs == {0: leg, 1: leg}
+
+
+def test_a_release_before_the_confirmation_is_ignored(rig: Rig) -> None:
+    rig.serve()
+    rig.side.on_release(T1, Release(KEY, 1))
+    assert rig.state() is SourceState.SERVING
+    assert rig.side.late_total["release"] == 1
+
+
+def test_what_a_stopped_target_hears_is_stopped(rig: Rig) -> None:
+    rig.serve()
+    rig.post.take()
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client is gone"))
+    assert rig.post.take() == [Stopped(KEY, 1)]
+    assert rig.told()[-1] == SourceEnded(KEY, Outcome.CANCELLED, "the target cancelled: the client is gone")
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    assert rig.post.take() == [Stopped(KEY, 1)]
+
+
+def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
+    rig.serve()
+    rig.side.on_peer_gone(T2, "dead")
+    assert rig.state() is SourceState.SERVING
+    assert rig.side.peers() == {T1}
+    rig.side.on_peer_gone(T1, "dead")
+    assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
+
+
+def test_an_engine_that_speaks_of_a_grant_that_waits_is_not_heard(rig: Rig) -> None:
+    """It speaks of the hand-off before this one, of whose end it has not heard yet."""
+    rig.side.on_grant(T1, grant())
+    rig.compute(0)
+    rig.side.retract(KEY)
+    rig.offer()
+    assert rig.state() is SourceState.PARKED
+    assert rig.side.live[KEY].spans == []
+    assert rig.told() == []
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_an_offer_that_cannot_be_raises_and_changes_nothing(rig: Rig, is_granted: bool) -> None:
+    rig.expect()
+    if is_granted:
+        rig.side.on_grant(T1, grant())
+    rig.offer()
+    record = rig.side.live[KEY]
+    before = (record.state, record.blocks, list(record.spans), record.offer)
+    with pytest.raises(IllegalTransition, match="prefilled in state"):
+        rig.side.offer(Offer(KEY, ((9,),), TOKENS, AUX), lambda: WHOLE)
+    with pytest.raises(IllegalTransition, match="preempted in state"):
+        rig.side.retract(KEY)
+    assert (record.state, record.blocks, record.spans, record.offer) == before
+
+
+@pytest.mark.parametrize("told", [(0, 1), (1, 2), (0, 1, 1, 2)])
+def test_spans_that_are_not_the_whole_cache_fail_the_hand_off(rig: Rig, told: tuple[int, ...]) -> None:
+    rig.expect()
+    rig.compute(*told)
+    rig.offer()
+    ended = rig.told()[-1]
+    assert isinstance(ended, SourceEnded)
+    assert ended.outcome is Outcome.FAILED
+    assert "not the whole cache" in ended.reason
+
+
+def test_a_second_request_of_the_same_key_fails_and_leaves_the_first_alone(rig: Rig) -> None:
+    rig.expect()
+    rig.expect()
+    assert [type(event) for event in rig.told()] == [SourceEnded]
+    assert rig.state() is SourceState.QUEUED
+
+
+def test_an_endless_reason_is_cut_to_what_the_wire_takes(rig: Rig) -> None:
+    rig.serve()
+    rig.side.cancel(KEY, "x" * 100_000)
+    over = rig.said(Over)[-1]
+    assert len(over.reason) == MAX_REASON
+    assert decode(encode(T1, "", over)).message == over
+
+
+def test_everything_is_given_up_at_once_when_the_instance_stops(rig: Rig) -> None:
+    rig.serve()
+    rig.side.expect(key_of("other"), "p")
+    rig.side.stop("going down")
+    ended = [event for event in rig.told() if isinstance(event, SourceEnded)]
+    assert {(event.key, event.outcome) for event in ended} == {(KEY, Outcome.CANCELLED), (key_of("other"), Outcome.CANCELLED)}
+    assert rig.said(Over)[-1].reason == "going down"
+
+
+def test_heartbeats_go_to_the_targets_that_wait(rig: Rig) -> None:
+    rig.side.on_grant(T2, grant(3, key_of("parked")))
+    rig.expect()
+    assert rig.side.beat() == {}
+    rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+    assert rig.side.beat() == {T1: Heartbeat(True, ((KEY, 0),))}
+    rig.side.on_grant(T1, grant())
+    assert rig.side.beat() == {T1: Heartbeat(True, ((KEY, 1),))}
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("on_confirm_ask", ConfirmAsk(KEY, 1, 1)),
+        ("on_release", Release(KEY, 1)),
+        ("on_stop", Stop(KEY, 1, Outcome.FAILED)),
+        ("on_heartbeat", Heartbeat(False, ((KEY, 1), (KEY, 0)))),
+    ],
+)
+def test_what_is_said_of_nothing_does_nothing(rig: Rig, method: str, message: Any) -> None:
+    getattr(rig.side, method)(T1, message)
+    assert rig.told() == []
+    assert not rig.side.live

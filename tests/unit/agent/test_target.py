@@ -1,0 +1,551 @@
+"""The target side alone: what it grants, has filled, counts, delivers and gives back, and what it does not believe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
+
+from kvbaton.agent.engine_port import EngineEvent, Landed, Pull, SourceWanted, TargetEnded
+from kvbaton.agent.target import TargetSide
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.lifecycle import TargetState
+from kvbaton.core.messages import (
+    MAX_REASON,
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+)
+
+KEY = key_of("k")
+TOKENS = 3
+S1, S2 = Incarnation("s1"), Incarnation("s2")
+ADDRESS = ControlAddress.of("127.0.0.1", 7000)
+SPANS = tuple(Span(number, number, number + 1, 0, 1) for number in range(TOKENS))
+SOURCE_BLOCKS = ((7, 8, 9),)
+RANKS = 2
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+@dataclass
+class Rig:
+    """A target side, everything it says, and a source that is spoken for by the test."""
+
+    writes: bool = False
+    mode: Mode = Mode.PUSH
+    clock: Clock = field(default_factory=Clock)
+    post: Post = field(default_factory=Post)
+    events: list[EngineEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = ScriptedRanks(Executor.SOURCE_WRITES if self.writes else Executor.TARGET_READS)
+        card = card_of("t1", RANKS)
+        self.side = TargetSide(card, "scripted", LIMITS, self.clock, self.post, self.ranks, self.events.append)
+        self.ranks.report = self.side.on_leg  # type: ignore[assignment]
+
+    def said(self, kind: type[MessageT]) -> list[MessageT]:
+        """What was said of one kind since the last look."""
+        return [message for message in self.post.take() if isinstance(message, kind)]
+
+    def told(self) -> list[EngineEvent]:
+        """What the engine was told since the last look."""
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+    def wanted(self, key: HandoffKey = KEY, incarnation: Incarnation | None = None) -> SourceWanted:
+        return SourceWanted(key, "p", ADDRESS, incarnation, self.mode)
+
+    def grant(self, key: HandoffKey = KEY, source: str = "s1") -> int:
+        """Up to the point where the source has been sent its grant; returns its number."""
+        wanted = self.wanted(key)
+        self.side.expect(wanted, card_of(source, RANKS))
+        self.side.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+        return self.side.live[key].grant
+
+    def announce(self, *numbers: int, generation: int = 1, grant: int = 1) -> None:
+        blocks = () if self.writes else SOURCE_BLOCKS
+        self.side.on_announced(S1, Announced(KEY, grant, generation, blocks, tuple(SPANS[number] for number in numbers)))
+
+    def finish_prefill(self, *, count: int = TOKENS, tokens: int = TOKENS, generation: int = 1, grant: int = 1) -> None:
+        self.side.on_prefilled(S1, Prefilled(KEY, grant, generation, count, tokens, 0.0))
+        self.side.on_aux(S1, AuxSent(KEY, grant, AUX))
+
+    def fill(self) -> None:
+        """Up to the point where everything has been moved."""
+        self.grant()
+        self.announce(0, 1, 2)
+        self.finish_prefill()
+        self.ranks.finish_all()
+
+    def confirm(self, *, generation: int = 1, count: int = TOKENS, grant: int = 1) -> None:
+        self.side.on_confirmed(S1, Confirmed(KEY, grant, generation, count))
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.side.tick()
+
+    def state(self) -> TargetState | None:
+        record = self.side.live.get(KEY)
+        return None if record is None else record.state
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture
+def writing() -> Rig:
+    return Rig(writes=True)
+
+
+def outcomes(events: list[EngineEvent]) -> list[Outcome]:
+    """The outcomes that an engine was told."""
+    return [event.outcome if isinstance(event, TargetEnded) else Outcome.DELIVERED for event in events]
+
+
+def test_a_read_is_granted_filled_confirmed_and_landed(rig: Rig) -> None:
+    rig.grant()
+    assert rig.post.take() == [Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0)]
+    rig.announce(0, 1)
+    assert {(move.rank, move.span, move.source_blocks) for move in rig.ranks.moves} == {
+        (rank, span, SOURCE_BLOCKS) for rank in range(RANKS) for span in (0, 1)
+    }
+    rig.announce(1, 2)
+    rig.finish_prefill()
+    assert len(rig.ranks.moves) == RANKS * TOKENS, "a span is moved once"
+    *rest, last = list(rig.ranks.moves)
+    for move in rest:
+        rig.ranks.finish(move)
+    assert rig.said(ConfirmAsk) == []
+    rig.ranks.finish(last)
+    assert rig.post.take() == [ConfirmAsk(KEY, 1, 1)]
+    assert rig.told() == []
+    rig.confirm()
+    assert rig.post.take() == [Release(KEY, 1)]
+    (landed,) = rig.told()
+    assert isinstance(landed, Landed)
+    assert (landed.key, landed.aux, landed.stats.bytes_moved) == (KEY, AUX, 10 * RANKS * TOKENS)
+    assert not rig.side.live
+    assert rig.ranks.legs == {}
+
+
+def test_a_write_lands_when_the_source_has_confirmed(writing: Rig) -> None:
+    writing.grant()
+    (grant,) = writing.said(Grant)
+    assert (grant.executor, grant.blocks) == (Executor.SOURCE_WRITES, BLOCKS)
+    writing.announce(0, 1, 2)
+    assert writing.ranks.moves == []
+    writing.confirm()
+    assert writing.told() == [], "a confirmation counts against what was prefilled"
+    writing.finish_prefill()
+    assert writing.told() == []
+    writing.confirm()
+    assert outcomes(writing.told()) == [Outcome.DELIVERED]
+    assert writing.said(Release) == [Release(KEY, 1)]
+
+
+def test_in_pull_the_target_reads_whatever_its_transport_can_do() -> None:
+    rig = Rig(writes=True, mode=Mode.PULL)
+    rig.grant()
+    assert [grant.executor for grant in rig.said(Grant)] == [Executor.TARGET_READS]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_messages_of_the_source_may_come_in_any_order(rig: Rig, order: tuple[int, ...]) -> None:
+    rig.grant()
+    steps = [
+        lambda: rig.announce(0, 1, 2),
+        lambda: rig.side.on_prefilled(S1, Prefilled(KEY, 1, 1, TOKENS, TOKENS, 0.0)),
+        lambda: rig.side.on_aux(S1, AuxSent(KEY, 1, AUX)),
+    ]
+    for step in order:
+        steps[step]()
+    rig.ranks.finish_all()
+    assert rig.state() is TargetState.CONFIRMING
+
+
+@pytest.mark.parametrize("missing", ["spans", "prefilled", "aux", "one rank"])
+def test_nothing_is_complete_while_a_part_is_missing(rig: Rig, missing: str) -> None:
+    rig.grant()
+    rig.announce(*((0, 1) if missing == "spans" else (0, 1, 2)))
+    if missing != "prefilled":
+        rig.side.on_prefilled(S1, Prefilled(KEY, 1, 1, TOKENS, TOKENS, 0.0))
+    if missing != "aux":
+        rig.side.on_aux(S1, AuxSent(KEY, 1, AUX))
+    for move in [move for move in rig.ranks.moves if missing != "one rank" or move.rank == 0]:
+        rig.ranks.finish(move)
+    assert rig.state() is TargetState.FILLING
+    assert rig.said(ConfirmAsk) == []
+
+
+def test_a_span_counts_once_however_often_it_is_reported(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.finish_prefill()
+    move = rig.ranks.moves[0]
+    for _ in range(TOKENS):
+        rig.ranks.moves.append(move)
+        rig.ranks.finish(move)
+    assert rig.side.live[KEY].bytes_moved == 10
+    assert rig.state() is TargetState.FILLING
+
+
+@pytest.mark.parametrize(
+    ("generation", "count", "grant"), [(2, TOKENS, 1), (0, TOKENS, 1), (1, TOKENS - 1, 1), (1, TOKENS, 2), (1, TOKENS, 0)]
+)
+def test_a_confirmation_of_anything_else_does_not_deliver(rig: Rig, generation: int, count: int, grant: int) -> None:
+    rig.fill()
+    rig.confirm(generation=generation, count=count, grant=grant)
+    rig.side.on_confirmed(S2, Confirmed(KEY, 1, 1, TOKENS))
+    assert rig.told() == []
+    assert rig.side.late_total["confirmed"] == 2
+
+
+def test_a_confirmation_before_the_last_byte_does_not_deliver(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.finish_prefill()
+    rig.confirm()
+    rig.ranks.finish_all()
+    assert rig.told() == []
+    assert rig.state() is TargetState.CONFIRMING
+
+
+def test_a_count_that_changes_is_not_believed(rig: Rig) -> None:
+    rig.fill()
+    rig.side.on_prefilled(S1, Prefilled(KEY, 1, 1, TOKENS + 1, TOKENS, 0.0))
+    rig.confirm(count=TOKENS + 1)
+    assert rig.told() == []
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 2), ()])
+def test_spans_that_are_not_the_whole_cache_are_not_delivered(rig: Rig, numbers: tuple[int, ...]) -> None:
+    rig.grant()
+    rig.announce(*numbers)
+    rig.finish_prefill(count=len(numbers))
+    rig.ranks.finish_all()
+    rig.ranks.quiet_all()
+    (ended,) = rig.told()
+    assert isinstance(ended, TargetEnded)
+    assert "not the whole cache" in ended.reason
+
+
+def test_another_number_of_tokens_is_refused_with_both(rig: Rig) -> None:
+    rig.grant()
+    rig.finish_prefill(tokens=TOKENS + 1)
+    (ended,) = rig.told()
+    assert isinstance(ended, TargetEnded)
+    assert "4 tokens" in ended.reason
+    assert "asked for 3" in ended.reason
+
+
+def test_a_retraction_waits_for_the_reads_of_the_old_generation(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1)
+    old = rig.side.live[KEY].leg
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    assert rig.state() is TargetState.CLEARING
+    rig.announce(0, generation=2)
+    assert {move.leg for move in rig.ranks.moves} == {old}, "nothing of the new generation moves yet"
+    rig.ranks.quiet_all()
+    assert rig.state() is TargetState.FILLING
+    assert {(move.leg.generation, move.span) for move in rig.ranks.moves} == {(2, 0)}
+
+
+def test_what_was_moved_before_a_retraction_does_not_count(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.ranks.finish_all()
+    rig.announce(0, generation=2)
+    rig.ranks.quiet_all()
+    rig.finish_prefill(generation=2)
+    rig.ranks.finish_all()
+    assert rig.state() is TargetState.FILLING
+    rig.announce(1, 2, generation=1)
+    assert rig.side.late_total["announced"] == 1
+    rig.announce(1, 2, generation=2)
+    rig.ranks.finish_all()
+    assert rig.said(ConfirmAsk) == [ConfirmAsk(KEY, 1, 2)]
+
+
+def test_a_retraction_after_the_last_byte_starts_over(rig: Rig) -> None:
+    rig.fill()
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    rig.confirm()
+    rig.ranks.quiet_all()
+    assert rig.told() == []
+    assert rig.state() is TargetState.FILLING
+
+
+def test_one_failed_rank_fails_all_when_the_others_are_quiet(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0)
+    leg = rig.side.live[KEY].leg
+    rig.ranks.fail(1, leg, "the cable is cut")
+    assert rig.told() == []
+    assert rig.side.quarantined_blocks() == 3
+    assert [stop.reason for stop in rig.said(Stop)] == ["the cable is cut"]
+    rig.ranks.quiet_all()
+    assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "the cable is cut")]
+    assert rig.side.quarantined_blocks() == 0
+
+
+@pytest.mark.parametrize("answer", ["stopped", "over", "refused", "gone", "region"])
+def test_blocks_that_a_source_may_write_to_come_back_when_it_is_quiet(writing: Rig, answer: str) -> None:
+    writing.grant()
+    writing.announce(0)
+    writing.side.cancel(KEY, "the client is gone")
+    assert writing.said(Stop) == [Stop(KEY, 1, Outcome.CANCELLED, "the client is gone")]
+    writing.pass_time(1000 * LIMITS.transfer_timeout)
+    assert writing.told() == [], "time alone never frees target memory"
+    match answer:
+        case "stopped":
+            writing.side.on_stopped(S1, Stopped(KEY, 1))
+        case "over":
+            writing.side.on_over(S1, Over(KEY, 1, Outcome.EXPIRED))
+        case "refused":
+            writing.side.on_refused(S1, Refused("this grant was used before", KEY, 1, True))
+        case "gone":
+            writing.side.on_peer_gone(S1, "dead")
+        case "region":
+            writing.side.epoch = 2
+        writing.side.on_region_fenced(2)
+    assert outcomes(writing.told()) == [Outcome.CANCELLED]
+
+
+def test_a_source_that_does_not_stop_is_fenced_by_stronger_and_stronger_means(writing: Rig) -> None:
+    writing.grant()
+    writing.side.cancel(KEY, "the client is gone")
+    states = []
+    for _ in range(4):
+        writing.pass_time(LIMITS.stop_timeout)
+        states.append((writing.state(), len(writing.ranks.revoked), writing.ranks.resets))
+    assert states == [
+        (TargetState.REVOKING, 1, 0),
+        (TargetState.ISOLATED, 1, 1),
+        (TargetState.ISOLATED, 1, 1),
+        (TargetState.ISOLATED, 1, 1),
+    ]
+    assert len(writing.said(Stop)) >= 5
+
+
+@pytest.mark.parametrize("sender", [S2, S1])
+def test_only_the_stop_of_this_grant_frees_blocks(writing: Rig, sender: Incarnation) -> None:
+    writing.grant()
+    writing.side.cancel(KEY, "the client is gone")
+    writing.side.on_stopped(sender, Stopped(KEY, 1 if sender == S2 else 2))
+    writing.side.on_stopped(sender, Stopped(key_of("other"), 1))
+    assert writing.told() == []
+
+
+def test_a_word_that_it_stopped_means_nothing_while_it_is_wanted(writing: Rig) -> None:
+    writing.grant()
+    writing.side.on_stopped(S1, Stopped(KEY, 1))
+    writing.side.cancel(KEY, "the client is gone")
+    assert writing.told() == []
+
+
+def test_a_stale_number_is_replaced_and_forgets_what_was_heard(rig: Rig) -> None:
+    rig.grant()
+    rig.finish_prefill()
+    rig.post.take()
+    rig.side.on_refused(S1, Refused("this grant was used before", KEY, 1, stale=True))
+    assert [grant.grant for grant in rig.said(Grant)] == [2]
+    record = rig.side.live[KEY]
+    assert (record.generation, record.span_count, record.aux) == (0, None, None)
+    rig.announce(0, 1, 2, grant=1)
+    assert rig.ranks.moves == []
+
+
+def test_a_refusal_fails_with_the_reason(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_refused(S1, Refused("it belongs to another target", KEY, 1))
+    assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "it belongs to another target")]
+
+
+def test_no_two_grants_share_a_number(rig: Rig) -> None:
+    numbers = [rig.grant(key_of(f"k{n}"), source) for n, source in enumerate(["s1", "s2", "s1", "s3"])]
+    assert len(set(numbers)) == 4
+    assert numbers == sorted(numbers)
+
+
+def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
+    rig.fill()
+    rig.confirm()
+    rig.post.take()
+    rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1), (KEY, 0), (key_of("never"), 9))))
+    release, stop = rig.post.take()
+    assert release == Release(KEY, 1)
+    assert isinstance(stop, Stop)
+    assert (stop.key, stop.grant, stop.outcome) == (key_of("never"), 9, Outcome.FAILED)
+
+
+def test_a_delivery_from_one_source_is_not_told_to_another(rig: Rig) -> None:
+    """The same transfer id, first wanted from s2 and cancelled, then delivered by s1."""
+    first = rig.grant(KEY, "s2")
+    rig.side.cancel(KEY, "a retry elsewhere")
+    second = rig.grant(KEY, "s1")
+    rig.announce(0, 1, 2, grant=second)
+    rig.finish_prefill(grant=second)
+    rig.ranks.finish_all()
+    rig.confirm(grant=second)
+    assert outcomes(rig.told()) == [Outcome.CANCELLED, Outcome.DELIVERED]
+    rig.post.take()
+    rig.side.on_heartbeat(S2, Heartbeat(True, ((KEY, first),)))
+    (stop,) = rig.post.take()
+    assert isinstance(stop, Stop)
+    assert stop.outcome is Outcome.CANCELLED
+
+
+def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig) -> None:
+    rig.grant()
+    rig.pass_time(LIMITS.transfer_timeout - 1)
+    rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
+    rig.pass_time(LIMITS.transfer_timeout - 1)
+    rig.announce(0)
+    rig.pass_time(LIMITS.transfer_timeout - 1)
+    rig.ranks.finish(rig.ranks.moves[0])
+    rig.pass_time(LIMITS.transfer_timeout - 1)
+    assert rig.state() is TargetState.FILLING
+    rig.pass_time(1)
+    rig.ranks.quiet_all()
+    (ended,) = rig.told()
+    assert isinstance(ended, TargetEnded)
+    assert ended.outcome is Outcome.EXPIRED
+    assert "30 s while filling" in ended.reason
+
+
+def test_waiting_for_memory_has_no_deadline_and_keeps_greeting(rig: Rig) -> None:
+    rig.side.expect(rig.wanted(), None)
+    assert rig.post.sent == [(ADDRESS, Hello(card_of("t1", RANKS), wants_answer=True))]
+    rig.post.take()
+    for _ in range(100):
+        rig.pass_time(LIMITS.transfer_timeout)
+    assert rig.state() is TargetState.QUEUED
+    assert len(rig.said(Hello)) == 100
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [("greeting", Hello), ("granted", Grant), ("filling", Grant), ("confirming", ConfirmAsk), ("stopping", Stop)],
+)
+def test_a_question_without_an_answer_is_asked_again_less_and_less_often(stage: str, kind: type[Message]) -> None:
+    rig = Rig(writes=stage == "stopping")
+    if stage == "greeting":
+        rig.side.expect(rig.wanted(), None)
+        rig.side.pull(Pull(rig.wanted(), BLOCKS, TOKENS, 0))
+    else:
+        rig.grant()
+    if stage in ("filling", "confirming"):
+        rig.announce(0, 1, 2)
+    if stage == "confirming":
+        rig.finish_prefill()
+        rig.ranks.finish_all()
+    if stage == "stopping":
+        rig.side.cancel(KEY, "enough")
+    assert rig.state() == stage
+    rig.post.take()
+    asked = []
+    for _ in range(40):
+        rig.pass_time(0.1)
+        asked.append(len(rig.said(kind)))
+    assert [index for index, count in enumerate(asked, 1) if count] == [10, 30]
+
+
+def test_another_incarnation_than_the_expected_one_fails_with_both(rig: Rig) -> None:
+    rig.side.expect(rig.wanted(incarnation=Incarnation("s0")), None)
+    rig.side.on_card(card_of("s1", RANKS), ADDRESS)
+    (ended,) = rig.told()
+    assert isinstance(ended, TargetEnded)
+    assert "s0" in ended.reason
+    assert "s1" in ended.reason
+
+
+def test_a_card_that_comes_late_is_met_in_either_order(rig: Rig) -> None:
+    rig.side.expect(rig.wanted(), None)
+    rig.side.on_card(card_of("s9", RANKS), ControlAddress.of("127.0.0.1", 9999))
+    rig.side.pull(Pull(rig.wanted(), BLOCKS, TOKENS, 0))
+    assert rig.state() is TargetState.GREETING
+    rig.side.on_card(card_of("s1", RANKS), ADDRESS)
+    assert rig.state() is TargetState.GRANTED
+    rig.side.pull(Pull(rig.wanted(), BLOCKS, TOKENS, 0))
+    assert rig.side.late_total["pull"] == 1
+
+
+def test_a_source_that_ended_before_any_grant_ends_who_waits(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_over(S1, Over(KEY, 0, Outcome.CANCELLED, "the client is gone"))
+    assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "the source cancelled: the client is gone")]
+
+
+def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Rig) -> None:
+    rig.side.expect(rig.wanted(), card_of("s1", RANKS))
+    rig.announce(0, grant=0)
+    rig.finish_prefill(grant=0)
+    rig.confirm(grant=0)
+    rig.side.on_retracted(S1, Retracted(KEY, 0, 5))
+    rig.side.on_refused(S1, Refused("no", KEY, 0))
+    assert rig.state() is TargetState.QUEUED
+    assert rig.told() == []
+
+
+def test_a_new_registration_fails_only_what_was_written_under_the_old_one(writing: Rig) -> None:
+    writing.grant()
+    writing.side.on_region_fenced(2)
+    assert outcomes(writing.told()) == [Outcome.FAILED]
+    writing.grant()
+    assert writing.said(Grant)[-1].epoch == 2
+    writing.side.on_region_fenced(2)
+    assert writing.state() is TargetState.GRANTED
+
+
+def test_a_second_request_of_the_same_key_fails_and_leaves_the_first_alone(rig: Rig) -> None:
+    rig.grant()
+    rig.side.expect(rig.wanted(), card_of("s1", RANKS))
+    assert outcomes(rig.told()) == [Outcome.FAILED]
+    assert rig.state() is TargetState.GRANTED
+
+
+def test_an_endless_reason_is_cut_to_what_the_wire_takes(writing: Rig) -> None:
+    writing.grant()
+    writing.side.cancel(KEY, "x" * 100_000)
+    assert [len(stop.reason) for stop in writing.said(Stop)] == [MAX_REASON]
+
+
+def test_the_aux_record_that_landed_is_the_one_that_was_sent(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.finish_prefill()
+    rig.side.on_aux(S2, AuxSent(KEY, 1, Aux(99, 0.0)))
+    rig.side.on_aux(S1, AuxSent(KEY, 2, Aux(99, 0.0)))
+    rig.ranks.finish_all()
+    rig.confirm()
+    (landed,) = rig.told()
+    assert isinstance(landed, Landed)
+    assert landed.aux == AUX
+
+
+def test_heartbeats_go_to_the_sources_that_are_waited_for(rig: Rig) -> None:
+    rig.side.expect(rig.wanted(key_of("queued")), card_of("s1", RANKS))
+    rig.side.expect(rig.wanted(key_of("stranger")), None)
+    number = rig.grant()
+    assert rig.side.beat() == {S1: Heartbeat(False, ((key_of("queued"), 0), (KEY, number)))}
+    assert rig.side.peers() == {S1}

@@ -1,0 +1,88 @@
+"""The paged cache: one region, described truthfully by its layout."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.engines.embedded.cache import POISON_BYTE, PagedCache
+from kvbaton.engines.embedded.config import ModelConfig
+from kvbaton.errors import ConfigError
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    layers=3,
+    hidden_size=64,
+    heads=6,
+    kv_heads=2,
+    head_size=16,
+    ffn_size=128,
+    vocab_size=259,
+    context_tokens=4096,
+    rope_theta=10_000.0,
+    norm_epsilon=1e-5,
+    tied_head=False,
+)
+
+
+def test_region_is_zero_page_aligned_and_whole() -> None:
+    cache = PagedCache(CONFIG, 5, 8)
+    assert cache.data.shape == (3, 2, 5, 8, 2, 16)
+    assert cache.data.flags.c_contiguous
+    assert not cache.data.any()
+    assert cache.address % mmap.PAGESIZE == 0
+    assert cache.memory.nbytes == cache.data.nbytes == cache.layout().region_bytes
+
+
+def test_memory_is_the_data() -> None:
+    cache = PagedCache(CONFIG, 2, 4)
+    cache.memory[0:4] = np.float32(2.5).tobytes()
+    assert cache.data[0, 0, 0, 0, 0, 0] == 2.5
+
+
+@given(st.integers(0, 2), st.integers(0, 1), st.integers(0, 4), st.integers(0, 7), st.integers(0, 1))
+def test_layout_finds_every_head(layer: int, plane: int, block: int, token: int, head: int) -> None:
+    cache = PagedCache(CONFIG, 5, 8)
+    cache.data[layer, plane, block, token, head] = np.arange(16)
+    (group,) = cache.layout().groups
+    offset = group.offset + layer * group.layer_stride + plane * group.plane_stride + block * group.block_stride
+    offset += token * group.token_stride + head * group.head_stride
+    found = np.frombuffer(cache.memory[offset : offset + group.head_bytes], np.float32)
+    assert np.array_equal(found, np.arange(16))
+
+
+def test_layout_describes_the_group() -> None:
+    (group,) = PagedCache(CONFIG, 5, 8).layout().groups
+    assert (group.kind, group.layers, group.planes, group.dtype) == ("full", (0, 1, 2), 2, "float32")
+    assert (group.blocks, group.block_tokens, group.heads, group.total_heads, group.head_size) == (5, 8, 2, 2, 16)
+    assert group.is_token_contiguous
+
+
+def test_poison_fills_exactly_the_blocks_named() -> None:
+    cache = PagedCache(CONFIG, 5, 8)
+    cache.poison([1, 4])
+    raw = cache.data.view(np.uint8)
+    assert (raw[:, :, [1, 4]] == POISON_BYTE).all()
+    assert not raw[:, :, [0, 2, 3]].any()
+    assert np.isfinite(cache.data).all()
+
+
+def test_poison_of_nothing_changes_nothing() -> None:
+    cache = PagedCache(CONFIG, 2, 8)
+    cache.poison([])
+    assert not cache.data.any()
+
+
+@pytest.mark.parametrize(("blocks", "block_tokens"), [(0, 16), (4, 0), (-1, 16)])
+def test_a_cache_without_room_is_refused(blocks: int, block_tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"{blocks} blocks of {block_tokens}"):
+        PagedCache(CONFIG, blocks, block_tokens)
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use fewer blocks"):
+        PagedCache(CONFIG, 1 << 48, 16)
