@@ -5,15 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help up test test-e2e check format bench clean
+.PHONY: help up test test-sim test-e2e check format bench diagrams clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make up         router, one prefill and one decode instance on this machine; chat at http://127.0.0.1:8000"
 	@echo "make test       what can be checked on a laptop in ten minutes"
+	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      the embedded engine beside its bare matrix products"
+	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
 	@echo "make clean      remove the virtual environment and caches of tools"
 
 $(VENV)/bin/python:
@@ -38,7 +40,10 @@ up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not e2e" $(ARGS)
+	$(BIN)/pytest -m "not e2e and not sim" $(ARGS)
+
+test-sim: $(VENV)/.installed-dev
+	$(BIN)/pytest -m sim $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest -m e2e --timeout 900 $(ARGS)
@@ -52,6 +57,9 @@ check: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests
 	$(BIN)/ruff check --fix src tests
+
+diagrams: $(VENV)/.installed
+	$(BIN)/python tools/diagrams.py
 
 bench: $(VENV)/.installed
 	$(BIN)/kvbaton bench engine $(ARGS)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import pytest
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceSide
@@ -32,7 +33,12 @@ __all__ = [
     "Story",
     "at_every_event",
     "broken",
+    "disturbed",
     "echo",
+    "every_flow",
+    "every_push",
+    "every_read",
+    "every_write",
     "first_broken",
     "losing",
     "make",
@@ -82,6 +88,11 @@ FLOWS = [
 
 WRITES = [flow for flow in FLOWS if flow.source_writes]
 """Those in which the source writes into the target's memory."""
+
+every_flow = pytest.mark.parametrize("flow", FLOWS, ids=str)
+every_push = pytest.mark.parametrize("flow", [flow for flow in FLOWS if flow.mode is Mode.PUSH], ids=str)
+every_read = pytest.mark.parametrize("flow", [flow for flow in FLOWS if not flow.source_writes], ids=str)
+every_write = pytest.mark.parametrize("flow", WRITES, ids=str)
 
 
 def request(flow: Flow, **changes: Any) -> RequestScript:
@@ -209,6 +220,11 @@ def first_broken(scripts: Iterable[Script], bugs: Bugs | None = None, *, prepare
 def sides(source: type[SourceSide] = SourceSide, target: type[TargetSide] = TargetSide) -> Bugs:
     """Instances whose coordinators are made of these halves."""
     return Bugs(coordinator=type("ChangedCoordinator", (Coordinator,), {"source_side": source, "target_side": target}))
+
+
+def disturbed(run: Run) -> None:
+    """Let failures be no surprise, although the script has no fault."""
+    run.is_disturbed = True
 
 
 def echo(*delays: float, of: type | tuple[type, ...] = object) -> Prepare:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from scenario import (
+    BOTH_DELIVERED,
+    HOP_S,
+    Flow,
+    at_every_event,
+    broken,
+    disturbed,
+    echo,
+    every_flow,
+    every_push,
+    every_read,
+    every_write,
+    first_broken,
+    make,
+    play,
+    request,
+    sides,
+)
 
 from kvbaton.agent import source as source_module
 from kvbaton.agent.coordinator import Coordinator
@@ -17,45 +34,15 @@ from kvbaton.agent.ports import LegMoved, RankReport
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
-from kvbaton.core.card import PROTOCOL
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import Confirmed, Grant, Stopped, decode
+from kvbaton.core.messages import Grant, Stopped
 from kvbaton.core.table import Row
-from kvbaton.errors import ProtocolError
 from kvbaton.sim.engine import Ended, Prompt, SourceEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS, Run
 from kvbaton.sim.script import Fault, FaultKind, Script
-from scenario import (
-    BOTH_DELIVERED,
-    FLOWS,
-    HOP_S,
-    WRITES,
-    Flow,
-    Story,
-    at_every_event,
-    broken,
-    echo,
-    first_broken,
-    make,
-    play,
-    request,
-    sides,
-)
-
-PUSH = [flow for flow in FLOWS if flow.mode is Mode.PUSH]
-READS = [flow for flow in FLOWS if not flow.source_writes]
-
-every_flow = pytest.mark.parametrize("flow", FLOWS, ids=str)
-every_push = pytest.mark.parametrize("flow", PUSH, ids=str)
-every_read = pytest.mark.parametrize("flow", READS, ids=str)
-every_write = pytest.mark.parametrize("flow", WRITES, ids=str)
-
-
-def _disturbed(run: Run) -> None:
-    run.is_disturbed = True
 
 
 class TestRow11:
@@ -96,7 +83,7 @@ class TestRow11:
     def test_row_11_another_count_than_the_whole_is_an_error(
         self, flow: Flow, engine: type[Coordinator], reason: str, delay_s: float
     ) -> None:
-        story = play(make(flow, request(flow, decode_delay_s=delay_s)), Bugs(coordinator=engine), prepare=_disturbed)
+        story = play(make(flow, request(flow, decode_delay_s=delay_s)), Bugs(coordinator=engine), prepare=disturbed)
         assert not story.rules
         assert story.ends[0][0] is Outcome.FAILED
         assert story.ends[0][1] is not Outcome.DELIVERED
@@ -116,12 +103,12 @@ class TestRow11:
             target_side = Trusting
 
         monkeypatch.setattr(source_module, "span_problem", lambda *_: "")
-        assert play(make(flow), Bugs(coordinator=Careless), prepare=_disturbed).rules == {"foreign byte"}
+        assert play(make(flow), Bugs(coordinator=Careless), prepare=disturbed).rules == {"foreign byte"}
 
     @every_read
     def test_row_11_a_target_counts_for_itself(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source_module, "span_problem", lambda *_: "")
-        story = play(make(flow), Bugs(coordinator=self.More), prepare=_disturbed)
+        story = play(make(flow), Bugs(coordinator=self.More), prepare=disturbed)
         assert not story.rules
         if flow.mode is Mode.PUSH:
             assert story.ends == [(Outcome.FAILED, Outcome.FAILED)]
@@ -140,7 +127,7 @@ class TestRow12:
 
     @every_push
     def test_row_12_a_grant_whose_prefill_never_comes_is_given_up(self, flow: Flow) -> None:
-        story = play(make(flow), Bugs(source_engine=self.Absent), prepare=_disturbed)
+        story = play(make(flow), Bugs(source_engine=self.Absent), prepare=disturbed)
         assert not story.rules
         assert story.ends == [(None, Outcome.EXPIRED)]
         assert story.back_at["d0"] < LIMITS.transfer_timeout + HOP_S
@@ -155,7 +142,7 @@ class TestRow12:
         parked: dict[bool, float] = {}
 
         def prepare(run: Run) -> None:
-            _disturbed(run)
+            disturbed(run)
             live = run.everybody[0].coordinator.source.live
             run.world.on_event.append(lambda: parked.update({bool(live): run.world.now}))
             run.world.at(3.0, None, lambda: None)
@@ -170,7 +157,7 @@ class TestRow12:
                 return record.state is not SourceState.PARKED and super()._has_lease(record)
 
         bugs = dataclasses.replace(sides(source=Hoarder), source_engine=self.Absent)
-        assert play(self._orphans(flow), bugs, prepare=_disturbed).rules == {"everything ends"}
+        assert play(self._orphans(flow), bugs, prepare=disturbed).rules == {"everything ends"}
 
     @every_flow
     @pytest.mark.parametrize("kind", [FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE], ids=str)
@@ -259,6 +246,7 @@ class TestRow14:
     def test_row_14_counting_reports_instead_of_ranks_would_be_seen(self, flow: Flow) -> None:
         class CountingTarget(TargetSide):
             def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+                del report
                 number = sum(len(moved) for moved in record.moved.values())
                 record.moved.setdefault(0, set()).add(number)
 

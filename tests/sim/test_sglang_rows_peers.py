@@ -8,6 +8,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from scenario import (
+    BOTH_DELIVERED,
+    HOP_S,
+    Flow,
+    at_every_event,
+    every_flow,
+    every_push,
+    first_broken,
+    make,
+    play,
+    request,
+    sides,
+)
+from twosome import Twosome, entries
 
 from kvbaton.agent import coordinator as coordinator_module
 from kvbaton.agent import source_effects, target_effects
@@ -16,7 +30,7 @@ from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL
-from kvbaton.core.handoff import HandoffKey, Mode, Outcome, TransferId
+from kvbaton.core.handoff import HandoffKey, Outcome
 from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import LegEvent, LegState, TargetState
 from kvbaton.core.messages import Envelope, decode
@@ -25,11 +39,6 @@ from kvbaton.sim import instance as instance_module
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.run import LIMITS, Run
 from kvbaton.sim.script import Fault, FaultKind, Script
-from scenario import BOTH_DELIVERED, FLOWS, HOP_S, Flow, at_every_event, broken, first_broken, make, play, request, sides
-from twosome import Twosome, entries
-
-every_flow = pytest.mark.parametrize("flow", FLOWS, ids=str)
-every_push = pytest.mark.parametrize("flow", [flow for flow in FLOWS if flow.mode is Mode.PUSH], ids=str)
 
 
 class TestRow18:
@@ -285,19 +294,18 @@ class TestRow29:
         assert play(make(flow)).ends == [BOTH_DELIVERED]
         assert play(make(flow), prepare=self._rewriting(self._newer, "d0")).rules == {"wire"}
 
-    def _foreign(self, flow: Flow, run: Run) -> None:
+    def _foreign(self, run: Run) -> None:
         run.is_disturbed = run.cluster.has_foreigners = True
 
         def next_version(fields: dict[str, Any]) -> None:
             fields["version"] = PROTOCOL + 1
 
         self._rewriting(next_version, "d1", both_ways=True)(run)
-        del flow
 
     @every_flow
     def test_row_29_another_version_is_refused_by_name_at_once(self, flow: Flow) -> None:
         pair = request(flow), request(flow, decode=1)
-        story = play(make(flow, *pair, decodes=2), prepare=partial(self._foreign, flow))
+        story = play(make(flow, *pair, decodes=2), prepare=self._foreign)
         assert not story.rules
         assert story.ends[0] == BOTH_DELIVERED
         assert story.ends[1][1] is Outcome.FAILED
@@ -314,11 +322,5 @@ class TestRow29:
     ) -> None:
         decoder = msgspec.msgpack.Decoder(Envelope)
         monkeypatch.setattr(instance_module, "decode", decoder.decode)
-        story = play(make(flow, request(flow, decode=1), decodes=2), prepare=partial(self._foreign, flow))
+        story = play(make(flow, request(flow, decode=1), decodes=2), prepare=self._foreign)
         assert story.ends == [BOTH_DELIVERED]
-
-
-def test_row_27_transfer_ids_are_text_to_the_core() -> None:
-    """Nothing reads a number into a name."""
-    assert HandoffKey(TransferId("01")) != HandoffKey(TransferId("1"))
-    assert not broken([])

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from scenario import BOTH_DELIVERED, FLOWS, Flow, at_every_event, make, play, request, sides
+from scenario import BOTH_DELIVERED, FLOWS, Flow, at_every_event, every_flow, make, play, request, sides
 from twosome import Twosome, entries
 
 import kvbaton
@@ -41,9 +41,6 @@ class _Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mark, ()
-
-
-every_flow = pytest.mark.parametrize("flow", FLOWS, ids=str)
 
 
 class TestRow32:

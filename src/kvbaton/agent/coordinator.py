@@ -247,6 +247,7 @@ class Coordinator:
             return
         if hello.wants_answer:
             self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False))
+            self.target.on_forgotten(hello.card.incarnation)
         if via is not None:
             self.target.on_card(hello.card, via)
 

@@ -14,7 +14,7 @@ from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
 from kvbaton.core.plan import Pair, Runs, pair_layouts, plan_runs
 from kvbaton.errors import KVBatonError, TransportError
-from kvbaton.transport.base import Batch, Completion, Direction, LateWrites, PeerRank, FencingTransport, Ticket, Transport
+from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
 
 __all__ = ["RankAgent"]
 

@@ -103,6 +103,11 @@ class TargetSide(TargetEffects):
         for record in self._strangers(address):
             self._meet(record, card)
 
+    def on_forgotten(self, source: Incarnation) -> None:
+        """A source asks who we are, so it has not taken in what we said before: say it again, now that it knows."""
+        for record in [record for record in self.live.values() if record.source == source and self._asks_again(record)]:
+            self._ask_again(record, self._clock())
+
     def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
         """The peer at `address` does not want us, or we do not want it: whoever waited for it fails with the reason."""
         for record in self._strangers(address):

@@ -1,4 +1,4 @@
-"""Drills: small runs built round one kind of trouble, with only its timing left to chance. Random runs meet these too rarely."""
+"""Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely."""
 
 from __future__ import annotations
 

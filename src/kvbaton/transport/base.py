@@ -28,6 +28,7 @@ What every implementation promises:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import mmap
@@ -128,8 +129,8 @@ class TransportSettings:
 
     def __post_init__(self) -> None:
         for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes"):
-            if not getattr(self, setting) > 0:
-                raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0")
+            if not 0 < getattr(self, setting) < math.inf:
+                raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
         if self.slice_bytes > 64 << 20:
             raise ConfigError(f"transport setting slice_bytes is {self.slice_bytes}; it must be at most {64 << 20}")
         if not 0 <= self.port < 65536:

@@ -126,8 +126,8 @@ class ScriptedRanks:
     stops: list[tuple[int, LegId]] = field(default_factory=list)
     connected: list[Incarnation] = field(default_factory=list)
     disconnected: list[Incarnation] = field(default_factory=list)
-    revoked: list[Incarnation] = field(default_factory=list)
-    resets: int = 0
+    revoked: list[tuple[Incarnation, int]] = field(default_factory=list)
+    resets: list[int] = field(default_factory=list)
 
     def connect(self, card: Card) -> None:
         if self.refusal is not None:
@@ -138,12 +138,10 @@ class ScriptedRanks:
         self.disconnected.append(incarnation)
 
     def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        del epoch
-        self.revoked.append(incarnation)
+        self.revoked.append((incarnation, epoch))
 
     def reset_region(self, epoch: int) -> None:
-        del epoch
-        self.resets += 1
+        self.resets.append(epoch)
 
     def open_leg(self, rank: int, start: LegOpen) -> None:
         assert (rank, start.leg) not in self.legs, "a leg is opened once"

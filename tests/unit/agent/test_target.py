@@ -326,8 +326,7 @@ def test_blocks_that_a_source_may_write_to_come_back_when_it_is_quiet(writing: R
         case "gone":
             writing.side.on_peer_gone(S1, "dead")
         case "region":
-            writing.side.epoch = 2
-        writing.side.on_region_fenced(2)
+            writing.side.on_region_fenced(2)
     assert outcomes(writing.told()) == [Outcome.CANCELLED]
 
 
@@ -337,12 +336,12 @@ def test_a_source_that_does_not_stop_is_fenced_by_stronger_and_stronger_means(wr
     states = []
     for _ in range(4):
         writing.pass_time(LIMITS.stop_timeout)
-        states.append((writing.state(), len(writing.ranks.revoked), writing.ranks.resets))
+        states.append((writing.state(), list(writing.ranks.revoked), list(writing.ranks.resets)))
     assert states == [
-        (TargetState.REVOKING, 1, 0),
-        (TargetState.ISOLATED, 1, 1),
-        (TargetState.ISOLATED, 1, 1),
-        (TargetState.ISOLATED, 1, 1),
+        (TargetState.REVOKING, [(S1, 2)], []),
+        (TargetState.ISOLATED, [(S1, 2)], [3]),
+        (TargetState.ISOLATED, [(S1, 2)], [3]),
+        (TargetState.ISOLATED, [(S1, 2)], [3]),
     ]
     assert len(writing.said(Stop)) >= 5
 
@@ -508,13 +507,17 @@ def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Ri
 
 
 def test_a_new_registration_fails_only_what_was_written_under_the_old_one(writing: Rig) -> None:
+    writing.grant(key_of("stuck"))
+    writing.side.cancel(key_of("stuck"), "the client is gone")
     writing.grant()
-    writing.side.on_region_fenced(2)
-    assert outcomes(writing.told()) == [Outcome.FAILED]
-    writing.grant()
-    assert writing.said(Grant)[-1].epoch == 2
-    writing.side.on_region_fenced(2)
-    assert writing.state() is TargetState.GRANTED
+    writing.pass_time(LIMITS.stop_timeout)
+    writing.pass_time(LIMITS.stop_timeout)
+    (epoch,) = writing.ranks.resets
+    writing.grant(key_of("new"))
+    assert writing.said(Grant)[-1].epoch == epoch
+    writing.side.on_region_fenced(epoch)
+    assert outcomes(writing.told()) == [Outcome.CANCELLED, Outcome.FAILED]
+    assert set(writing.side.live) == {key_of("new")}
 
 
 def test_a_second_request_of_the_same_key_fails_and_leaves_the_first_alone(rig: Rig) -> None:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import msgspec
 
 from kvbaton.core.addresses import ControlAddress, parse_request_id
-from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
+from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Incarnation, TransferId
 from kvbaton.engines.embedded.request import FromSource, ToTarget
 from kvbaton.errors import AddressError, BadRequest
 
 __all__ = ["HandoffInfo", "HandoffWish", "KVTransferParams", "SourceWish", "TargetWish", "answer_params", "read_params"]
 
 _FIELD = "kv_transfer_params"
-_MAX_TRANSFER_ID = 256
 _MAX_PORT = 65535
 
 
@@ -106,8 +105,8 @@ def _transfer_id(params: KVTransferParams, default: TransferId | None) -> Transf
         if default is None:
             raise _bad("transfer_id", "is missing; send the one that the prefill instance answered with")
         return default
-    if not 1 <= len(params.transfer_id) <= _MAX_TRANSFER_ID:
-        raise _bad("transfer_id", f"has {len(params.transfer_id)} characters; 1 to {_MAX_TRANSFER_ID} are possible")
+    if not 1 <= len(params.transfer_id) <= MAX_TRANSFER_ID:
+        raise _bad("transfer_id", f"has {len(params.transfer_id)} characters; 1 to {MAX_TRANSFER_ID} are possible")
     return TransferId(params.transfer_id)
 
 

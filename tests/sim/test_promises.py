@@ -1,0 +1,305 @@
+"""The promises of docs/promises.md: for each fault, how it ends, and how soon the memory of both sides is back.
+
+Every fault strikes at each stage in turn. Times are virtual and follow from the settings; `NORMAL_S` is what the hand-off of
+these runs takes when nothing is wrong, prefill and decode included.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scenario import (
+    BOTH_DELIVERED,
+    HOP_S,
+    Flow,
+    Story,
+    at_every_event,
+    every_flow,
+    every_push,
+    every_write,
+    first_broken,
+    make,
+    play,
+    request,
+)
+
+from kvbaton.core.handoff import Mode, Outcome
+from kvbaton.sim.plants import PLANTS
+from kvbaton.sim.run import LIMITS
+from kvbaton.sim.script import Fault, FaultKind, Script
+
+NORMAL_S = 6 * HOP_S
+GONE_CHECK_S = 1.0
+LONG_S = 9.0
+
+GIVE_UP_S = LIMITS.transfer_timeout
+HOLD_S = LIMITS.defer_timeout
+
+
+@dataclass(slots=True)
+class Worst:
+    """The longest that memory was away after the fault, by address, and how the first request ended, over many runs.
+
+    `met` counts only runs in which the two sides had met, and the source had a grant in hand, when the fault struck.
+    """
+
+    back: dict[str, float] = field(default_factory=lambda: {"p0": 0.0, "d0": 0.0})
+    met: dict[str, float] = field(default_factory=lambda: {"p0": 0.0, "d0": 0.0})
+    ends: set[tuple[Outcome | None, Outcome | None]] = field(default_factory=set)
+
+    counted: Counter[str] = field(default_factory=Counter)
+
+    def add(self, story: Story) -> None:
+        """Take one more run into account."""
+        self.ends.add(story.ends[0])
+        self.counted += story.counted
+        granted = [when for when in story.times("p0#1 -> d0: Announced(") if when < story.fault_at]
+        for address in ("p0", "d0"):
+            self.back[address] = max(self.back[address], story.back(address))
+            if granted:
+                self.met[address] = max(self.met[address], story.back(address))
+
+
+def _worst(flow: Flow, *faults: Fault, step: int = 3, **changes: Any) -> Worst:
+    worst = Worst()
+    for script in at_every_event(make(flow, **changes), *faults, step=step):
+        story = play(script)
+        assert not story.rules, (script.faults, story.result.violations)
+        worst.add(story)
+    return worst
+
+
+def _fence_s(flow: Flow) -> float:
+    return flow.fences * LIMITS.stop_timeout
+
+
+@every_flow
+def test_source_killed_on_another_host(flow: Flow) -> None:
+    """The target gives up after transfer_timeout without a word, and fences what the source might still write."""
+    worst = _worst(flow, Fault(FaultKind.CRASH, who="p0", for_s=20.0))
+    assert worst.back["d0"] < GIVE_UP_S + _fence_s(flow) + HOP_S
+    assert {target for _, target in worst.ends} <= {None, Outcome.FAILED, Outcome.EXPIRED, Outcome.DELIVERED}
+
+
+@every_flow
+def test_source_killed_on_this_host(flow: Flow) -> None:
+    """A dead process of the same host is found within a second, and cannot write."""
+    worst = _worst(flow, Fault(FaultKind.CRASH, who="p0", for_s=20.0), one_host=True)
+    assert worst.met["d0"] < GONE_CHECK_S + HOP_S
+    assert worst.back["d0"] < GIVE_UP_S + HOP_S
+
+
+@every_flow
+def test_target_killed_on_another_host(flow: Flow) -> None:
+    """The source holds what it has for defer_timeout after the last word."""
+    worst = _worst(flow, Fault(FaultKind.CRASH, who="d0", for_s=20.0))
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+    assert {source for source, _ in worst.ends} <= {Outcome.EXPIRED, Outcome.FAILED, Outcome.DELIVERED}
+
+
+@every_flow
+def test_target_killed_on_this_host(flow: Flow) -> None:
+    """A dead process of the same host is found within a second, if the source had heard of it."""
+    worst = _worst(flow, Fault(FaultKind.CRASH, who="d0", for_s=20.0), one_host=True)
+    assert worst.met["p0"] < GONE_CHECK_S + HOP_S
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+
+
+@every_flow
+def test_source_paused(flow: Flow) -> None:
+    """A source that stands still is given up as if it were dead; when it goes on, it is told at once."""
+    worst = _worst(flow, Fault(FaultKind.PAUSE, who="p0", for_s=LONG_S))
+    met = worst.met if flow.mode is Mode.PUSH else {"d0": 0.0, "p0": 0.0}
+    assert met["d0"] < GIVE_UP_S + _fence_s(flow) + HOP_S
+    assert met["p0"] < LONG_S + HOP_S
+    assert worst.back["p0"] < LONG_S + HOLD_S + NORMAL_S
+
+
+@every_flow
+def test_target_paused(flow: Flow) -> None:
+    """A target that stands still loses its source after defer_timeout, and hears of it when it goes on."""
+    worst = _worst(flow, Fault(FaultKind.PAUSE, who="d0", for_s=LONG_S))
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+    assert worst.met["d0"] < LONG_S + HOP_S
+    assert worst.back["d0"] < LONG_S + GIVE_UP_S + NORMAL_S
+
+
+_CUT_TO_TARGET = Fault(FaultKind.CUT, who="p0", other="d0", for_s=LONG_S)
+_CUT_TO_SOURCE = Fault(FaultKind.CUT, who="d0", other="p0", for_s=LONG_S)
+
+
+@every_flow
+def test_link_cut_both_ways(flow: Flow) -> None:
+    """Each side ends by its own clock."""
+    worst = _worst(flow, _CUT_TO_TARGET, _CUT_TO_SOURCE)
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+    assert worst.back["d0"] < GIVE_UP_S + _fence_s(flow) + 2 * HOP_S
+
+
+@every_flow
+def test_link_cut_towards_the_target(flow: Flow) -> None:
+    """The target gives up and tells the source, whose answer it does not hear."""
+    worst = _worst(flow, _CUT_TO_TARGET)
+    assert worst.back["d0"] < GIVE_UP_S + _fence_s(flow) + 2 * HOP_S
+    assert worst.met["p0"] < GIVE_UP_S + 2 * HOP_S
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+
+
+@every_flow
+def test_link_cut_towards_the_source(flow: Flow) -> None:
+    """The source hears nothing for defer_timeout, and tells the target, whose questions it does not hear."""
+    worst = _worst(flow, _CUT_TO_SOURCE)
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+    assert worst.back["d0"] < max(HOLD_S, GIVE_UP_S + _fence_s(flow)) + HOP_S
+
+
+@every_flow
+@pytest.mark.parametrize(("who", "other"), [("p0", "d0"), ("d0", "p0")])
+def test_message_lost(flow: Flow, who: str, other: str) -> None:
+    """What has no answer is asked again after `retry`; a lost last word is said again at the next heartbeat."""
+    worst = _worst(flow, Fault(FaultKind.LOSE, who=who, other=other, number=1))
+    assert worst.ends == {BOTH_DELIVERED}
+    assert worst.back["d0"] < LIMITS.retry + NORMAL_S
+    assert worst.back["p0"] < max(LIMITS.retry, LIMITS.beat_s) + NORMAL_S
+
+
+@every_flow
+@pytest.mark.parametrize(("who", "other"), [("p0", "d0"), ("d0", "p0")])
+def test_several_messages_lost(flow: Flow, who: str, other: str) -> None:
+    """Each time it takes twice as long, up to the time between heartbeats."""
+    worst = _worst(flow, Fault(FaultKind.LOSE, who=who, other=other, number=3), step=5)
+    waits = [min(LIMITS.retry * 2**index, LIMITS.beat_s) for index in range(3)]
+    assert worst.ends == {BOTH_DELIVERED}
+    assert worst.back["d0"] < sum(waits) + NORMAL_S
+    assert worst.back["p0"] < 3 * LIMITS.beat_s + NORMAL_S
+
+
+@every_flow
+@pytest.mark.parametrize("kind", [FaultKind.DOUBLE, FaultKind.DELAY], ids=str)
+def test_message_doubled_or_late(flow: Flow, kind: FaultKind) -> None:
+    """Nothing comes of it; one that is later than `retry` is asked for again."""
+    for who, other in (("p0", "d0"), ("d0", "p0")):
+        worst = _worst(flow, Fault(kind, who=who, other=other, number=3, for_s=1.0), step=5)
+        assert worst.ends == {BOTH_DELIVERED}
+        assert worst.counted.keys() & {"announced", "confirmed", "release"}
+        assert worst.back["p0"] < max(LIMITS.retry, LIMITS.beat_s) + NORMAL_S
+
+
+@every_flow
+def test_cancelled_at_the_target(flow: Flow) -> None:
+    """Blocks are back when the copies have stopped and the source has said so; the source's at the same time."""
+    worst = _worst(flow, Fault(FaultKind.CANCEL_TARGET))
+    assert {target for _, target in worst.ends} == {Outcome.CANCELLED, Outcome.DELIVERED}
+    assert worst.back["d0"] < NORMAL_S
+    assert worst.met["p0"] < NORMAL_S
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+
+
+@every_flow
+def test_cancelled_at_the_source(flow: Flow) -> None:
+    """The target is told at once; one that the source has never heard of gives up by itself."""
+    worst = _worst(flow, Fault(FaultKind.CANCEL_SOURCE))
+    assert {source for source, _ in worst.ends} == {Outcome.CANCELLED, Outcome.DELIVERED}
+    assert worst.back["p0"] < NORMAL_S
+    assert worst.met["d0"] < NORMAL_S
+    assert worst.back["d0"] < GIVE_UP_S + NORMAL_S
+
+
+@every_flow
+def test_source_restarted_on_the_same_address(flow: Flow) -> None:
+    """The new incarnation answers the next question to the old one; the target then knows that the old one is gone."""
+    restarted_s = 0.2
+    worst = _worst(flow, Fault(FaultKind.RESTART, who="p0"))
+    assert worst.met["d0"] < restarted_s + 2 * LIMITS.retry + HOP_S
+    assert worst.back["d0"] < restarted_s + LIMITS.retry + GIVE_UP_S + NORMAL_S
+    assert worst.counted["for an earlier incarnation"]
+
+
+@every_flow
+def test_target_restarted_on_the_same_address(flow: Flow) -> None:
+    """To the source it is a death: the new incarnation has no part in what the old one had."""
+    worst = _worst(flow, Fault(FaultKind.RESTART, who="d0"))
+    assert worst.back["p0"] < HOLD_S + NORMAL_S
+    assert worst.counted["for an earlier incarnation"]
+
+
+@every_flow
+@pytest.mark.parametrize("who", ["p0", "d0"])
+def test_clock_jumps_ahead(flow: Flow, who: str) -> None:
+    """Patience may end at once, and then only that: the other side is told, and no memory stays away."""
+    worst = _worst(flow, Fault(FaultKind.CLOCK_JUMP, who=who, for_s=1e6))
+    assert worst.back["p0"] < NORMAL_S
+    assert worst.back["d0"] < NORMAL_S
+
+
+@every_flow
+def test_preempted_at_the_source(flow: Flow) -> None:
+    """What was announced is void, and computed and moved again."""
+    worst = _worst(flow, Fault(FaultKind.PREEMPT, who="p0"), step=2)
+    assert worst.ends == {BOTH_DELIVERED}
+    assert worst.back["d0"] < 2 * NORMAL_S
+
+
+@every_flow
+def test_one_rank_fails(flow: Flow) -> None:
+    """Both sides fail together as soon as the other ranks are quiet."""
+    writer = "p0" if flow.source_writes else "d0"
+    worst = _worst(flow, Fault(FaultKind.LEG_FAILS, who=writer, number=1))
+    assert worst.ends == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
+    assert max(worst.back.values()) < NORMAL_S
+
+
+@every_write
+def test_source_that_does_not_stop(flow: Flow) -> None:
+    """Its session is torn down after stop_timeout, the memory registered anew after as much again; not a write lands late."""
+    stalls = [Fault(FaultKind.STALL, who="p0", number=rank, for_s=6.0) for rank in range(2)]
+    still = Fault(FaultKind.PAUSE, who="p0", for_s=LONG_S)
+    assert _worst(flow, *stalls, still).met["d0"] < GIVE_UP_S + _fence_s(flow) + HOP_S
+    lost = Fault(FaultKind.LOSE_REVOKE, who="d0")
+    assert _worst(flow, *stalls, still, lost).met["d0"] < GIVE_UP_S + 2 * LIMITS.stop_timeout + HOP_S
+
+
+def _full(flow: Flow, seed: int) -> Script:
+    """Both pools hold one request and a bit, many come at once, and their targets come in another order."""
+    requests = [request(flow, at_s=0.001 * number, decode_delay_s=0.2 * (number % 3)) for number in range(8)]
+    return make(flow, *requests, seed=seed, prefill_blocks=7, decode_blocks=4, decode_s=0.2)
+
+
+@every_flow
+def test_both_allocators_full(flow: Flow) -> None:
+    """Everybody waits, and everybody is served."""
+    for seed in range(4):
+        story = play(_full(flow, seed))
+        assert not story.rules
+        assert story.ends == [BOTH_DELIVERED] * 8
+
+
+@every_push
+def test_both_allocators_full_would_deadlock_without_a_reserve(flow: Flow) -> None:
+    """A prefill without a grant holds the last blocks, and its target waits behind one whose prefill waits for them."""
+    crossed = request(flow, decode_delay_s=0.01), request(flow, at_s=0.002)
+    script = make(flow, *crossed, prefill_blocks=3, decode_blocks=3)
+    assert play(script).ends == [BOTH_DELIVERED, BOTH_DELIVERED]
+    assert "everything ends" in first_broken([script], PLANTS["no-reserve"].bugs)
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    """A row of docs/promises.md without a test, or with one that is gone, is an empty promise."""
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "promises.md").read_text()
+    named = set(re.findall(r"`(tests/sim/\w+\.py)::(\w+)(?:::(\w+))?`", text))
+    assert len(named) > 20
+    for path, *names in named:
+        nodes = ast.walk(ast.parse((root / path).read_text()))
+        found = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        assert {name for name in names if name} <= found, path
+    table = text.partition("## One row per fault")[2]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    assert all("tests/sim/" in row or "later change" in row for row in rows), rows

@@ -1,0 +1,95 @@
+"""The simulator itself: it is deterministic, it finds every planted bug, and it finds nothing in the product."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from kvbaton.core.handoff import LEGAL_PAIRS, Outcome
+from kvbaton.sim.campaign import run_exhaustive, run_seeds
+from kvbaton.sim.exhaustive import FLOWS, flow_script
+from kvbaton.sim.plants import PLANTS
+from kvbaton.sim.run import run_script
+from kvbaton.sim.script import FaultKind, Script
+from kvbaton.sim.seeds import script_of_seed
+from kvbaton.sim.shrink import shrink
+
+SEEDS = 2000
+
+TIMELINE = """
+import hashlib, logging, sys
+logging.disable(logging.CRITICAL)
+from kvbaton.sim.run import run_script
+from kvbaton.sim.seeds import script_of_seed
+for seed in map(int, sys.argv[1:]):
+    result = run_script(script_of_seed(seed), keep_timeline=True)
+    print(hashlib.sha256(repr(result.timeline).encode()).hexdigest())
+"""
+
+
+def nothing(runs: int) -> None:
+    del runs
+
+
+@pytest.mark.timeout(600)
+def test_every_rule_holds_over_many_seeds() -> None:
+    campaign = run_seeds(0, SEEDS, None, nothing)
+    assert not campaign.violations
+    assert campaign.runs == SEEDS
+    assert set(campaign.faults) == set(FaultKind), "every kind of fault must have struck"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+def test_every_planted_bug_is_found(plant: str) -> None:
+    campaign = run_seeds(0, SEEDS, plant, nothing, stop_at_first=True)
+    assert campaign.violations, f"{plant} was not found in {SEEDS} seeds"
+
+
+@pytest.mark.sim
+@pytest.mark.timeout(3000)
+def test_every_single_fault_at_every_stage_of_every_flow(capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = run_exhaustive(None, nothing)
+    with capsys.disabled():
+        print(f"\n{campaign.runs} runs, each with one fault, {campaign.events} events")
+    assert not campaign.violations
+    assert campaign.runs > 50_000
+
+
+def test_undisturbed_flows_deliver_everything() -> None:
+    for name in FLOWS:
+        result = run_script(flow_script(name))
+        assert not result.violations, name
+        assert result.outcomes == {("delivered", "delivered"): 2}, name
+
+
+def test_one_seed_is_one_run_bit_for_bit() -> None:
+    seeds = [str(seed) for seed in (0, 3, 7, 45, 100, 259)]
+    digests = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", TIMELINE, *seeds]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        digests.add(done.stdout)
+    assert len(digests) == 1
+    here = [run_script(script_of_seed(int(seed)), keep_timeline=True).timeline for seed in seeds]
+    assert [hashlib.sha256(repr(timeline).encode()).hexdigest() for timeline in here] == digests.pop().split()
+
+
+def test_a_failing_script_is_shrunk_and_reads_back() -> None:
+    plant = PLANTS["completion-counted-twice"].bugs
+    script, violation = run_seeds(0, 50, "completion-counted-twice", nothing, stop_at_first=True).violations[0]
+    small = shrink(script, violation.rule, plant)
+    assert len(small.requests) <= len(script.requests)
+    assert len(small.faults) <= len(script.faults)
+    again = msgspec.json.decode(msgspec.json.encode(small), type=Script)
+    assert violation.rule in {found.rule for found in run_script(again, plant).violations}
+
+
+def test_a_delivered_source_has_a_delivered_target() -> None:
+    assert {target for source, target in LEGAL_PAIRS if source is Outcome.DELIVERED} == {Outcome.DELIVERED}

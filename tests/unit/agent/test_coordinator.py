@@ -1,0 +1,361 @@
+"""Two coordinators over a scripted network: handshake, refusal, restart, death, fences, and a whole hand-off both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from agent_rig import AUX, BLOCKS, LIMITS, Net, Node, card_of, key_of
+
+from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.ports import PeerFenced, RegionFenced
+from kvbaton.config import Limits
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
+from kvbaton.core.messages import Announced, Grant, Heartbeat, Hello, Refused, Stop, decode, encode
+from kvbaton.errors import TransportError
+
+KEY = key_of("k")
+TOKENS = 3
+
+
+class Pair:
+    """A source and a target that have not met."""
+
+    def __init__(self, executor: Executor = Executor.TARGET_READS, ranks: int = 2) -> None:
+        self.net = Net()
+        self.ranks = ranks
+        self.source = self.net.add(card_of("s1", ranks), 1, executor)
+        self.target = self.net.add(
+            card_of("t1", ranks, process=msgspec.structs.replace(card_of("t1").process, pid=200)), 2, executor
+        )
+
+    def prefill(self, key: HandoffKey = KEY, node: Node | None = None) -> None:
+        coordinator = (node or self.source).coordinator
+        coordinator.expect_target(key, "p")
+        coordinator.offer(Offer(key, BLOCKS, TOKENS, AUX))
+
+    def fetch(self, key: HandoffKey = KEY, incarnation: str | None = None, mode: Mode = Mode.PUSH) -> None:
+        named = None if incarnation is None else Incarnation(incarnation)
+        wanted = SourceWanted(key, "p", self.source.address, named, mode)
+        self.target.coordinator.expect_source(wanted)
+        self.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+
+    def run(self) -> None:
+        """Let everything happen that can."""
+        for _ in range(10):
+            self.net.deliver_all()
+            for node in (self.source, self.target):
+                node.ranks.finish_all()
+                node.ranks.quiet_all()
+                node.settle()
+
+    def restart_source(self) -> None:
+        self.source = self.net.add(card_of("s2", self.ranks), 1)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def ended(events: list[EngineEvent]) -> TargetEnded:
+    """The only event, which is an end without delivery."""
+    (event,) = events
+    assert isinstance(event, TargetEnded)
+    return event
+
+
+@pytest.mark.parametrize("executor", Executor)
+@pytest.mark.parametrize("mode", Mode)
+def test_a_hand_off_lands(executor: Executor, mode: Mode) -> None:
+    pair = Pair(executor)
+    pair.prefill()
+    pair.fetch(mode=mode)
+    pair.run()
+    (landed,) = pair.target.events
+    assert isinstance(landed, Landed)
+    assert landed.aux == AUX
+    assert pair.source.events[-1] == SourceEnded(KEY, Outcome.DELIVERED)
+    assert pair.source.ranks.legs == pair.target.ranks.legs == {}
+    assert pair.target.coordinator.next_deadline() is None
+
+
+def test_both_sides_know_each_other_after_one_greeting(pair: Pair) -> None:
+    pair.fetch()
+    pair.net.deliver_all()
+    assert pair.source.ranks.connected == [Incarnation("t1")]
+    assert pair.target.ranks.connected == [Incarnation("s1")]
+    pair.fetch(key_of("second"))
+    assert not [message for message in pair.target.said[1:] if isinstance(message, Hello)]
+
+
+def test_a_leg_report_is_late_on_no_side_when_it_belongs_to_one() -> None:
+    for executor in Executor:
+        pair = Pair(executor)
+        pair.prefill()
+        pair.fetch()
+        pair.run()
+        for node in (pair.source, pair.target):
+            assert node.coordinator.source.late_total["leg"] == 0
+            assert node.coordinator.target.late_total["leg"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "here", "there"),
+    [
+        ({"fingerprint": "beef"}, "tiny (f00d)", "tiny (beef)"),
+        ({"protocol": 9}, "1", "9"),
+        ({"shape": "pp2"}, "tp2", "pp2"),
+        ({"hold_s": 5.0}, "give_up_s 30.0", "hold_s 5.0"),
+        ({"ranks": card_of("x").ranks}, "2", "1"),
+    ],
+)
+def test_a_card_that_does_not_fit_is_refused_with_both_values_on_both_sides(
+    change: dict[str, Any], here: str, there: str
+) -> None:
+    pair = Pair()
+    pair.source = pair.net.add(msgspec.structs.replace(card_of("s1", 2), **change), 1)
+    pair.fetch()
+    pair.net.deliver_all()
+    event = ended(pair.target.events)
+    assert event.outcome is Outcome.FAILED
+    assert here in event.reason
+    assert there in event.reason
+    refusals = [message for message in pair.source.said if isinstance(message, Refused)]
+    assert refusals
+    assert here in refusals[0].reason
+    assert there in refusals[0].reason
+    assert pair.source.ranks.connected == pair.target.ranks.connected == []
+
+
+def test_patience_is_checked_for_the_way_that_the_cache_goes() -> None:
+    """A source has to hold longer than its target waits; what it would do as a target does not matter."""
+    pair = Pair()
+    pair.source = pair.net.add(card_of("s1", 2, give_up_s=59.0), 1)
+    pair.prefill()
+    pair.fetch()
+    pair.run()
+    assert isinstance(pair.target.events[0], Landed)
+
+
+def test_the_other_way_is_checked_when_it_is_gone_for_the_first_time() -> None:
+    pair = Pair()
+    pair.target = pair.net.add(card_of("t1", 2, hold_s=1.0), 2)
+    pair.prefill()
+    pair.fetch()
+    pair.run()
+    wanted = SourceWanted(key_of("back"), "p", pair.target.address)
+    pair.source.coordinator.expect_source(wanted)
+    pair.run()
+    event = pair.source.events[-1]
+    assert isinstance(event, TargetEnded)
+    assert "hold_s 1.0" in event.reason
+
+
+def test_a_refusal_by_the_source_fails_everybody_who_waits_for_it(pair: Pair) -> None:
+    pair.source.ranks.refusal = TransportError("no common transport: memory here, tcp there")
+    for name in ("a", "b"):
+        pair.fetch(key_of(name))
+    pair.net.deliver(next(letter for letter in pair.net.letters if isinstance(letter.message, Hello)))
+    refusal = next(letter for letter in pair.net.letters if isinstance(letter.message, Refused))
+    pair.net.deliver(refusal)
+    reasons = [event.reason for event in pair.target.events if isinstance(event, TargetEnded)]
+    assert len(reasons) == 2
+    assert all("refused by the source: no common transport" in reason for reason in reasons)
+
+
+def test_a_card_in_somebody_elses_name_is_dropped(pair: Pair) -> None:
+    frame = encode(Incarnation("impostor"), "", Hello(card_of("s1", 2), wants_answer=True))
+    pair.target.coordinator.on_frame(decode(frame), None)
+    assert pair.target.ranks.connected == []
+    assert pair.target.coordinator.dropped_total["a card of somebody else"] == 1
+
+
+def test_a_stranger_is_asked_for_its_card_before_it_is_heard(pair: Pair) -> None:
+    pair.target.routes[Incarnation("s1")] = pair.source.address
+    frame = encode(Incarnation("s1"), "t1", Stop(KEY, 1, Outcome.FAILED))
+    pair.target.coordinator.on_frame(decode(frame), None)
+    assert pair.target.coordinator.dropped_total["from a stranger"] == 1
+    assert [type(message) for message in pair.target.said] == [Hello]
+
+
+def test_a_known_card_does_not_change(pair: Pair) -> None:
+    pair.fetch()
+    pair.net.deliver_all()
+    changed = card_of("s1", 2, process=msgspec.structs.replace(card_of("x").process, pid=999))
+    pair.target.coordinator.on_frame(decode(encode(Incarnation("s1"), "t1", Hello(changed, wants_answer=False))), None)
+    pair.net.dead.add(999)
+    pair.net.pass_time(2.0)
+    assert pair.target.events == []
+
+
+def test_a_restart_on_the_same_address_ends_what_the_old_one_had_and_the_next_request_works(pair: Pair) -> None:
+    pair.prefill()
+    pair.fetch()
+    pair.net.deliver_all()
+    assert pair.target.coordinator.target.live
+    pair.restart_source()
+    pair.net.pass_time(LIMITS.retry * 2)
+    pair.run()
+    event = ended(pair.target.events)
+    assert "s1 was replaced by s2" in event.reason
+    assert pair.target.ranks.disconnected == [Incarnation("s1")]
+    assert pair.source.coordinator.dropped_total["for an earlier incarnation"] > 0
+    pair.prefill(key_of("next"))
+    pair.fetch(key_of("next"))
+    pair.run()
+    assert isinstance(pair.target.events[-1], Landed)
+
+
+def test_a_request_for_an_incarnation_that_is_gone_fails_at_once_with_both(pair: Pair) -> None:
+    pair.restart_source()
+    pair.fetch(incarnation="s1")
+    pair.net.deliver_all()
+    event = ended(pair.target.events)
+    assert "s1" in event.reason
+    assert "s2" in event.reason
+
+
+@pytest.mark.parametrize("dead", ["source", "target"])
+def test_a_dead_process_is_noticed_within_seconds(pair: Pair, dead: str) -> None:
+    pair.prefill()
+    pair.fetch()
+    pair.net.deliver_all()
+    node, survivor = (pair.source, pair.target) if dead == "source" else (pair.target, pair.source)
+    pair.net.dead.add(node.card.process.pid)
+    del pair.net.nodes[node.address]
+    pair.net.letters.clear()
+    survivor.events.clear()
+    pair.net.pass_time(1.5)
+    survivor.ranks.quiet_all()
+    survivor.settle()
+    (event,) = survivor.events
+    assert isinstance(event, SourceEnded | TargetEnded)
+    assert event.outcome is Outcome.FAILED
+    assert f"process {node.card.process.pid} of the peer is dead" in event.reason
+
+
+def test_a_silent_peer_is_not_called_dead(pair: Pair) -> None:
+    pair.prefill()
+    pair.fetch()
+    pair.net.deliver_all()
+    pair.net.pass_time(LIMITS.transfer_timeout - 1, lose=True)
+    assert pair.target.events == []
+
+
+def test_heartbeats_keep_a_queue_alive_for_as_long_as_it_takes(pair: Pair) -> None:
+    pair.prefill()
+    wanted = SourceWanted(KEY, "p", pair.source.address)
+    pair.target.coordinator.expect_source(wanted)
+    pair.net.pass_time(5 * LIMITS.defer_timeout)
+    assert pair.source.events == []
+    pair.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+    pair.run()
+    assert isinstance(pair.target.events[0], Landed)
+
+
+def test_heartbeats_are_frequent_enough_for_an_impatient_target() -> None:
+    """The target gives up after 2 s without a word, while the source by itself would say one every 5 s."""
+    pair = Pair()
+    limits = Limits(transfer_timeout=2.0, defer_timeout=4.0, retry=1.0)
+    pair.target = pair.net.add(card_of("t1", 2, give_up_s=2.0), 2, limits=limits)
+    pair.source.coordinator.expect_target(KEY, "p")
+    pair.fetch()
+    pair.net.pass_time(20.0, step=0.1)
+    assert pair.target.events == []
+
+
+def test_a_long_heartbeat_is_sent_in_frames_that_are_read(pair: Pair) -> None:
+    pair.fetch()
+    pair.net.deliver_all()
+    long = "é" * 250
+    for number in range(5000):
+        wanted = SourceWanted(key_of(f"{long}{number}"), "p", pair.source.address)
+        pair.target.coordinator.expect_source(wanted)
+    pair.net.clock.now += LIMITS.beat_s
+    pair.target.said.clear()
+    pair.target.coordinator.tick()
+    beats = [message for message in pair.target.said if isinstance(message, Heartbeat)]
+    assert sum(len(beat.live) for beat in beats) == 5001
+    for beat in beats:
+        decode(encode(Incarnation("t1"), "s1", beat))
+
+
+def test_a_fence_counts_when_every_rank_has_put_it_up() -> None:
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.source.coordinator.expect_target(KEY, "p")
+    pair.fetch()
+    pair.net.deliver_all()
+    pair.target.coordinator.cancel(KEY)
+    pair.net.pass_time(LIMITS.stop_timeout + 1, lose=True)
+    assert pair.target.ranks.revoked == [(Incarnation("s1"), 2)]
+    coordinator = pair.target.coordinator
+    for _ in range(3):
+        coordinator.on_rank(PeerFenced(Incarnation("s1"), 0))
+    assert pair.target.events == []
+    coordinator.on_rank(PeerFenced(Incarnation("s1"), 1))
+    assert ended(pair.target.events).outcome is Outcome.CANCELLED
+
+
+def test_a_fence_that_is_reported_again_ends_nothing_that_came_after_it() -> None:
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.fetch()
+    pair.net.deliver_all()
+    pair.target.coordinator.cancel(KEY)
+    pair.target.ranks.fence(Incarnation("s1"), 2)
+    pair.target.ranks.fence(Incarnation("s1"), 2)
+    pair.target.settle()
+    assert len(pair.target.events) == 1
+    pair.fetch(key_of("next"))
+    pair.run()
+    pair.prefill(key_of("next"))
+    pair.run()
+    assert isinstance(pair.target.events[-1], Landed)
+
+
+def test_memory_is_new_when_every_rank_has_registered_its_part() -> None:
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.fetch()
+    pair.net.deliver_all()
+    coordinator = pair.target.coordinator
+    coordinator.on_rank(RegionFenced(3, 0))
+    coordinator.on_rank(RegionFenced(1, 1))
+    assert pair.target.events == []
+    coordinator.on_rank(RegionFenced(2, 1))
+    assert ended(pair.target.events).outcome is Outcome.FAILED
+
+
+def test_a_stop_of_the_instance_tells_the_peers_at_once(pair: Pair) -> None:
+    pair.prefill()
+    pair.fetch()
+    pair.net.deliver_all()
+    pair.source.coordinator.stop("the instance is stopping")
+    pair.run()
+    assert "the instance is stopping" in ended(pair.target.events).reason
+
+
+def test_prompts_and_samples_of_one_request_are_hand_offs_of_their_own(pair: Pair) -> None:
+    keys = [HandoffKey(KEY.transfer_id, prompt, sample) for prompt in range(2) for sample in range(2)]
+    for key in keys:
+        pair.prefill(key)
+        pair.fetch(key)
+    pair.run()
+    assert {event.key for event in pair.target.events if isinstance(event, Landed)} == set(keys)
+    grants = [message.grant for message in pair.target.said if isinstance(message, Grant)]
+    assert len(set(grants)) == 4
+
+
+def test_announcements_are_addressed_to_one_incarnation(pair: Pair) -> None:
+    """What was meant for an earlier process at this address is not taken by the one that is there now."""
+    pair.prefill()
+    pair.fetch()
+    pair.net.deliver(pair.net.letters.pop(0))
+    pair.net.deliver_all()
+    frames = [encode(Incarnation("s1"), "t0", message) for message in pair.source.said if isinstance(message, Announced)]
+    before = len(pair.target.ranks.moves)
+    for frame in frames:
+        pair.target.coordinator.on_frame(decode(frame), pair.source.address)
+    assert frames
+    assert len(pair.target.ranks.moves) == before
+    assert pair.target.coordinator.dropped_total["for an earlier incarnation"] == len(frames)

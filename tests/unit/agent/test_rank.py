@@ -1,0 +1,400 @@
+"""Rank agents: real bytes between two of them over the memory transport, and every end a leg can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from agent_rig import card_of, key_of, layout_of_tokens
+
+from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, PeerFenced, RankReport, RegionFenced
+from kvbaton.agent.rank import RankAgent
+from kvbaton.core.card import Card, Endpoint, RankCard
+from kvbaton.core.handoff import Executor, Incarnation, Span
+from kvbaton.core.plan import Runs
+from kvbaton.errors import TransportError
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    LateWrites,
+    PeerRank,
+    Region,
+    Ticket,
+    TransportSettings,
+)
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from watching import wait_until
+
+LAYERS, BLOCKS = 2, 16
+LAYOUT = layout_of_tokens(LAYERS, BLOCKS)
+POISON = 0xEE
+SOURCE_BLOCKS = ((3, 9, 4, 1),)
+TARGET_BLOCKS = ((8, 2, 5, 11),)
+LEG = LegId(key_of("k"), 1, 1)
+PEER = Incarnation("source")
+START = LegOpen(LEG, PEER, 0, Executor.TARGET_READS, 1, TARGET_BLOCKS, 0)
+WHOLE = Span(0, 0, 4, 0, LAYERS)
+
+ReportT = TypeVar("ReportT", bound=RankReport)
+
+
+def card_with(name: str, *endpoints: Endpoint) -> Card:
+    """The card of an instance with one rank that can be reached like that."""
+    return msgspec.structs.replace(card_of(name), ranks=(RankCard(0, LAYOUT, endpoints),))
+
+
+class Rig:
+    """A target rank with poisoned memory that can reach a source rank with known content."""
+
+    def __init__(self) -> None:
+        hub = MemoryHub()
+        self.source_memory = np.arange(1, LAYERS * BLOCKS + 1, dtype=np.uint8)
+        self.memory = np.full(LAYERS * BLOCKS, POISON, np.uint8)
+        self.source = MemoryTransport(Region.of(self.source_memory), hub, TransportSettings(incarnation=PEER))
+        region = Region.of(self.memory)
+        inner = MemoryTransport(region, hub, TransportSettings(incarnation=Incarnation("target")))
+        self.transport = FaultyTransport(inner, region, Faults())
+        self.reports: list[RankReport] = []
+        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append)
+        self.agent.connect(card_with("source", self.source.endpoint()))
+
+    def close(self) -> None:
+        self.transport.close()
+        self.source.close()
+
+    def wait_for(self, kind: type[ReportT]) -> ReportT:
+        """The next report of that kind."""
+
+        def has_come() -> bool:
+            self.agent.poll()
+            return any(isinstance(report, kind) for report in self.reports)
+
+        wait_until(has_come, f"a {kind.__name__}")
+        return next(report for report in self.reports if isinstance(report, kind))
+
+    def expected(self, tokens: range, layers: range) -> npt.NDArray[np.uint8]:
+        """Target memory when these tokens of these layers have arrived, and nothing else."""
+        memory = np.full(LAYERS * BLOCKS, POISON, np.uint8)
+        for token in tokens:
+            for layer in layers:
+                at = layer * BLOCKS
+                memory[at + TARGET_BLOCKS[0][token]] = self.source_memory[at + SOURCE_BLOCKS[0][token]]
+        return memory
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_a_span_arrives_where_it_belongs_and_nowhere_else(rig: Rig) -> None:
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (Span(7, 1, 3, 1, 2),))
+    assert rig.wait_for(LegMoved) == LegMoved(LEG, 0, 7, 2, 2)
+    assert np.array_equal(rig.memory, rig.expected(range(1, 3), range(1, 2)))
+
+
+def test_what_the_target_has_cached_is_not_moved(rig: Rig) -> None:
+    rig.agent.open_leg(LegOpen(LEG, PEER, 0, Executor.TARGET_READS, 1, TARGET_BLOCKS, 3))
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert rig.wait_for(LegMoved).bytes_moved == LAYERS
+    assert np.array_equal(rig.memory, rig.expected(range(3, 4), range(LAYERS)))
+
+
+def test_a_span_that_is_cached_altogether_is_moved_at_once(rig: Rig) -> None:
+    rig.agent.open_leg(LegOpen(LEG, PEER, 0, Executor.TARGET_READS, 1, TARGET_BLOCKS, 4))
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert rig.reports == [LegMoved(LEG, 0, 0, 0, 0)]
+    assert np.all(rig.memory == POISON)
+
+
+def test_control_without_the_bytes_the_poison_stays(rig: Rig) -> None:
+    rig.transport.set_faults(Faults(drop_writes=True))
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    rig.wait_for(LegMoved)
+    assert np.all(rig.memory == POISON)
+
+
+def test_control_with_a_wrong_byte_memory_is_not_what_it_should_be(rig: Rig) -> None:
+    rig.transport.set_faults(Faults(corrupt=True))
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    rig.wait_for(LegMoved)
+    assert not np.array_equal(rig.memory, rig.expected(range(4), range(LAYERS)))
+
+
+def test_an_error_of_the_transport_fails_the_leg_once(rig: Rig) -> None:
+    rig.transport.set_faults(Faults(fail_after=1))
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, tuple(Span(number, number, number + 1, 0, LAYERS) for number in range(4)))
+    failed = rig.wait_for(LegFailed)
+    assert (failed.leg, failed.rank) == (LEG, 0)
+    assert "fail_after" in failed.reason
+    assert rig.agent.legs == {}
+    assert sum(isinstance(report, LegFailed) for report in rig.reports) == 1
+
+
+def test_a_leg_that_is_stopped_is_quiet_when_it_says_so(rig: Rig) -> None:
+    rig.transport.set_faults(Faults(stall=True))
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    rig.agent.poll()
+    assert rig.reports == []
+    rig.agent.stop_leg(LEG)
+    assert rig.wait_for(LegStopped) == LegStopped(LEG, 0)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert isinstance(rig.reports[-1], LegFailed)
+    assert np.all(rig.memory == POISON)
+
+
+def test_a_peer_that_is_lost_fails_the_leg(rig: Rig) -> None:
+    rig.transport.set_faults(Faults(stall=True))
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    rig.agent.disconnect(PEER)
+    rig.wait_for(LegFailed)
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    failed = rig.reports[-1]
+    assert isinstance(failed, LegFailed)
+    assert "not connected" in failed.reason
+
+
+@pytest.mark.parametrize(
+    ("blocks", "span"),
+    [
+        (SOURCE_BLOCKS, Span(0, 0, 5, 0, LAYERS)),
+        (((3, 9, 4, BLOCKS),), WHOLE),
+        (((3, 9, 4, 1 << 62),), WHOLE),
+        (((3, 9),), WHOLE),
+        ((), WHOLE),
+        (SOURCE_BLOCKS, Span(0, 0, 1 << 62, 0, LAYERS)),
+    ],
+)
+def test_blocks_that_do_not_exist_fail_the_leg_and_touch_nothing(
+    rig: Rig, blocks: tuple[tuple[int, ...], ...], span: Span
+) -> None:
+    rig.agent.open_leg(START)
+    rig.agent.move(LEG, blocks, (span,))
+    assert [type(report) for report in rig.reports] == [LegFailed]
+    assert np.all(rig.memory == POISON)
+
+
+def test_a_leg_that_nobody_opened_is_stopped_at_once_and_cannot_move(rig: Rig) -> None:
+    rig.agent.stop_leg(LEG)
+    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert rig.reports == [LegStopped(LEG, 0), LegFailed(LEG, 0, "the leg is not open")]
+
+
+def test_a_peer_without_a_common_transport_is_refused_with_both(rig: Rig) -> None:
+    with pytest.raises(TransportError, match="memory here, tcp, nixl there"):
+        rig.agent.connect(card_with("other", Endpoint("tcp", 1, {}), Endpoint("nixl", 1, {})))
+
+
+class Scripted:
+    """A transport that completes what and when the test says."""
+
+    name = "scripted"
+    wakeup_fd = -1
+
+    def __init__(self, late_writes: LateWrites, directions: set[Direction]) -> None:
+        self.late_writes = late_writes
+        self.directions = frozenset(directions)
+        self.posted: dict[Ticket, Batch] = {}
+        self.cancelled: list[Ticket] = []
+        self.revoked: list[PeerRank] = []
+        self.fenced: list[tuple[PeerRank, int]] = []
+        self.epochs: list[int] = []
+        self.done: list[Completion] = []
+        self._tickets = 0
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.name, LAYOUT.region_bytes, {})
+
+    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        del peer, endpoint
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        del after
+        self._tickets += 1
+        self.posted[Ticket(self._tickets)] = batch
+        return Ticket(self._tickets)
+
+    def poll(self) -> list[Completion]:
+        done, self.done = self.done, []
+        return done
+
+    def cancel(self, ticket: Ticket) -> None:
+        self.cancelled.append(ticket)
+
+    def revoke(self, peer: PeerRank) -> None:
+        self.revoked.append(peer)
+
+    def close(self) -> None:
+        return
+
+    def finish(self, ticket: Ticket, moved: int | None = None, error: str = "") -> None:
+        """Complete a batch with so many bytes, all unless told."""
+        batch = self.posted.pop(ticket)
+        self.done.append(Completion(ticket, batch.wire_bytes if moved is None else moved, error))
+
+
+class Fencing(Scripted):
+    """The same, and it can fence."""
+
+    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
+        self.fenced.append((peer, epoch))
+
+    def reset_region(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def scripted(transport: Scripted, *, unfenced_writes: bool = False) -> tuple[RankAgent, list[RankReport]]:
+    """An agent over a scripted transport, connected to one peer."""
+    reports: list[RankReport] = []
+    agent = RankAgent(0, LAYOUT, transport, reports.append, unfenced_writes=unfenced_writes)
+    agent.connect(card_with("source", transport.endpoint()))
+    return agent, reports
+
+
+BOTH = {Direction.READ, Direction.WRITE}
+
+
+@pytest.mark.parametrize(
+    ("late_writes", "directions", "unfenced_writes", "executor"),
+    [
+        (LateWrites.IMPOSSIBLE, {Direction.READ}, False, Executor.TARGET_READS),
+        (LateWrites.REVOCABLE, BOTH, False, Executor.SOURCE_WRITES),
+        (LateWrites.REVOCABLE, {Direction.READ}, False, Executor.TARGET_READS),
+        (LateWrites.UNFENCED, BOTH, False, Executor.TARGET_READS),
+        (LateWrites.UNFENCED, BOTH, True, Executor.SOURCE_WRITES),
+    ],
+)
+def test_peers_write_only_where_they_can_be_fenced_or_somebody_asked_for_it(
+    late_writes: LateWrites, directions: set[Direction], unfenced_writes: bool, executor: Executor
+) -> None:
+    agent, _ = scripted(Scripted(late_writes, directions), unfenced_writes=unfenced_writes)
+    assert agent.executor is executor
+
+
+def test_a_source_that_writes_posts_the_same_runs_the_other_way_under_the_epoch_of_the_grant() -> None:
+    transport = Fencing(LateWrites.REVOCABLE, BOTH)
+    agent, _ = scripted(transport)
+    agent.open_leg(LegOpen(LEG, PEER, 0, Executor.SOURCE_WRITES, 5, TARGET_BLOCKS, 0))
+    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 1, 0, 1),))
+    (batch,) = transport.posted.values()
+    assert (batch.direction, batch.epoch, batch.peer) == (Direction.WRITE, 5, PeerRank(PEER, 0))
+    assert _rows(batch.runs) == [(SOURCE_BLOCKS[0][0], TARGET_BLOCKS[0][0], 1)]
+
+
+def _rows(runs: Runs) -> list[tuple[int, ...]]:
+    return [tuple(int(number) for number in row) for row in runs]
+
+
+def test_a_transport_that_moves_less_than_it_was_told_is_not_believed() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    transport.finish(Ticket(1), moved=7)
+    agent.poll()
+    (failed,) = reports
+    assert isinstance(failed, LegFailed)
+    assert "7 of 8 bytes" in failed.reason
+
+
+def test_a_span_that_is_told_twice_is_moved_once() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert len(transport.posted) == 1
+    transport.finish(Ticket(1))
+    agent.poll()
+    assert [type(report) for report in reports] == [LegMoved]
+
+
+def test_a_failed_leg_says_so_when_the_rest_of_it_is_quiet() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS)))
+    transport.finish(Ticket(1), moved=0, error="the cable is cut")
+    agent.poll()
+    assert reports == []
+    assert transport.cancelled == [Ticket(2)]
+    transport.finish(Ticket(2))
+    agent.poll()
+    assert reports == [LegFailed(LEG, 0, "the cable is cut")]
+
+
+def test_a_stop_in_the_middle_of_a_failure_is_answered_when_all_is_quiet() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS)))
+    transport.finish(Ticket(1), moved=0, error="the cable is cut")
+    agent.poll()
+    agent.stop_leg(LEG)
+    assert reports == []
+    transport.finish(Ticket(2), moved=0, error="cancelled")
+    agent.poll()
+    assert reports == [LegStopped(LEG, 0)]
+
+
+def test_what_completes_after_a_stop_is_not_reported_as_moved() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    agent.stop_leg(LEG)
+    transport.finish(Ticket(1))
+    agent.poll()
+    assert reports == [LegStopped(LEG, 0)]
+    assert agent.legs == {}
+
+
+def test_a_leg_with_something_in_flight_is_not_closed() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, _ = scripted(transport)
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    agent.close_leg(LEG)
+    assert LEG in agent.legs
+    transport.finish(Ticket(1))
+    agent.poll()
+    agent.close_leg(LEG)
+    assert agent.legs == {}
+
+
+def test_a_fence_is_reported_and_holds_for_the_epochs_before_it() -> None:
+    transport = Fencing(LateWrites.REVOCABLE, BOTH)
+    agent, reports = scripted(transport)
+    agent.revoke(PEER, 4)
+    assert reports == [PeerFenced(PEER, 0)]
+    assert transport.fenced == [(PeerRank(PEER, 0), 4)]
+    agent.reset_region(5)
+    assert reports[-1] == RegionFenced(5, 0)
+    assert transport.epochs == [5]
+
+
+def test_a_transport_that_cannot_fence_does_not_claim_to_and_keeps_working() -> None:
+    transport = Scripted(LateWrites.UNFENCED, BOTH)
+    agent, reports = scripted(transport, unfenced_writes=True)
+    agent.revoke(PEER, 4)
+    agent.reset_region(5)
+    assert reports == []
+    agent.open_leg(START)
+    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert len(transport.posted) == 1
