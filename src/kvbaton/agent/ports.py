@@ -63,8 +63,7 @@ class LegId:
 
 @dataclass(frozen=True, slots=True)
 class LegOpen:
-    """What one rank needs to know before it can move anything of a leg. `local_blocks` and `peer_blocks` are as they are known
-    now; the blocks of the source come with each move."""
+    """What one rank needs to know before it can move anything of a leg; the blocks of the source come with each move."""
 
     leg: LegId
     peer: Incarnation

@@ -161,7 +161,9 @@ def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_js
     for found in violations:
         console.print(f"[bold red]{found['rule']}[/] (seed {found['seed']}): ", end="")
         console.print(found["detail"], markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  kvbaton sim --replay --script '{found['script']}'", markup=False, highlight=False, soft_wrap=True)
+        planted = "" if plant is None else f" --plant {plant}"
+        replay = f"  kvbaton sim{planted} --replay --script '{found['script']}'"
+        console.print(replay, markup=False, highlight=False, soft_wrap=True)
     if not campaign.violations:
         console.print("[bold green]every rule held[/]" if plant is None else f"[bold red]{plant} was not found[/]")
 

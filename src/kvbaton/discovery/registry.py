@@ -188,7 +188,7 @@ class Registry:
         if message.transfer_mode is not self.transfer_mode:
             return (
                 f"transfer_mode is {message.transfer_mode} there and {self.transfer_mode} here; start the instance with"
-                f" {self.transfer_mode}, or the router with --transfer-mode {message.transfer_mode}"
+                f" {self.transfer_mode}, or use a router of mode {message.transfer_mode}"
             )
         for field in ("fingerprint", "model"):
             objection = self._mismatch(message, field)
