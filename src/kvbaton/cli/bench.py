@@ -45,7 +45,9 @@ def engine(
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
     console = Console(stderr=True)
-    report = run_engine_bench(model, rounds, lambda line: console.print(f"  {line}", style="dim", highlight=False))
+    report = run_engine_bench(
+        model, rounds, lambda line: console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+    )
     document = _document(report, {"model": model, "rounds": rounds}, out)
     if out is not None:
         out.write_bytes(document)

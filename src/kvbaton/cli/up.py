@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -63,12 +64,15 @@ def up(
             raise ConfigError(f"{name} is {count}; at least one instance of each kind is needed")
     console = Console()
     check_port_free(host, port, "--port")
-    served = load_model(model, progress=lambda line: console.print(f"  {line}", style="dim", highlight=False)).name
+    served = load_model(
+        model, progress=lambda line: console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+    ).name
     ports = PortPicker()
     discovery_port = ports.pick()
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
     options = InstanceOptions(model, transport, prefill + decode, cluster_key=cluster_key)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     started = time.monotonic()
     with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
         try:
@@ -76,7 +80,7 @@ def up(
             for part in pair_parts(prefill, decode, options, ports, discovery_port):
                 fleet.start(part)
             fleet.wait_healthy(_HEALTHY_WITHIN_S, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
-            console.print(_welcome(host, port, served, time.monotonic() - started))
+            _welcome(console, host, port, served, time.monotonic() - started)
             return _watch(fleet, console)
         except KeyboardInterrupt:
             console.print("\nstopping; nothing will be left behind")
@@ -104,12 +108,10 @@ def _show_line(console: Console, name: str, line: str, verbose: bool) -> None:
         console.print(f"{name} | {line}", markup=False, highlight=False, style="dim", soft_wrap=True)
 
 
-def _welcome(host: str, port: int, model: str, seconds: float) -> Panel:
+def _welcome(console: Console, host: str, port: int, model: str, seconds: float) -> None:
     url = f"http://{host}:{port}"
-    text = (
-        f"[bold]chat:[/]  {url}\n\n"
-        f"[bold]or:[/]    curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f'         -d \'{{"model": "{model}", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}}\'\n\n'
-        "[bold]stop:[/]  Ctrl-C"
-    )
-    return Panel(text, title=f"kvbaton is up ({seconds:.0f} s)", border_style="green", expand=False)
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
+    text = f"[bold]chat:[/]  {url}\n[bold]stop:[/]  Ctrl-C"
+    console.print(Panel(text, title=f"kvbaton is up ({seconds:.0f} s)", border_style="green", expand=False))
+    request = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    console.print("or paste this:\n\n" + request + "\n", markup=False, highlight=False, soft_wrap=True)

@@ -91,7 +91,9 @@ def verify(
             del row
             progress.advance(task)
 
-        report = run_verify(settings, lambda line: console.print(f"  {line}", style="dim", highlight=False), on_row)
+        report = run_verify(
+            settings, lambda line: console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True), on_row
+        )
     if json:
         _print_json(report)
     else:
