@@ -60,7 +60,7 @@ class Coordinator:
         self._peers = Peers()
         self._beaten_at = clock()
         self._gone_check_at = clock() + _GONE_CHECK_S
-        self._peer_fences: dict[Incarnation, set[int]] = {}
+        self._peer_fences: dict[Incarnation, dict[int, int]] = {}
         self._region_epochs: dict[int, int] = {}
         self._region_epoch = 0
         self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine)
@@ -173,14 +173,12 @@ class Coordinator:
                 self.target.on_leg(report)
 
     def _on_peer_fenced(self, report: PeerFenced) -> None:
-        fenced = self._peer_fences.setdefault(report.peer, set())
-        fenced.add(report.rank)
-        if len(fenced) < len(self.card.ranks):
-            return
-        del self._peer_fences[report.peer]
-        if self._peers.card(report.peer) is not None:
+        epochs = self._peer_fences.setdefault(report.peer, {})
+        epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
+        if len(epochs) == len(self.card.ranks):
+            del self._peer_fences[report.peer]
             self._peers.forget(report.peer)
-            self.target.on_peer_gone(report.peer, "its session was torn down, because it did not stop when told to")
+            self.target.on_peer_fenced(report.peer, min(epochs.values()))
 
     def _on_region_fenced(self, report: RegionFenced) -> None:
         self._region_epochs[report.rank] = max(report.epoch, self._region_epochs.get(report.rank, 0))

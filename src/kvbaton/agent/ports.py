@@ -104,9 +104,10 @@ class LegStopped:
 
 @dataclass(frozen=True, slots=True)
 class PeerFenced:
-    """A rank has torn down its session with a peer: that peer cannot write here any more."""
+    """A rank has torn down its session with a peer: what that peer was granted before `epoch` it cannot write any more."""
 
     peer: Incarnation
+    epoch: int
     rank: int
 
 

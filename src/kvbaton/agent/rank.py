@@ -106,7 +106,7 @@ class RankAgent:
         self._transport.revoke(peer)
         if isinstance(self._transport, FencingTransport):
             self._transport.fence_peer(peer, epoch)
-        self._report(PeerFenced(incarnation, self.rank))
+        self._report(PeerFenced(incarnation, epoch, self.rank))
 
     def reset_region(self, epoch: int) -> None:
         """Register this rank's memory anew, where the transport can."""

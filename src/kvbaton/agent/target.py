@@ -119,9 +119,16 @@ class TargetSide(TargetEffects):
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
 
+    def on_peer_fenced(self, source: Incarnation, epoch: int) -> None:
+        """The session with a source was torn down: what it was granted before `epoch` fails. Later grants are not fenced."""
+        reason = "its session was torn down, because it did not stop when told to"
+        for record in [record for record in self._granted_before(epoch) if record.source == source]:
+            record.peer_is_quiet = True
+            self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
+
     def on_region_fenced(self, epoch: int) -> None:
         """Our memory was registered anew: nobody writes under an earlier epoch any more, and what relied on one fails."""
-        for record in [record for record in self.live.values() if record.grant and record.epoch < epoch]:
+        for record in self._granted_before(epoch):
             if record.executor is Executor.SOURCE_WRITES:
                 record.peer_is_quiet = True
                 self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, "the memory had to be registered anew")
@@ -327,6 +334,9 @@ class TargetSide(TargetEffects):
                 self.step(record, TargetEvent.RETRACTED)
                 self._settle(record)
         return True
+
+    def _granted_before(self, epoch: int) -> list[TargetRecord]:
+        return [record for record in self.live.values() if record.grant and record.epoch < epoch]
 
     def _strangers(self, address: ControlAddress) -> list[TargetRecord]:
         waiting = (TargetState.QUEUED, TargetState.GREETING)

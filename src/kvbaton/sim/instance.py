@@ -14,7 +14,7 @@ from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
-from kvbaton.core.messages import Grant, Message, Refused, decode, encode
+from kvbaton.core.messages import Confirmed, Grant, Message, Refused, Release, decode, encode
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import BlockPool, RankMemory, make_layout
@@ -60,6 +60,7 @@ class Cluster:
     """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
     instances: dict[str, SimInstance] = field(default_factory=dict)
     processes: dict[int, SimProcess] = field(default_factory=dict)
+    confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     births: int = 0
 
     def arrive(self, address: str, frame: bytes, sender_address: str) -> None:
@@ -196,6 +197,10 @@ class SimInstance:
         """Put one message on the wire."""
         if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
+        elif isinstance(message, Confirmed):
+            self.cluster.confirmed.add((recipient, message.key, message.grant))
+        elif isinstance(message, Release) and (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
+            self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
         self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
         self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, message))
 

@@ -187,10 +187,10 @@ class ScriptedRanks:
         self._forget(rank, leg)
         self.report(LegStopped(leg, rank) if was_stopping else LegFailed(leg, rank, reason))
 
-    def fence(self, peer: Incarnation, ranks: int) -> None:
+    def fence(self, peer: Incarnation, epoch: int, ranks: int) -> None:
         """Every rank has torn its session with a peer down."""
         for rank in range(ranks):
-            self.report(PeerFenced(peer, rank))
+            self.report(PeerFenced(peer, epoch, rank))
 
     def reregister(self, epoch: int, ranks: int) -> None:
         """Every rank has registered its memory anew."""

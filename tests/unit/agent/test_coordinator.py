@@ -292,24 +292,26 @@ def test_a_fence_counts_when_every_rank_has_put_it_up() -> None:
     assert pair.target.ranks.revoked == [(Incarnation("s1"), 2)]
     coordinator = pair.target.coordinator
     for _ in range(3):
-        coordinator.on_rank(PeerFenced(Incarnation("s1"), 0))
+        coordinator.on_rank(PeerFenced(Incarnation("s1"), 2, 0))
     assert pair.target.events == []
-    coordinator.on_rank(PeerFenced(Incarnation("s1"), 1))
+    coordinator.on_rank(PeerFenced(Incarnation("s1"), 2, 1))
     assert ended(pair.target.events).outcome is Outcome.CANCELLED
 
 
-def test_a_fence_that_is_reported_again_ends_nothing_that_came_after_it() -> None:
+def test_a_fence_ends_what_was_granted_before_it_and_nothing_that_was_granted_after() -> None:
     pair = Pair(Executor.SOURCE_WRITES)
     pair.fetch()
     pair.net.deliver_all()
     pair.target.coordinator.cancel(KEY)
-    pair.target.ranks.fence(Incarnation("s1"), 2)
-    pair.target.ranks.fence(Incarnation("s1"), 2)
-    pair.target.settle()
-    assert len(pair.target.events) == 1
+    pair.net.pass_time(LIMITS.stop_timeout, lose=True)
+    ((peer, epoch),) = pair.target.ranks.revoked
     pair.fetch(key_of("next"))
-    pair.run()
+    for _ in range(2):
+        pair.target.ranks.fence(peer, epoch, 2)
+    pair.target.settle()
+    assert ended(pair.target.events).key == KEY
     pair.prefill(key_of("next"))
+    pair.net.pass_time(2 * LIMITS.beat_s)
     pair.run()
     assert isinstance(pair.target.events[-1], Landed)
 

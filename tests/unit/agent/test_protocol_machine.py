@@ -312,7 +312,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         ranks = self.target.ranks
         if ranks.revoked:
             peer, epoch = ranks.revoked.pop(0)
-            ranks.fence(peer, self.ranks_count)
+            ranks.fence(peer, epoch, self.ranks_count)
         elif ranks.resets:
             epoch = ranks.resets.pop(0)
             ranks.reregister(epoch, self.ranks_count)

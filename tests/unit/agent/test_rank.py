@@ -382,7 +382,7 @@ def test_a_fence_is_reported_and_holds_for_the_epochs_before_it() -> None:
     transport = Fencing(LateWrites.REVOCABLE, BOTH)
     agent, reports = scripted(transport)
     agent.revoke(PEER, 4)
-    assert reports == [PeerFenced(PEER, 0)]
+    assert reports == [PeerFenced(PEER, 4, 0)]
     assert transport.fenced == [(PeerRank(PEER, 0), 4)]
     agent.reset_region(5)
     assert reports[-1] == RegionFenced(5, 0)
