@@ -20,7 +20,7 @@ import msgspec
 from kvbaton.core.auth import MIN_KEY_BYTES
 from kvbaton.errors import ConfigError
 
-__all__ = ["CLUSTER_KEY_VARIABLE", "AllowList", "Limits", "Trust", "parse_limits", "parse_trust"]
+__all__ = ["CLUSTER_KEY_VARIABLE", "AllowList", "Limits", "Trust", "is_loopback", "parse_limits", "parse_trust"]
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Trust:
         """Why `host` must not be dialled; None when it may be."""
         if self.allowed is not None:
             return None if host in self.allowed else f"{host} is not on the allow-list ({self.allowed}); add it with --allow"
-        if self.key is not None or _is_loopback(host):
+        if self.key is not None or is_loopback(host):
             return None
         return (
             f"{host} is not this machine, and without a cluster key or an allow-list only loopback is dialled; "
@@ -125,7 +125,7 @@ class Trust:
 
     def check_bind(self, host: str) -> None:
         """Raise ConfigError when listening for control messages on `host` would let in people whom nothing tells from peers."""
-        if self.key is None and self.allowed is None and not _is_loopback(host):
+        if self.key is None and self.allowed is None and not is_loopback(host):
             raise ConfigError(
                 f"the control port would listen on {host}, where others can reach it, without a cluster key or an allow-list; "
                 f"set a key (--cluster-key-file or {CLUSTER_KEY_VARIABLE}), name the peers (--allow), or listen on 127.0.0.1"
@@ -219,6 +219,7 @@ def _address(host: str) -> _Address | None:
     return mapped or address
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
     address = _address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback

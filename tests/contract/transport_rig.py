@@ -155,6 +155,8 @@ class Rig:
     def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
         if self.has_processes:
             inner = open_transport(self.kind, region, settings)
+        elif self.kind not in ("memory", "faulty"):
+            raise ValueError(f"the rig does not know how to open {self.kind!r}: add it here, or it is not tested")
         else:
             inner = MemoryTransport(region, self.hub, settings)
         if faults is None and self.kind != "faulty":

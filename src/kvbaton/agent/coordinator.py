@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import assert_never
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
 from kvbaton.agent.peers import Peers
@@ -157,6 +158,8 @@ class Coordinator:
                 self.target.on_stopped(sender, message)
             case Heartbeat():
                 (self.target if message.from_source else self.source).on_heartbeat(sender, message)
+            case _:
+                assert_never(message)
 
     # What ranks say.
 

@@ -68,7 +68,11 @@ def _document(report: BenchReport, settings: dict[str, str | int], out: Path | N
 
 
 def _print_table(report: BenchReport) -> None:
-    table = Table("what", "median", "beside it", "ratio", title="embedded engine")
+    table = Table("what", "median", "all its matrix products", "ratio", "ratio to weights alone", title="embedded engine")
     for row in report.rows:
-        table.add_row(row.name, f"{row.value:.4f} {row.unit}", str(row.peer), f"{row.ratio:.2f} x")
+        products_s = row.value / row.ratio
+        alone = float(row.settings["ratio_to_weight_products"])
+        table.add_row(
+            row.name, f"{row.value:.4f} {row.unit}", f"{products_s:.4f} {row.unit}", f"{row.ratio:.2f} x", f"{alone:.2f} x"
+        )
     Console().print(table)

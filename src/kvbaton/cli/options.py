@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-__all__ = ["TransportName", "TrustOptions"]
+from cyclopts import Parameter
+
+__all__ = ["LimitOptions", "TransportName", "TrustOptions"]
 
 TransportName = Literal["local", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""
@@ -25,4 +27,26 @@ class TrustOptions:
     """
 
     cluster_key_file: Path | None = None
-    allow: tuple[str, ...] = ()
+    allow: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """How long an instance waits for what, in seconds; the same names and defaults as `kvbaton.config.Limits`.
+
+    Parameters
+    ----------
+    transfer_timeout
+        seconds without progress after which a target gives a hand-off up.
+    defer_timeout
+        seconds for which a source keeps finished blocks without a word from their target; more than `transfer_timeout`.
+    stop_timeout
+        seconds after which blocks whose peer does not say that it has stopped are fenced by stronger means.
+    retry
+        seconds after which a question without an answer is asked again.
+    """
+
+    transfer_timeout: float = 30.0
+    defer_timeout: float = 60.0
+    stop_timeout: float = 5.0
+    retry: float = 1.0

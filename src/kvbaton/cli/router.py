@@ -34,6 +34,7 @@ def router(
         log more.
     """
     from kvbaton.cli.running import run_server, set_up_logging
+    from kvbaton.config import is_loopback
     from kvbaton.router.app import serve_router
     from kvbaton.router.settings import RouterSettings
 
@@ -46,4 +47,10 @@ def router(
         expire_after_s=expire_after_s,
     )
     log = logging.getLogger("kvbaton")
+    if not is_loopback(settings.discovery_host):
+        log.warning(
+            "anybody who reaches port %d on %s can register an instance and receive prompts",
+            discovery_port,
+            settings.discovery_host,
+        )
     return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", host, port)))

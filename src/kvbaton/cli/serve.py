@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.cli.options import TransportName, TrustOptions
+from kvbaton.cli.options import LimitOptions, TransportName, TrustOptions
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import check_port
 
 __all__ = ["serve"]
 
 _NO_TRUST = TrustOptions()
+_DEFAULT_LIMITS = LimitOptions()
+_ABOUT_ROUTERS = {
+    True: "--router has no effect with --role both: such an instance answers clients by itself",
+    False: "no --router is given: no router will know this instance",
+}
 
 
 def serve(
@@ -24,17 +30,16 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8100,
     control_port: int = 8101,
-    router: tuple[str, ...] = (),
+    router: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     transport: TransportName = "local",
     blocks: int = 2048,
     block_tokens: int = 16,
     step_tokens: int = 256,
     max_sequences: int = 64,
-    transfer_timeout: float = 30.0,
-    defer_timeout: float = 60.0,
     threads: int | None = None,
     poison: bool = False,
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
+    limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
     trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
     verbose: bool = False,
 ) -> int:
@@ -64,10 +69,6 @@ def serve(
         most tokens computed in one step.
     max_sequences
         most requests computed at once.
-    transfer_timeout
-        seconds without progress after which a target gives a hand-off up.
-    defer_timeout
-        seconds for which a source keeps finished blocks without a word from their target.
     threads
         BLAS threads; all cores when not given.
     poison
@@ -79,10 +80,12 @@ def serve(
         raise ConfigError(f"--threads is {threads}; it must be at least 1")
     check_port(port, "--port")
     check_port(control_port, "--control-port")
+    if port == control_port:
+        raise ConfigError(f"--port and --control-port are both {port}; give each its own")
     if threads is not None:
         os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
     from kvbaton.cli.running import run_server, set_up_logging
-    from kvbaton.config import Limits, parse_trust
+    from kvbaton.config import parse_limits, parse_trust
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
 
@@ -100,9 +103,12 @@ def serve(
         routers=router,
         blocks=blocks,
         block_tokens=block_tokens,
-        limits=Limits(transfer_timeout=transfer_timeout, defer_timeout=defer_timeout),
+        limits=parse_limits(asdict(limits)),
         engine=EngineSettings(step_tokens=step_tokens, max_sequences=max_sequences, poison=poison),
         trust=trusted,
         drop_writes=drop_writes,
     )
-    return run_server(serve_instance(settings, logging.getLogger("kvbaton").info))
+    log = logging.getLogger("kvbaton")
+    if (role == "both") == bool(router):
+        log.warning("%s", _ABOUT_ROUTERS[bool(router)])
+    return run_server(serve_instance(settings, log.info))

@@ -67,6 +67,10 @@ def sim(
         raise ConfigError(f"unknown plant {plant!r}; known are {', '.join(PLANTS)}")
     if seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1")
+    if exhaustive and (seed is not None or script is not None):
+        raise ConfigError("--exhaustive tries every fault; it does not go with --seed or --script")
+    if seed is not None and script is not None:
+        raise ConfigError("--seed and --script each name one run; give one of them")
     if replay and seed is None and script is None:
         raise ConfigError("--replay shows one run; say which with --seed or --script")
     logging.disable(logging.CRITICAL)
@@ -157,7 +161,8 @@ def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_js
         return
     console = Console()
     faults = sum(campaign.faults.values())
-    console.print(f"{campaign.runs} runs, {campaign.events} events, {faults} faults", highlight=False)
+    runs = "1 run" if campaign.runs == 1 else f"{campaign.runs} runs"
+    console.print(f"{runs}, {campaign.events} events, {faults} faults", highlight=False)
     for found in violations:
         console.print(f"[bold red]{found['rule']}[/] (seed {found['seed']}): ", end="")
         console.print(found["detail"], markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from kvbaton.cli.options import TransportName
+from kvbaton.launch.local import in_url
 
 __all__ = ["up"]
 
@@ -52,7 +53,7 @@ def up(
     verbose
         show everything that the parts log.
     """
-    from kvbaton.config import CLUSTER_KEY_VARIABLE
+    from kvbaton.config import CLUSTER_KEY_VARIABLE, parse_trust
     from kvbaton.engines.embedded.weights import load_model
     from kvbaton.errors import ConfigError
     from kvbaton.launch.fleet import Fleet
@@ -69,6 +70,7 @@ def up(
     ).name
     ports = PortPicker()
     discovery_port = ports.pick()
+    parse_trust(None, os.environ)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
     options = InstanceOptions(model, transport, prefill + decode, cluster_key=cluster_key)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -109,7 +111,7 @@ def _show_line(console: Console, name: str, line: str, verbose: bool) -> None:
 
 
 def _welcome(console: Console, host: str, port: int, model: str, seconds: float) -> None:
-    url = f"http://{host}:{port}"
+    url = f"http://{in_url(host)}:{port}"
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
     text = f"[bold]chat:[/]  {url}\n[bold]stop:[/]  Ctrl-C"
     console.print(Panel(text, title=f"kvbaton is up ({seconds:.0f} s)", border_style="green", expand=False))

@@ -11,7 +11,7 @@ from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.launch.fleet import Part, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["InstanceOptions", "instance_part", "kvbaton_command", "new_cluster_key", "pair_parts", "router_part"]
+__all__ = ["InstanceOptions", "in_url", "instance_part", "kvbaton_command", "new_cluster_key", "pair_parts", "router_part"]
 
 
 def new_cluster_key() -> str:
@@ -39,9 +39,10 @@ def kvbaton_command(*arguments: str) -> list[str]:
 
 
 def router_part(host: str, port: int, discovery_port: int, health_path: str = "/health") -> Part:
-    """A router for READ instances."""
-    command = kvbaton_command("router", "--host", host, "--port", str(port), "--discovery-port", str(discovery_port))
-    return Part("router", command, f"http://{_in_url(host)}:{port}{health_path}")
+    """A router for READ instances of this machine: wherever it serves, registrations are only taken on loopback."""
+    command = kvbaton_command("router", "--host", host, "--port", str(port))
+    command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
+    return Part("router", command, f"http://{in_url(host)}:{port}{health_path}")
 
 
 def instance_part(
@@ -69,5 +70,6 @@ def pair_parts(prefill: int, decode: int, options: InstanceOptions, ports: PortP
     ]
 
 
-def _in_url(host: str) -> str:
+def in_url(host: str) -> str:
+    """A host as it is written in a URL."""
     return f"[{host}]" if ":" in host else host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 
@@ -40,16 +41,26 @@ def check_port(port: int, option: str) -> None:
 def check_port_free(host: str, port: int, option: str) -> None:
     """Raise ConfigError, naming `option`, when `port` is no port, or somebody listens on it."""
     check_port(port, option)
-    if not _is_free(host, port):
-        raise ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another with {option}")
+    try:
+        _bind_once(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            advice = f"port {port} on {host} is in use; stop what listens there or choose another with {option}"
+        else:
+            advice = f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --host or {option}"
+        raise ConfigError(advice) from error
 
 
 def _is_free(host: str, port: int) -> bool:
+    try:
+        _bind_once(host, port)
+    except OSError:
+        return False
+    return True
+
+
+def _bind_once(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        probe.bind((host, port))

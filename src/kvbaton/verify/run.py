@@ -51,6 +51,8 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
     """Do it; raises KVBatonError when it could not be run at all."""
     loaded = load_model(settings.model, progress=say)
     longest = min(settings.longest_prompt, loaded.config.context_tokens - settings.max_tokens)
+    if longest < settings.longest_prompt:
+        say(f"prompts have at most {longest} tokens, so that they fit into the model's context")
     prompts = make_prompts(lambda text: loaded.tokenizer.encode(text), settings.requests, settings.seed, longest)
     with Fleet() as fleet:
         say("starting a router, a prefill, a decode and a single instance")

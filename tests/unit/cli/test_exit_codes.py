@@ -118,3 +118,31 @@ def test_a_port_in_use_is_refused_by_number(refusal: Refusal) -> None:
             said = refusal(*arguments)
             assert str(taken) in said
             assert "in use" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--exhaustive", "--seed", "1"), "--exhaustive"),
+        (("--exhaustive", "--script", "{}"), "--exhaustive"),
+        (("--seed", "1", "--script", "{}"), "give one of them"),
+        (("--replay",), "--seed or --script"),
+        (("--script", "{}"), "not a script"),
+        (("--seeds", "0"), "--seeds is 0"),
+        (("--plant", "nonsense"), "unknown plant 'nonsense'"),
+    ],
+)
+def test_sim_refuses_what_makes_no_sense(refusal: Refusal, arguments: tuple[str, ...], word: str) -> None:
+    assert word in refusal("sim", *arguments)
+
+
+def test_sim_tells_how_a_run_went_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(monkeypatch, "sim", "--seed", "0") == 0
+    assert "1 run," in capsys.readouterr().out
+    assert _exit_code(monkeypatch, "sim", "--seed", "0", "--plant", "mapping-dropped") == 1
+    assert "--plant mapping-dropped --replay --script" in capsys.readouterr().out
+    assert _exit_code(monkeypatch, "sim", "--list-plants") == 0
+
+
+def test_serve_wants_two_ports(refusal: Refusal) -> None:
+    assert "give each its own" in refusal("serve", "--port", "12345", "--control-port", "12345")

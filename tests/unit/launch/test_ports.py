@@ -56,3 +56,9 @@ def test_what_is_no_port_is_refused_by_option(port: int) -> None:
         check_port(port, "--port")
     with pytest.raises(ConfigError, match=f"--port is {port}; it must be between 1 and 65535"):
         check_port_free("127.0.0.1", port, "--port")
+
+
+def test_an_address_that_is_not_ours_is_not_called_in_use() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 12345: .*--host") as caught:
+        check_port_free("192.0.2.1", 12345, "--port")
+    assert "in use" not in str(caught.value)
