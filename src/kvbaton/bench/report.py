@@ -42,7 +42,7 @@ def describe_hardware() -> dict[str, Setting]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas_threads": _blas_threads(),
