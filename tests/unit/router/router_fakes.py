@@ -180,8 +180,8 @@ class Router:
 
 
 @asynccontextmanager
-async def routing(*instances: FakeInstance, expect: int | None = None, **settings: Any) -> AsyncIterator[Router]:
-    """A router to which `instances` have registered; `expect` is how many of them it takes, if not all."""
+async def routing(*instances: FakeInstance, **settings: Any) -> AsyncIterator[Router]:
+    """A router to which `instances` have registered."""
     port = free_port()
     chosen = RouterSettings(port=port, discovery_port=_other(port), **settings)
     ready = asyncio.Event()
@@ -193,7 +193,7 @@ async def routing(*instances: FakeInstance, expect: int | None = None, **setting
             announcer.start()
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
             router = Router(chosen, client)
-            await _registered(router, len(instances) if expect is None else expect)
+            await _registered(router, len(instances))
             yield router
     finally:
         for announcer in announcers:

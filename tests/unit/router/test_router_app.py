@@ -14,8 +14,9 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from router_fakes import answering, decode, free_port, prefill, routing
+from router_fakes import Router, answering, decode, free_port, prefill, routing
 
+from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.router.app import RouterSettings, serve_router
@@ -64,13 +65,20 @@ async def test_models_of_instances_that_did_not_say_are_asked_for() -> None:
         assert (await router.get("/v1/models"))[0] == 502
 
 
+async def _refused(router: Router) -> list[dict[str, str]]:
+    """Who was refused, once somebody was."""
+    async with asyncio.timeout(20):
+        while not (refused := json.loads((await router.get("/instances"))[2])["refused"]):
+            await asyncio.sleep(0.01)
+    return list(refused)
+
+
 @run
 async def test_an_instance_with_another_model_is_shown_as_refused() -> None:
-    odd = decode(fingerprint="other")
-    async with prefill() as p, decode() as d, routing(p, d, odd, expect=2) as router:
-        async with asyncio.timeout(20):
-            while not (refused := json.loads((await router.get("/instances"))[2])["refused"]):
-                await asyncio.sleep(0.01)
+    odd = decode(fingerprint="other").registration()
+    async with prefill() as p, decode() as d, routing(p, d) as router:
+        with Announcer(odd, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+            refused = await _refused(router)
         assert len(refused) == 1
         assert "'other'" in refused[0]["reason"]
         assert "'f'" in refused[0]["reason"]
