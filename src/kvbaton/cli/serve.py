@@ -76,14 +76,8 @@ def serve(
     verbose
         log more.
     """
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads is {threads}; it must be at least 1")
-    check_port(port, "--port")
-    check_port(control_port, "--control-port")
-    if port == control_port:
-        raise ConfigError(f"--port and --control-port are both {port}; give each its own")
-    if threads is not None:
-        os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+    _check_ports(port, control_port)
+    _share_cores(threads)
     from kvbaton.cli.running import run_server, set_up_logging
     from kvbaton.config import parse_limits, parse_trust
     from kvbaton.engines.embedded.engine import EngineSettings
@@ -112,3 +106,18 @@ def serve(
     if (role == "both") == bool(router):
         log.warning("%s", _ABOUT_ROUTERS[bool(router)])
     return run_server(serve_instance(settings, log.info))
+
+
+def _check_ports(port: int, control_port: int) -> None:
+    check_port(port, "--port")
+    check_port(control_port, "--control-port")
+    if port == control_port:
+        raise ConfigError(f"--port and --control-port are both {port}; give each its own")
+
+
+def _share_cores(threads: int | None) -> None:
+    """BLAS reads these once, when it is loaded; nothing has loaded it before this."""
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads is {threads}; it must be at least 1")
+    if threads is not None:
+        os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))

@@ -14,6 +14,7 @@ from kvbaton.cli.options import TransportName
 
 if TYPE_CHECKING:
     from kvbaton.verify.report import Report, RequestRow
+    from kvbaton.verify.run import VerifySettings
 
 __all__ = ["verify"]
 
@@ -64,7 +65,7 @@ def verify(
         print one JSON object instead of a table.
     """
     from kvbaton.errors import ConfigError
-    from kvbaton.verify.run import VerifySettings, run_verify
+    from kvbaton.verify.run import VerifySettings
 
     numbers = {"requests": requests, "concurrency": concurrency, "prefill": prefill, "decode": decode}
     numbers |= {"max-tokens": max_tokens, "longest-prompt": longest_prompt}
@@ -83,22 +84,30 @@ def verify(
         seed=seed,
         drop_writes=drop_writes,
     )
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("comparing", total=requests)
-
-        def on_row(row: RequestRow) -> None:
-            del row
-            progress.advance(task)
-
-        report = run_verify(
-            settings, lambda line: console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True), on_row
-        )
+    report = _run(settings)
     if json:
         _print_json(report)
     else:
         _print_report(Console(), report)
     return 0 if report.ok else _FOUND
+
+
+def _run(settings: VerifySettings) -> Report:
+    """Do it, with progress on standard error."""
+    from kvbaton.verify.run import run_verify
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("comparing", total=settings.requests)
+
+        def on_row(row: RequestRow) -> None:
+            del row
+            progress.advance(task)
+
+        def say(line: str) -> None:
+            console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+
+        return run_verify(settings, say, on_row)
 
 
 def _print_json(report: Report) -> None:
