@@ -93,7 +93,6 @@ class Announcer:
         self._clock = clock
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._heartbeats = 0
 
     def start(self) -> None:
         """Begin to register; returns at once, whether or not a router is there."""
@@ -111,10 +110,6 @@ class Announcer:
     def is_alive(self) -> bool:
         """Whether heartbeats are being sent."""
         return self._thread is not None and self._thread.is_alive()
-
-    def heartbeats_total(self) -> int:
-        """How many registrations were handed over to a router's connection."""
-        return self._heartbeats
 
     def __enter__(self) -> Self:
         self.start()
@@ -149,7 +144,6 @@ class Announcer:
         if now < link.due:
             return
         if link.send(self._hello):
-            self._heartbeats += 1
             link.due = now + self._heartbeat_s
             if link.away_since is not None:
                 _logger.info("discovery: %s registers with router %s", self._name, link.router)

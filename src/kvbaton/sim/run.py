@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from kvbaton.config import Limits
 from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
 from kvbaton.sim.engine import Prompt, SourceEngine, TargetEngine
@@ -17,7 +15,7 @@ from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.transport import Fabric
 from kvbaton.sim.world import SimClock, Violation, World
 
-__all__ = ["LIMITS", "Result", "Run", "run_script", "script_text"]
+__all__ = ["LIMITS", "Result", "Run", "run_script"]
 
 LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1)
 """Small, so that every deadline is met many times."""
@@ -316,8 +314,3 @@ class Run:
 def run_script(script: Script, bugs: Bugs | None = None, *, keep_timeline: bool = False) -> Result:
     """Run one script; the same script always gives the same result."""
     return Run(script, bugs, keep_timeline=keep_timeline).run()
-
-
-def script_text(script: Script) -> str:
-    """A script as one line that `--script` reads back."""
-    return msgspec.json.encode(script).decode()
