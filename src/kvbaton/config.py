@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import ipaddress
 import logging
 import math
@@ -18,9 +19,21 @@ from typing import Any
 import msgspec
 
 from kvbaton.core.auth import MIN_KEY_BYTES
+from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.errors import ConfigError
 
-__all__ = ["CLUSTER_KEY_VARIABLE", "AllowList", "Limits", "Trust", "is_loopback", "parse_limits", "parse_trust"]
+__all__ = [
+    "CLUSTER_KEY_VARIABLE",
+    "DEFAULT_HANDOFF",
+    "AllowList",
+    "HandoffSettings",
+    "Limits",
+    "OnFailure",
+    "Trust",
+    "is_loopback",
+    "parse_limits",
+    "parse_trust",
+]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +78,32 @@ class Limits(msgspec.Struct, frozen=True):
     def beat_s(self) -> float:
         """How often a side tells its peers that it is alive: several times within the shorter of their patiences."""
         return self.transfer_timeout / 6
+
+
+class OnFailure(enum.StrEnum):
+    """What becomes of a request whose hand-off failed: it fails with the reason, or its prompt is computed here."""
+
+    FAIL = "fail"
+    RECOMPUTE = "recompute"
+
+
+class HandoffSettings(msgspec.Struct, frozen=True):
+    """How an instance hands over.
+
+    mode:       push (stream while computing) or pull (fetch when complete)
+    integrity:  how much of what a target received is checked before it counts as landed; the target decides
+    aux_way:    how the aux record travels to this instance as a target
+    on_failure: what a target does with a request whose hand-off failed
+    """
+
+    mode: Mode = Mode.PUSH
+    integrity: Integrity = Integrity.OFF
+    aux_way: AuxWay = AuxWay.CONTROL
+    on_failure: OnFailure = OnFailure.FAIL
+
+
+DEFAULT_HANDOFF = HandoffSettings()
+"""What an instance does that was told nothing else."""
 
 
 def parse_limits(values: Mapping[str, Any]) -> Limits:

@@ -11,7 +11,7 @@ from kvbaton.agent.peers import Peers
 from kvbaton.agent.ports import Clock, Control, EnginePort, PeerFenced, RankReport, Ranks, RegionFenced
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
-from kvbaton.config import Limits
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, check_compatible
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
@@ -33,6 +33,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.timeline import Observer, nobody
 from kvbaton.errors import Incompatible, TransportError
 
 __all__ = ["Coordinator"]
@@ -51,7 +52,16 @@ class Coordinator:
     target_side = TargetSide
 
     def __init__(
-        self, card: Card, transport: str, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
+        self,
+        card: Card,
+        transport: str,
+        limits: Limits,
+        clock: Clock,
+        control: Control,
+        ranks: Ranks,
+        engine: EnginePort,
+        settings: HandoffSettings = DEFAULT_HANDOFF,
+        observe: Observer = nobody,
     ) -> None:
         self.card = card
         self._limits = limits
@@ -64,8 +74,8 @@ class Coordinator:
         self._peer_fences: dict[Incarnation, dict[int, int]] = {}
         self._region_epochs: dict[int, int] = {}
         self._region_epoch = 0
-        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine)
-        self.target = self.target_side(card, transport, limits, clock, control, ranks, engine)
+        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe)
+        self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
         self.dropped_total: Counter[str] = Counter()
 
     # What the engine says.

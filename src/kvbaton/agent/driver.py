@@ -21,12 +21,13 @@ from kvbaton.agent.ports import LegId, LegOpen, RankReport
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.sockets import ControlSockets
-from kvbaton.config import Limits
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.messages import Message
+from kvbaton.core.timeline import Observer, nobody
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
 
@@ -105,6 +106,8 @@ class Driver(HandoffPort):
         limits: Limits,
         sockets: ControlSockets,
         news: Callable[[], None],
+        settings: HandoffSettings = DEFAULT_HANDOFF,
+        observe: Observer = nobody,
     ) -> None:
         self.card = card
         self._transport = transport
@@ -115,7 +118,15 @@ class Driver(HandoffPort):
         self._reports: deque[RankReport] = deque()
         self._agents = [RankAgent(0, layout, transport, self._reports.append)]
         self._coordinator = Coordinator(
-            card, transport.name, limits, time.monotonic, _Control(sockets), _Ranks(self._agents), self._events.append
+            card,
+            transport.name,
+            limits,
+            time.monotonic,
+            _Control(sockets),
+            _Ranks(self._agents),
+            self._events.append,
+            settings,
+            observe,
         )
         self.errors_total = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -24,6 +24,7 @@ from kvbaton.core.messages import (
     Retracted,
     Stopped,
 )
+from kvbaton.core.timeline import Observer, nobody
 
 __all__ = ["SourceEffects"]
 
@@ -36,8 +37,16 @@ class SourceEffects:
     table: SourceTable = SOURCE
 
     def __init__(
-        self, ranks_count: int, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
+        self,
+        ranks_count: int,
+        limits: Limits,
+        clock: Clock,
+        control: Control,
+        ranks: Ranks,
+        engine: EnginePort,
+        observe: Observer = nobody,
     ) -> None:
+        self._observe = observe
         self._ranks_count = ranks_count
         self._limits = limits
         self._clock = clock

@@ -15,7 +15,7 @@ from kvbaton.agent.ports import (
     Ranks,
 )
 from kvbaton.agent.records import TargetRecord
-from kvbaton.config import Limits
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import (
     Executor,
@@ -33,6 +33,7 @@ from kvbaton.core.messages import (
     Release,
     Stop,
 )
+from kvbaton.core.timeline import Observer, nobody
 
 __all__ = ["TargetEffects"]
 
@@ -45,8 +46,19 @@ class TargetEffects:
     table: TargetTable = TARGET
 
     def __init__(
-        self, card: Card, transport: str, limits: Limits, clock: Clock, control: Control, ranks: Ranks, engine: EnginePort
+        self,
+        card: Card,
+        transport: str,
+        limits: Limits,
+        clock: Clock,
+        control: Control,
+        ranks: Ranks,
+        engine: EnginePort,
+        settings: HandoffSettings = DEFAULT_HANDOFF,
+        observe: Observer = nobody,
     ) -> None:
+        self._settings = settings
+        self._observe = observe
         self._card = card
         self._transport = transport
         self._limits = limits

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-__all__ = ["LimitOptions", "TransportName", "TrustOptions"]
+__all__ = ["HandoffOptions", "LimitOptions", "TransportName", "TrustOptions"]
 
 TransportName = Literal["local", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""
@@ -28,6 +28,28 @@ class TrustOptions:
 
     cluster_key_file: Path | None = None
     allow: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOptions:
+    """How caches are handed over; the same names and defaults as `kvbaton.config.HandoffSettings`.
+
+    Parameters
+    ----------
+    mode
+        `push`: the cache streams to the target while it is computed; `pull`: the target fetches it when it is complete.
+    integrity
+        how much of a received cache is checked against the source's checksums before it is used.
+    aux_way
+        how the first token travels: in a control message, or over the data transport.
+    on_failure
+        what becomes of a request whose hand-off failed: it fails, or the decode instance computes its prompt.
+    """
+
+    mode: Literal["push", "pull"] = "push"
+    integrity: Literal["off", "sampled", "full"] = "off"
+    aux_way: Literal["control", "data"] = "control"
+    on_failure: Literal["fail", "recompute"] = "fail"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.cli.options import LimitOptions, TransportName, TrustOptions
+from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, TrustOptions
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import check_port
 
 __all__ = ["serve"]
 
 _NO_TRUST = TrustOptions()
+_DEFAULT_HANDOFF = HandoffOptions()
 _DEFAULT_LIMITS = LimitOptions()
 _ABOUT_ROUTERS = {
     True: "--router has no effect with --role both: such an instance answers clients by itself",
@@ -39,6 +40,7 @@ def serve(
     threads: int | None = None,
     poison: bool = False,
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
+    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
     trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
     verbose: bool = False,
@@ -78,14 +80,17 @@ def serve(
     """
     _check_ports(port, control_port)
     _share_cores(threads)
+    import msgspec
+
     from kvbaton.cli.running import run_server, set_up_logging
-    from kvbaton.config import parse_limits, parse_trust
+    from kvbaton.config import HandoffSettings, parse_limits, parse_trust
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
 
     set_up_logging(verbose)
     trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
     trusted.check_bind(host)
+    handing = msgspec.convert(asdict(handoff), HandoffSettings)
     settings = InstanceSettings(
         role=role,
         model=model,
@@ -98,8 +103,9 @@ def serve(
         blocks=blocks,
         block_tokens=block_tokens,
         limits=parse_limits(asdict(limits)),
-        engine=EngineSettings(step_tokens=step_tokens, max_sequences=max_sequences, poison=poison),
+        engine=EngineSettings(step_tokens=step_tokens, max_sequences=max_sequences, poison=poison, handoff=handing),
         trust=trusted,
+        handoff=handing,
         drop_writes=drop_writes,
     )
     log = logging.getLogger("kvbaton")

@@ -13,10 +13,12 @@ __all__ = [
     "LEGAL_PAIRS",
     "MAX_TRANSFER_ID",
     "Aux",
+    "AuxWay",
     "BlockLists",
     "Executor",
     "HandoffKey",
     "Incarnation",
+    "Integrity",
     "Mode",
     "Outcome",
     "RequestId",
@@ -65,6 +67,21 @@ class Executor(enum.StrEnum):
 
     TARGET_READS = "target reads"
     SOURCE_WRITES = "source writes"
+
+
+class Integrity(enum.StrEnum):
+    """How much of what was moved is checked against the source's checksums before it counts as landed."""
+
+    OFF = "off"
+    SAMPLED = "sampled"
+    FULL = "full"
+
+
+class AuxWay(enum.StrEnum):
+    """How the aux record travels: in a message, or through the data transport (and in a message where that fails)."""
+
+    CONTROL = "control"
+    DATA = "data"
 
 
 class Outcome(enum.StrEnum):

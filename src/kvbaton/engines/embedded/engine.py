@@ -17,6 +17,7 @@ from typing import Self
 
 from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
+from kvbaton.core.timeline import Observer, nobody
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine_core import EngineCore, EngineSettings
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sink
@@ -58,8 +59,9 @@ class Engine:
         port: HandoffPort | None,
         settings: EngineSettings,
         clock: Callable[[], float] = time.monotonic,
+        observe: Observer = nobody,
     ) -> None:
-        self._core = EngineCore(loaded, cache, port, settings, clock)
+        self._core = EngineCore(loaded, cache, port, settings, clock, observe)
         self._loaded = loaded
         self._settings = settings
         self._clock = clock

@@ -25,7 +25,9 @@ from kvbaton.agent.engine_port import (
     SourceEnded,
     SourceWanted,
 )
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.handoff import HandoffKey, Outcome, RequestId
+from kvbaton.core.timeline import Observer, nobody
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
@@ -50,6 +52,7 @@ class EngineSettings:
     max_waiting: int = 4096
     poison: bool = False
     """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
+    handoff: HandoffSettings = DEFAULT_HANDOFF
     idle_wait_s: float = 0.5
     """How long an idle engine waits before it looks round again without having been woken."""
     close_s: float = 30.0
@@ -71,7 +74,9 @@ class EngineCore:
         port: HandoffPort | None,
         settings: EngineSettings,
         clock: Callable[[], float],
+        observe: Observer = nobody,
     ) -> None:
+        self._observe = observe
         self._loaded = loaded
         self._cache = cache
         self._port = port

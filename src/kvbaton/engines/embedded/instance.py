@@ -13,7 +13,7 @@ from typing import Literal
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
-from kvbaton.config import Limits, Trust
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Incarnation
 from kvbaton.discovery.announcer import Announcer
@@ -53,6 +53,7 @@ class InstanceSettings:
     limits: Limits
     engine: EngineSettings
     trust: Trust
+    handoff: HandoffSettings = DEFAULT_HANDOFF
     drop_writes: bool = False
 
 
@@ -65,12 +66,15 @@ class _Instance:
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         transport = _open_transport(settings, incarnation, cache)
         card = _card(settings, loaded, incarnation, cache, transport)
-        self.driver = Driver(card, cache.layout(), transport, settings.limits, sockets, lambda: self.engine.wake())
+        self.driver = Driver(card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff)
         self.engine = Engine(loaded, cache, self.driver, settings.engine)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
         self.handoff = HandoffInfo(self.driver.address, incarnation)
         self.loaded = loaded
+
+    def _wake(self) -> None:
+        self.engine.wake()
 
     def start(self) -> None:
         """Start the threads."""

@@ -1,0 +1,82 @@
+"""What can be told about the way of one hand-off: notes that the layers emit, for whoever wants to draw a timeline.
+
+A note is a fact with a moment of its side's own clock; moments of two processes are never compared directly. Emitting one
+must cost next to nothing and must not fail: an `Observer` returns at once and does not raise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbaton.core.handoff import HandoffKey, Outcome
+
+__all__ = ["Note", "Observer", "Side", "Stage", "nobody"]
+
+
+class Side(enum.StrEnum):
+    """Which side of a hand-off tells."""
+
+    SOURCE = "source"
+    TARGET = "target"
+
+
+class Stage(enum.StrEnum):
+    """What has just happened. In the order of a push hand-off; a side tells only those that are its own."""
+
+    ARRIVED = "arrived"
+    """Both: the engine has the request."""
+    STARTED = "started"
+    """Source: the request has left the queue, its prefill begins."""
+    ALLOCATED = "allocated"
+    """Target: there are blocks."""
+    GRANT_SENT = "grant sent"
+    """Target: the source was told of the blocks."""
+    GRANTED = "granted"
+    """Source: a grant came in."""
+    COMPUTED = "computed"
+    """Source: one layer of one chunk, or with all layers named a whole chunk, is computed."""
+    ANNOUNCED = "announced"
+    """Source: a span was announced (pull: all of it at once). Target: the announcement came in."""
+    MOVED = "moved"
+    """Target (source, where that writes): a span of one rank lies in the target's blocks."""
+    PREFILLED = "prefilled"
+    """Source: the first token is chosen and the cache complete. Target: that word came in."""
+    FILLED = "filled"
+    """Target: everything is in; the source was asked to confirm it."""
+    CONFIRMED = "confirmed"
+    """Source: it was confirmed. Target: the confirmation came in."""
+    RETRACTED = "retracted"
+    """Source: what was announced is void, computing starts over. Target: that word came in."""
+    ENDED = "ended"
+    """Both: the side is over; `outcome` and `text` say how."""
+    FIRST_STEP = "first step"
+    """Target: the engine takes the landed cache into its next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One fact about one side of one hand-off, at a moment of that side's monotonic clock."""
+
+    key: HandoffKey
+    side: Side
+    stage: Stage
+    at: float
+    first_token: int = 0
+    end_token: int = 0
+    first_layer: int = 0
+    end_layer: int = 0
+    moved_bytes: int = 0
+    rank: int = 0
+    outcome: Outcome | None = None
+    text: str = ""
+
+
+Observer = Callable[[Note], None]
+"""Takes notes; may be called from several threads."""
+
+
+def nobody(note: Note) -> None:
+    """The observer that looks away."""
+    del note
