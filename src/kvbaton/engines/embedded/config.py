@@ -12,6 +12,7 @@ from kvbaton.errors import ModelError
 
 __all__ = ["ModelConfig", "config_from_gguf", "config_from_hugging_face"]
 
+_MOST_LAYERS = 10_000
 _CHOOSE = "choose a Llama-family model such as smollm2"
 
 
@@ -111,6 +112,8 @@ def config_from_gguf(fields: Mapping[str, Any], *, vocab_size: int, tied_head: b
 def _checked(config: ModelConfig, where: str) -> ModelConfig:
     if config.heads % config.kv_heads:
         raise ModelError(f"{where}: {config.heads} heads do not divide into {config.kv_heads} KV heads; the file is damaged")
+    if config.layers > _MOST_LAYERS:
+        raise ModelError(f"{where}: {config.layers} layers; more than {_MOST_LAYERS} are not supported, the file is damaged")
     if config.head_size % 2:
         raise ModelError(f"{where}: head size {config.head_size} is odd, rotary positions need an even one; {_CHOOSE}")
     return config
