@@ -218,13 +218,12 @@ class Coordinator:
         """When `tick` next has something to do; None while nothing is live."""
         if not self.source.live and not self.target.live:
             return None
-        return min([*self.source.deadlines(), *self.target.deadlines(), self._beat_at(), self._gone_check_at])
+        sides = (self.source.next_deadline(), self.target.next_deadline())
+        return min(self._beat_at(), self._gone_check_at, *(when for when in sides if when is not None))
 
     def _beat_at(self) -> float:
-        """When heartbeats are due: several times within our own patience, and within that of every target that waits for us."""
-        cards = [self._peers.card(target) for target in self.source.peers()]
-        patience = [card.give_up_s for card in cards if card is not None]
-        return self._beaten_at + min([self._limits.beat_s, *(max(each / 6, _MIN_BEAT_S) for each in patience)])
+        """When heartbeats are due: several times within our own patience, and within that of every peer we know."""
+        return self._beaten_at + min(self._limits.beat_s, max(self._peers.shortest_give_up_s / 6, _MIN_BEAT_S))
 
     def _beat(self) -> None:
         for beats in (self.source.beat(), self.target.beat()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 
@@ -20,6 +21,8 @@ class Peers:
         self._limit = limit
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
         self._at: OrderedDict[ControlAddress, Incarnation] = OrderedDict()
+        self.shortest_give_up_s = math.inf
+        """The patience of the least patient of them."""
 
     def card(self, incarnation: Incarnation) -> Card | None:
         """The card of a peer, if it is known."""
@@ -42,6 +45,7 @@ class Peers:
             while len(self._at) > self._limit:
                 self._at.popitem(last=False)
         self._cards[card.incarnation] = card
+        self.shortest_give_up_s = min(self.shortest_give_up_s, card.give_up_s)
         self._cards.move_to_end(card.incarnation)
         if before is None or before == card.incarnation:
             return None
@@ -60,6 +64,7 @@ class Peers:
 
     def forget(self, incarnation: Incarnation) -> None:
         """Forget a peer and the address it answered at."""
-        self._cards.pop(incarnation, None)
+        if self._cards.pop(incarnation, None) is not None:
+            self.shortest_give_up_s = min((card.give_up_s for card in self._cards.values()), default=math.inf)
         for address in [address for address, known in self._at.items() if known == incarnation]:
             del self._at[address]

@@ -71,7 +71,7 @@ class TargetRecord:
     generation: int = 0
     source_blocks: BlockLists = ()
     spans: dict[int, Span] = field(default_factory=dict)
-    moving: set[int] = field(default_factory=set)
+    unmoved: dict[int, Span] = field(default_factory=dict)
     moved: dict[int, set[int]] = field(default_factory=dict)
     span_count: int | None = None
     aux: Aux | None = None

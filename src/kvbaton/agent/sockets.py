@@ -71,6 +71,8 @@ class ControlSockets:
         self._proven: set[ControlAddress] = set()
         self._routes: OrderedDict[Incarnation, bytes | ControlAddress] = OrderedDict()
         self._refusals: dict[ControlAddress, str] = {}
+        self._poller: zmq.Poller | None = None
+        self._wakeups: list[int] = []
         self.dropped_total: Counter[str] = Counter(dict.fromkeys(Dropped, 0))
 
     def dial(self, address: ControlAddress, message: Message) -> None:
@@ -103,12 +105,11 @@ class ControlSockets:
         """Wait until a frame or one of the file descriptors `wakeups` is ready, at most `timeout_s`; whether anything is."""
         if self._refusals:
             return True
-        poller = zmq.Poller()
-        for socket in (self._bound, *self._dialled.values()):
-            poller.register(socket, zmq.POLLIN)
-        for descriptor in wakeups:
-            poller.register(descriptor, zmq.POLLIN)
-        return bool(poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        if self._poller is None or self._wakeups != wakeups:
+            self._poller, self._wakeups = zmq.Poller(), wakeups
+            for watched in (self._bound, *self._dialled.values(), *wakeups):
+                self._poller.register(watched, zmq.POLLIN)
+        return bool(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
 
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
         """Read what has arrived, a bounded number of frames per socket; what is no message of a peer is dropped and counted."""
@@ -167,12 +168,14 @@ class ControlSockets:
             socket.close()
             raise
         self._dialled[address] = socket
+        self._poller = None
         return socket
 
     def _hang_up(self) -> None:
         """Close the oldest connection; addresses at which nobody of ours ever answered go first."""
         oldest = next((address for address in self._dialled if address not in self._proven), next(iter(self._dialled)))
         self._proven.discard(oldest)
+        self._poller = None
         self._dialled.pop(oldest).close(linger=0)
 
     def _sealed(self, recipient: str, message: Message, way: Way) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvbaton.agent.engine_port import Offer, SourceEnded
 from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped
@@ -219,9 +219,12 @@ class SourceSide(SourceEffects):
     def tick(self) -> None:
         """End what has had no sign of life from its target for too long."""
         now = self._clock()
-        for record in [record for record in self.live.values() if self._has_lease(record) and record.lease_until <= now]:
-            reason = f"no word from the target for {self._limits.defer_timeout:g} s while {record.state}"
-            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
+        for record in [self.live[key] for key in self._alarms.ring(now)]:
+            if self._has_lease(record) and record.lease_until <= now:
+                reason = f"no word from the target for {self._limits.defer_timeout:g} s while {record.state}"
+                self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
+            else:
+                self._watch(record)
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
         """The heartbeats that are due to targets that wait for something of ours."""
@@ -231,9 +234,9 @@ class SourceSide(SourceEffects):
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(True, tuple(live)) for target, live in lists.items()}
 
-    def deadlines(self) -> Iterator[float]:
-        """When something here will want to be looked at."""
-        return (record.lease_until for record in self.live.values() if self._has_lease(record))
+    def next_deadline(self) -> float | None:
+        """When something here will want to be looked at; may be early."""
+        return self._alarms.next()
 
     def peers(self) -> set[Incarnation]:
         """Targets that have something of ours."""
@@ -247,26 +250,34 @@ class SourceSide(SourceEffects):
         if row is None:
             self.late_total[event] += 1
             return
+        if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
+            self._parked -= 1
         record.state = row.state
         for effect in row.effects:
             self.effects[effect](record)
+        self._watch(record)
 
     def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
         self._generation += 1
         return SourceRecord(key, state, self._clock() + self._limits.defer_timeout, self._generation)
 
+    def _watch(self, record: SourceRecord) -> None:
+        if self._has_lease(record) and self.live.get(record.key) is record:
+            self._alarms.set(record.key, record.lease_until)
+
     def _park(self, sender: Incarnation, grant: Grant) -> None:
         """A grant for something that the engine does not know (yet)."""
-        parked = sum(record.state is SourceState.PARKED for record in self.live.values())
         if grant.mode is Mode.PULL:
             self._refuse(sender, grant, "it is not held here (any more)")
-        elif parked >= _MAX_PARKED:
-            self._refuse(sender, grant, f"{parked} grants wait for their prefill already")
+        elif self._parked >= _MAX_PARKED:
+            self._refuse(sender, grant, f"{self._parked} grants wait for their prefill already")
         else:
             record = self._new_record(grant.key, SourceState.PARKED)
             record.target, record.grant, record.prompt = sender, grant, grant.prompt
             record.is_expected = False
             self.live[grant.key] = record
+            self._parked += 1
+            self._watch(record)
 
     def _refuse(self, sender: Incarnation, grant: Grant, reason: str, *, stale: bool = False) -> None:
         self._control.send(sender, Refused(f"hand-off {grant.key}: {reason}", grant.key, grant.grant, stale))

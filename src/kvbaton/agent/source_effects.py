@@ -10,7 +10,8 @@ from kvbaton.agent.engine_port import Drained, Granted, SourceEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks
 from kvbaton.agent.records import SourceRecord
 from kvbaton.config import Limits
-from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
+from kvbaton.core.alarms import Alarms
+from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome, Span
 from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceTable
 from kvbaton.core.messages import (
@@ -24,7 +25,7 @@ from kvbaton.core.messages import (
     Retracted,
     Stopped,
 )
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
 
 __all__ = ["SourceEffects"]
 
@@ -57,6 +58,8 @@ class SourceEffects:
         self._windows = GrantWindows()
         self._ended: Tombstones[tuple[Incarnation | None, HandoffKey, int], Over] = Tombstones()
         self._generation = 0
+        self._parked = 0
+        self._alarms: Alarms[HandoffKey] = Alarms()
         self.late_total: Counter[str] = Counter()
         self.effects: dict[SourceEffect, Callable[[SourceRecord], None]] = {
             SourceEffect.EXTEND_LEASE: self.extend_lease,
@@ -80,6 +83,7 @@ class SourceEffects:
 
     def tell_granted(self, record: SourceRecord) -> None:
         """The engine may start it now, however full its pool is."""
+        self._note(record, Stage.GRANTED)
         self._engine(Granted(record.key))
 
     def announce(self, record: SourceRecord) -> None:
@@ -92,6 +96,8 @@ class SourceEffects:
             record.announced = len(record.spans)
             blocks = () if record.writes else record.blocks
             self._tell(record, Announced(record.key, grant.grant, record.generation, blocks, new))
+            for span in new:
+                self._note(record, Stage.ANNOUNCED, span)
         if record.writes and (unmoved := tuple(record.spans[record.moving :])):
             self._open_legs(record, grant)
             record.moving = len(record.spans)
@@ -107,6 +113,7 @@ class SourceEffects:
         number = record.grant_number
         self._tell(record, Prefilled(record.key, number, record.generation, count, record.offer.tokens, waited))
         self._tell(record, AuxSent(record.key, number, record.offer.aux))
+        self._note(record, Stage.PREFILLED)
 
     def new_generation(self, record: SourceRecord) -> None:
         """What was announced is void; legs of the old generation, if any, are being stopped."""
@@ -120,6 +127,7 @@ class SourceEffects:
     def tell_retracted(self, record: SourceRecord) -> None:
         """Tell the target which generation counts now."""
         self._tell(record, Retracted(record.key, record.grant_number, record.generation))
+        self._note(record, Stage.RETRACTED)
 
     def tell_drained(self, record: SourceRecord) -> None:
         """The engine may have the blocks."""
@@ -129,6 +137,7 @@ class SourceEffects:
     def send_confirmation(self, record: SourceRecord) -> None:
         """State that what was moved was right."""
         record.is_confirmed = True
+        self._note(record, Stage.CONFIRMED)
         self._tell(record, Confirmed(record.key, record.grant_number, record.generation, len(record.spans)))
 
     def stop_legs(self, record: SourceRecord) -> None:
@@ -144,17 +153,23 @@ class SourceEffects:
     def return_blocks(self, record: SourceRecord) -> None:
         """The end: forget the record and tell the engine."""
         del self.live[record.key]
+        self._alarms.drop(record.key)
         outcome = Outcome(record.state.value)
         end = Over(record.key, record.grant_number, outcome, record.reason)
         self._ended.add((record.target, record.key, record.grant_number), end)
         for rank, leg in record.open_legs.items():
             self._ranks.close_leg(rank, leg)
+        self._note(record, Stage.ENDED, outcome=outcome)
         if outcome is not Outcome.DELIVERED:
             log.warning("hand-off %s: source %s: %s", record.key, outcome, record.reason or "no reason given")
         if record.is_expected:
             self._engine(SourceEnded(record.key, outcome, record.reason))
 
     # Helpers.
+
+    def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
+        text = record.reason if outcome is not None else ""
+        self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _tell(self, record: SourceRecord, message: Message) -> None:
         if record.target is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 from kvbaton.agent.engine_port import Pull, SourceWanted, TargetEnded
 from kvbaton.agent.ports import (
@@ -40,6 +40,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.timeline import Side, Stage, note
 
 __all__ = ["TargetRecord", "TargetSide"]
 
@@ -48,6 +49,7 @@ _QUIET = {
     Outcome.CANCELLED: TargetEvent.QUIET_CANCELLED,
     Outcome.EXPIRED: TargetEvent.QUIET_EXPIRED,
 }
+_MAX_GREETED = 4096
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _ASKING_AGAIN = frozenset({TargetState.GREETING, TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING}) | _CLOSING
 _UNHEARD = frozenset({TargetState.QUEUED, TargetState.GREETING, TargetState.GRANTED})
@@ -70,6 +72,7 @@ class TargetSide(TargetEffects):
         retry_s = self._limits.retry
         record = TargetRecord(wanted, now + self._limits.transfer_timeout, now + retry_s, retry_s)
         self.live[wanted.key] = record
+        self._watch(record)
         if source is None:
             self._greet(record)
         else:
@@ -100,6 +103,7 @@ class TargetSide(TargetEffects):
 
     def on_card(self, card: Card, address: ControlAddress) -> None:
         """A peer has shown its card at `address`: go on with whoever waited for it."""
+        self._greeted_at.pop(address, None)
         for record in self._strangers(address):
             self._meet(record, card)
 
@@ -110,6 +114,7 @@ class TargetSide(TargetEffects):
 
     def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
         """The peer at `address` does not want us, or we do not want it: whoever waited for it fails with the reason."""
+        self._greeted_at.pop(address, None)
         for record in self._strangers(address):
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
 
@@ -141,7 +146,10 @@ class TargetSide(TargetEffects):
         if record is None or not self._same_generation(record, announced.generation):
             self.late_total["announced"] += 1
             return
+        for span in announced.spans:
+            self._note(record, Stage.ANNOUNCED, span)
         record.source_blocks = announced.blocks
+        record.unmoved |= {span.number: span for span in announced.spans if span.number not in record.spans}
         record.spans |= {span.number: span for span in announced.spans}
         self.step(record, TargetEvent.ANNOUNCED)
         self._refuse_surplus(record)
@@ -159,6 +167,7 @@ class TargetSide(TargetEffects):
             if record.span_count is None:
                 record.held_s, record.prefilled_at = prefilled.held_s, self._clock()
                 record.span_count = prefilled.span_count
+                self._note(record, Stage.PREFILLED)
             self._progress(record)
             self._refuse_surplus(record)
             self._settle(record)
@@ -187,6 +196,7 @@ class TargetSide(TargetEffects):
             record.is_confirmed = True
             self._settle(record)
         else:
+            self._note(record, Stage.CONFIRMED)
             self.step(record, TargetEvent.CONFIRMED)
 
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
@@ -258,13 +268,15 @@ class TargetSide(TargetEffects):
             moved.add(report.span)
             record.bytes_planned += report.bytes_planned
             record.bytes_moved += report.bytes_moved
-            record.last_move_at = self._clock()
+            now = record.last_move_at = self._clock()
+            span, moved_bytes = record.spans.get(report.span), report.bytes_moved
+            self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
             self._progress(record)
 
     def tick(self) -> None:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         now = self._clock()
-        for record in list(self.live.values()):
+        for record in [self.live[key] for key in self._alarms.ring(now)]:
             if record.state in _CLOSING and record.stop_until <= now:
                 record.stop_until = now + self._limits.stop_timeout
                 self.step(record, TargetEvent.STOP_LATE)
@@ -273,6 +285,7 @@ class TargetSide(TargetEffects):
             if self._has_deadline(record) and record.give_up_at <= now:
                 reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
                 self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
+            self._watch(record)
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
         """The heartbeats that are due to sources that we wait for."""
@@ -282,15 +295,9 @@ class TargetSide(TargetEffects):
                 lists.setdefault(record.source, []).append((record.key, record.grant))
         return {source: Heartbeat(False, tuple(live)) for source, live in lists.items()}
 
-    def deadlines(self) -> Iterator[float]:
-        """When something here will want to be looked at."""
-        for record in self.live.values():
-            if record.state in _CLOSING:
-                yield record.stop_until
-            if self._asks_again(record):
-                yield record.retry_at
-            if self._has_deadline(record):
-                yield record.give_up_at
+    def next_deadline(self) -> float | None:
+        """When something here will want to be looked at; may be early."""
+        return self._alarms.next()
 
     def peers(self) -> set[Incarnation]:
         """Sources that we wait for."""
@@ -314,6 +321,17 @@ class TargetSide(TargetEffects):
             self._progress(record)
         for effect in row.effects:
             self.effects[effect](record)
+        self._watch(record)
+
+    def _watch(self, record: TargetRecord) -> None:
+        if self.live.get(record.key) is not record:
+            return
+        if record.state in _CLOSING:
+            self._alarms.set(record.key, record.stop_until)
+        if self._asks_again(record):
+            self._alarms.set(record.key, record.retry_at)
+        if self._has_deadline(record):
+            self._alarms.set(record.key, record.give_up_at)
 
     def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
         """The live hand-off that a message of this source and grant speaks of."""
@@ -331,6 +349,7 @@ class TargetSide(TargetEffects):
         if generation > record.generation:
             is_first, record.generation = record.generation == 0, generation
             if not is_first:
+                self._note(record, Stage.RETRACTED)
                 self.step(record, TargetEvent.RETRACTED)
                 self._settle(record)
         return True
@@ -347,7 +366,13 @@ class TargetSide(TargetEffects):
         ]
 
     def _greet(self, record: TargetRecord) -> None:
-        self._control.dial(record.wanted.source, Hello(self._card, wants_answer=True))
+        """Ask who answers at the source's address; one question does for everybody who waits for the answer."""
+        address, now = record.wanted.source, self._clock()
+        if now - self._greeted_at.get(address, -math.inf) >= self._limits.retry / 2:
+            if len(self._greeted_at) >= _MAX_GREETED:
+                self._greeted_at.clear()
+            self._greeted_at[address] = now
+            self._control.dial(address, Hello(self._card, wants_answer=True))
 
     def _meet(self, record: TargetRecord, card: Card) -> None:
         expected = record.wanted.source_incarnation
@@ -426,6 +451,7 @@ class TargetSide(TargetEffects):
 
     def _settle(self, record: TargetRecord) -> None:
         """Raise the events that follow from counts: everything in, everything quiet."""
+        self._watch(record)
         if record.state is TargetState.FILLING and self.is_complete(record):
             if problem := self.span_problem(record):
                 reason = f"the source's spans are not the whole cache: {problem}"

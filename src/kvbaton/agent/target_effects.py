@@ -16,6 +16,8 @@ from kvbaton.agent.ports import (
 )
 from kvbaton.agent.records import TargetRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.alarms import Alarms
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import (
     Executor,
@@ -23,6 +25,7 @@ from kvbaton.core.handoff import (
     Incarnation,
     Mode,
     Outcome,
+    Span,
 )
 from kvbaton.core.lease import Tombstones
 from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetTable
@@ -33,7 +36,7 @@ from kvbaton.core.messages import (
     Release,
     Stop,
 )
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
 
 __all__ = ["TargetEffects"]
 
@@ -70,6 +73,8 @@ class TargetEffects:
         self._last_grant = 0
         self._ended: Tombstones[tuple[HandoffKey, int], Outcome] = Tombstones()
         self.epoch = 1
+        self._alarms: Alarms[HandoffKey] = Alarms()
+        self._greeted_at: dict[ControlAddress, float] = {}
         self.late_total: Counter[str] = Counter()
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
@@ -105,17 +110,18 @@ class TargetEffects:
         blocks = record.pull.blocks if record.executor is Executor.SOURCE_WRITES else ()
         mode, cached = record.wanted.mode, record.pull.cached_tokens
         prompt = record.wanted.prompt
+        self._note(record, Stage.GRANT_SENT)
         self._tell(record, Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached))
 
     def move_spans(self, record: TargetRecord) -> None:
         """Let every rank move what was announced and is not being moved yet."""
         if record.executor is Executor.SOURCE_WRITES or record.pull is None or record.source is None:
             return
-        new = tuple(span for number, span in sorted(record.spans.items()) if number not in record.moving)
+        new = tuple(record.unmoved.values())
         if not new:
             return
+        record.unmoved.clear()
         record.first_move_at = record.first_move_at or self._clock()
-        record.moving |= {span.number for span in new}
         for rank in self._card.ranks:
             if rank.rank not in record.open_legs:
                 record.open_legs[rank.rank] = record.leg
@@ -125,7 +131,7 @@ class TargetEffects:
     def drop_spans(self, record: TargetRecord) -> None:
         """What was announced and moved is void."""
         record.spans.clear()
-        record.moving.clear()
+        record.unmoved.clear()
         record.moved.clear()
         record.span_count = None
         record.is_confirmed = False
@@ -133,6 +139,7 @@ class TargetEffects:
 
     def ask_confirmation(self, record: TargetRecord) -> None:
         """Everything is in: ask the source whether it was right."""
+        self._note(record, Stage.FILLED)
         self._tell(record, ConfirmAsk(record.key, record.grant, record.generation))
 
     def stop_legs(self, record: TargetRecord) -> None:
@@ -164,16 +171,22 @@ class TargetEffects:
         """The good end: the engine may decode."""
         self._forget(record)
         if record.aux is not None:
+            self._note(record, Stage.ENDED, outcome=Outcome.DELIVERED)
             self._engine(Landed(record.key, record.aux, self._stats(record)))
 
     def return_blocks(self, record: TargetRecord) -> None:
         """The other ends: the engine may have its blocks back."""
         self._forget(record)
         outcome = Outcome(record.state.value)
+        self._note(record, Stage.ENDED, outcome=outcome)
         log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
         self._engine(TargetEnded(record.key, outcome, record.reason))
 
     # Helpers.
+
+    def _note(self, record: TargetRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
+        text = record.reason if outcome is not None else ""
+        self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _progress(self, record: TargetRecord) -> None:
         """Something moved: deadlines measure the lack of progress from here."""
@@ -191,6 +204,7 @@ class TargetEffects:
 
     def _forget(self, record: TargetRecord) -> None:
         del self.live[record.key]
+        self._alarms.drop(record.key)
         self._ended.add((record.key, record.grant), Outcome(record.state.value))
         for rank, leg in record.open_legs.items():
             self._ranks.close_leg(rank, leg)

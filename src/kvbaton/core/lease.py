@@ -10,7 +10,7 @@ from kvbaton.errors import Bug
 
 __all__ = ["GrantWindow", "GrantWindows", "Tombstones", "may_start_prefill"]
 
-_WINDOW = 1024
+_WINDOW = 8192
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")

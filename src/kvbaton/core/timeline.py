@@ -10,9 +10,9 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbaton.core.handoff import HandoffKey, Outcome
+from kvbaton.core.handoff import HandoffKey, Outcome, Span
 
-__all__ = ["Note", "Observer", "Side", "Stage", "nobody"]
+__all__ = ["Note", "Observer", "Side", "Stage", "nobody", "note"]
 
 
 class Side(enum.StrEnum):
@@ -73,10 +73,28 @@ class Note:
     text: str = ""
 
 
+def note(
+    key: HandoffKey,
+    side: Side,
+    stage: Stage,
+    at: float,
+    span: Span | None = None,
+    *,
+    moved_bytes: int = 0,
+    rank: int = 0,
+    outcome: Outcome | None = None,
+    text: str = "",
+) -> Note:
+    """A note, about one span where that is given."""
+    if span is None:
+        return Note(key, side, stage, at, moved_bytes=moved_bytes, rank=rank, outcome=outcome, text=text)
+    tokens, layers = (span.first_token, span.end_token), (span.first_layer, span.end_layer)
+    return Note(key, side, stage, at, *tokens, *layers, moved_bytes, rank, outcome, text)
+
+
 Observer = Callable[[Note], None]
 """Takes notes; may be called from several threads."""
 
 
-def nobody(note: Note) -> None:
+def nobody(_: Note) -> None:
     """The observer that looks away."""
-    del note

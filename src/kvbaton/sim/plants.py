@@ -171,7 +171,7 @@ class _RankFailureLost(TargetSide):
         if not isinstance(report, LegFailed) or record is None or record.open_legs.get(report.rank) != report.leg:
             super().on_leg(report)
             return
-        record.moved[report.rank] = set(record.moving)
+        record.moved[report.rank] = set(record.spans)
         self._settle(record)
 
 

@@ -1,0 +1,61 @@
+"""Alarms ring early if need be, never late, and never for what was dropped."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.core.alarms import Alarms
+
+KEYS = st.integers(0, 5)
+TIMES = st.integers(0, 100).map(float)
+STEPS = st.lists(st.one_of(st.tuples(st.just("set"), KEYS, TIMES), st.tuples(st.just("drop"), KEYS, TIMES)), max_size=300)
+
+
+@given(STEPS, st.lists(TIMES, max_size=20))
+def test_alarms_ring_when_the_earliest_wish_of_a_key_has_come(steps: list[tuple[str, int, float]], looks: list[float]) -> None:
+    alarms: Alarms[int] = Alarms()
+    wished: dict[int, float] = {}
+    for what, key, when in steps:
+        if what == "set":
+            alarms.set(key, when)
+            wished[key] = min(when, wished.get(key, when))
+        else:
+            alarms.drop(key)
+            wished.pop(key, None)
+        assert alarms.next() == min(wished.values(), default=None)
+    for now in sorted(looks):
+        rung = alarms.ring(now)
+        assert sorted(rung) == sorted(key for key, when in wished.items() if when <= now)
+        times = [wished.pop(key) for key in rung]
+        assert times == sorted(times)
+        assert len(alarms) == len(wished)
+        assert alarms.next() == min(wished.values(), default=None)
+
+
+def test_the_earliest_rings_first_and_only_once() -> None:
+    alarms: Alarms[str] = Alarms()
+    alarms.set("late", 3.0)
+    alarms.set("early", 1.0)
+    alarms.set("middle", 2.0)
+    assert alarms.ring(2.5) == ["early", "middle"]
+    assert alarms.ring(2.5) == []
+    assert alarms.next() == 3.0
+
+
+def test_a_renewed_deadline_keeps_its_alarm_and_takes_no_memory() -> None:
+    alarms: Alarms[str] = Alarms()
+    for now in range(100_000):
+        alarms.set("renewed", now + 30.0)
+    assert alarms.next() == 30.0
+    assert len(alarms._heap) == 1
+
+
+def test_what_comes_and_goes_takes_no_memory() -> None:
+    alarms: Alarms[int] = Alarms()
+    for number in range(10_000):
+        alarms.set(number, 1000.0 + number)
+        alarms.drop(number)
+    alarms.set(-1, 1.0)
+    assert len(alarms._heap) < 100
+    assert alarms.ring(1e9) == [-1]
