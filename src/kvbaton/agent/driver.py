@@ -21,6 +21,7 @@ from kvbaton.agent.ports import LegId, LegOpen, RankReport
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.stats import AgentStats
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
@@ -129,6 +130,9 @@ class Driver(HandoffPort):
             observe,
         )
         self.errors_total = 0
+        self._turns = 0
+        self._busy_s = 0.0
+        self._poll_s = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvbaton-agent", daemon=True)
@@ -186,11 +190,20 @@ class Driver(HandoffPort):
         """Take what was decided since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def dropped_total(self) -> Counter[str]:
-        """How many messages were dropped, by cause; safe to call from any thread."""
-        total = Counter(dict(self._sockets.dropped_total))
-        total.update(dict(self._coordinator.dropped_total))
-        return total
+    def stats(self) -> AgentStats:
+        """What was counted so far; safe to call from any thread."""
+        coordinator = self._coordinator
+        source, target = coordinator.source, coordinator.target
+        return AgentStats(
+            handoffs_live={"source": len(source.live), "target": len(target.live)},
+            quarantined_blocks=target.quarantined_blocks,
+            late_total=Counter(dict(source.late_total)) + Counter(dict(target.late_total)),
+            dropped_total=Counter({**self._sockets.dropped_total, **coordinator.dropped_total}),
+            errors_total=self.errors_total,
+            turns_total=self._turns,
+            busy_s_total=self._busy_s,
+            poll_s_total=self._poll_s,
+        )
 
     def _submit(self, command: _Command) -> None:
         if len(self._commands) >= _MAX_COMMANDS:
@@ -204,7 +217,10 @@ class Driver(HandoffPort):
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._wait()
+            began = time.monotonic()
             self._guarded(self._turn)
+            self._turns += 1
+            self._busy_s += time.monotonic() - began
         self._guarded(lambda: self._coordinator.stop("the instance is stopping"))
         self._guarded(self._turn)
 
@@ -230,8 +246,10 @@ class Driver(HandoffPort):
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
         for address, reason in self._sockets.refusals():
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
+        began = time.monotonic()
         for agent in self._agents:
             agent.poll()
+        self._poll_s += time.monotonic() - began
         self._take_reports()
         self._coordinator.tick()
         self._take_reports()

@@ -78,6 +78,7 @@ class TargetRecord:
     is_confirmed: bool = False
     open_legs: dict[int, LegId] = field(default_factory=dict)
     peer_is_quiet: bool = False
+    quarantined: int = 0
     stop_until: float = 0.0
     verdict: Outcome = Outcome.FAILED
     reason: str = ""

@@ -303,11 +303,6 @@ class TargetSide(TargetEffects):
         """Sources that we wait for."""
         return {record.source for record in self.live.values() if record.source is not None}
 
-    def quarantined_blocks(self) -> int:
-        """Blocks that wait until somebody is provably quiet."""
-        closing = [record.pull for record in self.live.values() if record.state in _CLOSING and record.pull is not None]
-        return sum(len(blocks) for pull in closing for blocks in pull.blocks)
-
     # Helpers.
 
     def step(self, record: TargetRecord, event: TargetEvent) -> None:
@@ -317,6 +312,8 @@ class TargetSide(TargetEffects):
             self.late_total[event] += 1
             return
         if row.state is not record.state:
+            if row.state in _CLOSING and record.state not in _CLOSING:
+                self._quarantine(record)
             record.state = row.state
             self._progress(record)
         for effect in row.effects:

@@ -75,6 +75,8 @@ class TargetEffects:
         self.epoch = 1
         self._alarms: Alarms[HandoffKey] = Alarms()
         self._greeted_at: dict[ControlAddress, float] = {}
+        self.quarantined_blocks = 0
+        """Blocks that wait until somebody is provably quiet."""
         self.late_total: Counter[str] = Counter()
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
@@ -202,8 +204,14 @@ class TargetEffects:
         if record.source is not None:
             self._control.send(record.source, message)
 
+    def _quarantine(self, record: TargetRecord) -> None:
+        if record.pull is not None:
+            record.quarantined = sum(map(len, record.pull.blocks))
+            self.quarantined_blocks += record.quarantined
+
     def _forget(self, record: TargetRecord) -> None:
         del self.live[record.key]
+        self.quarantined_blocks -= record.quarantined
         self._alarms.drop(record.key)
         self._ended.add((record.key, record.grant), Outcome(record.state.value))
         for rank, leg in record.open_legs.items():

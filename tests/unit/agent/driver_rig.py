@@ -80,7 +80,7 @@ class Side:
 
     def wait_dropped(self, cause: str, count: int) -> None:
         """Wait until at least `count` messages were dropped for `cause`."""
-        wait_until(lambda: self.driver.dropped_total()[cause] >= count, f"{count} dropped as {cause!r}")
+        wait_until(lambda: self.driver.stats().dropped_total[cause] >= count, f"{count} dropped as {cause!r}")
 
     def _take_events(self) -> None:
         self.events += self.driver.events()

@@ -129,19 +129,19 @@ GARBAGE: dict[str, tuple[bytes, ...]] = {
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
 def test_garbage_is_dropped_counted_and_harms_nobody(sides: tuple[Side, Side], frames: tuple[bytes, ...]) -> None:
     source, target = sides
-    before = source.driver.dropped_total().total()
+    before = source.driver.stats().dropped_total.total()
     with Intruder() as intruder:
         intruder.dial(source.driver.address)
         for _ in range(3):
             intruder.send(*frames)
-        wait_until(lambda: source.driver.dropped_total().total() >= before + 3, "three frames are counted")
+        wait_until(lambda: source.driver.stats().dropped_total.total() >= before + 3, "three frames are counted")
     assert_works(source, target)
 
 
 @pytest.mark.parametrize("count", [2, 3, 100])
 def test_a_wrong_number_of_frames_is_dropped_and_counted(sides: tuple[Side, Side], count: int) -> None:
     source, target = sides
-    before = source.driver.dropped_total()["wrong number of frames"]
+    before = source.driver.stats().dropped_total["wrong number of frames"]
     with Intruder() as intruder:
         intruder.dial(source.driver.address)
         intruder.send(*([b"x"] * count))
@@ -169,13 +169,13 @@ def test_a_frame_beyond_all_limits_ends_that_connection_only(sides: tuple[Side, 
 
 def test_a_flood_of_garbage_harms_nobody(sides: tuple[Side, Side]) -> None:
     source, target = sides
-    before = source.driver.dropped_total().total()
+    before = source.driver.stats().dropped_total.total()
     with Intruder() as intruder:
         intruder.dial(source.driver.address)
         for number in range(2000):
             intruder.send(b"%d" % number)
         assert_works(source, target)
-        wait_until(lambda: source.driver.dropped_total().total() >= before + 2000, "all of it is counted")
+        wait_until(lambda: source.driver.stats().dropped_total.total() >= before + 2000, "all of it is counted")
 
 
 # Well-formed messages that make no sense.
@@ -338,7 +338,7 @@ def test_an_address_in_a_request_is_a_hint_and_no_right(host: str) -> None:
         ask(target, ControlAddress.of(host, 9), "elsewhere")
         ended = target.wait_for(TargetEnded, key_of("elsewhere"))
         assert ended.reason.startswith(f"{host} is not this machine")
-        assert target.driver.dropped_total()["not dialled"] > 0
+        assert target.driver.stats().dropped_total["not dialled"] > 0
         assert_works(source, target)
 
 

@@ -301,11 +301,11 @@ def test_one_failed_rank_fails_all_when_the_others_are_quiet(rig: Rig) -> None:
     leg = rig.side.live[KEY].leg
     rig.ranks.fail(1, leg, "the cable is cut")
     assert rig.told() == []
-    assert rig.side.quarantined_blocks() == 3
+    assert rig.side.quarantined_blocks == 3
     assert [stop.reason for stop in rig.said(Stop)] == ["the cable is cut"]
     rig.ranks.quiet_all()
     assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "the cable is cut")]
-    assert rig.side.quarantined_blocks() == 0
+    assert rig.side.quarantined_blocks == 0
 
 
 @pytest.mark.parametrize("answer", ["stopped", "over", "refused", "gone", "region"])

@@ -93,7 +93,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
             served_model=loaded.name,
             role=settings.role,
             handoff=instance.handoff,
-            control_dropped=instance.driver.dropped_total,
+            agent=instance.driver.stats,
         )
         try:
             runner = await start_server(app, settings.host, settings.port)

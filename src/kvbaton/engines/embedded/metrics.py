@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvbaton.agent.stats import AgentStats
 from kvbaton.engines.embedded.stats import EngineStats
 
-__all__ = ["ControlDropped", "EngineCollector", "make_registry", "metrics_text"]
+__all__ = ["EngineCollector", "ReadAgent", "make_registry", "metrics_text"]
 
-ControlDropped = Callable[[], Mapping[str, int]]
-"""Tells how many messages of the control channel were dropped so far, by cause; the causes are few and fixed."""
+ReadAgent = Callable[[], AgentStats]
+"""Tells what the agents of this instance have counted so far."""
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
@@ -22,9 +23,9 @@ Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 class EngineCollector(Collector):
     """Turns one snapshot of an engine's statistics into metric families, at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], control_dropped: ControlDropped | None = None) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], agent: ReadAgent | None = None) -> None:
         self._stats = stats
-        self._control_dropped = control_dropped
+        self._agent = agent
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to tell before the first scrape."""
@@ -37,10 +38,9 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("kvbaton_blocks_capacity", "Blocks of the cache, whatever their state.", stats.blocks_total)
         cached = "Free blocks whose content can still serve a prompt with the same beginning."
         yield GaugeMetricFamily("kvbaton_blocks_cached", cached, stats.blocks_cached)
-        requests = [((state,), count) for state, count in stats.requests.items()]
-        yield _labelled(GaugeMetricFamily, "requests", "Live requests by state.", ("state",), requests)
-        finished = [((reason,), count) for reason, count in stats.requests_total.items()]
-        yield _labelled(CounterMetricFamily, "requests_finished", "Requests by finish reason.", ("finish_reason",), finished)
+        yield _labelled(GaugeMetricFamily, "requests", "Live requests by state.", ("state",), _by(stats.requests))
+        finished = "Requests by finish reason."
+        yield _labelled(CounterMetricFamily, "requests_finished", finished, ("finish_reason",), _by(stats.requests_total))
         handoffs = stats.handoffs_total.items()
         yield _labelled(CounterMetricFamily, "handoffs", "Ended hand-offs by side and outcome.", ("side", "outcome"), handoffs)
         yield CounterMetricFamily("kvbaton_prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens_total)
@@ -48,22 +48,39 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("kvbaton_cached_tokens", "Prompt tokens that were in the cache.", stats.cached_tokens_total)
         yield CounterMetricFamily("kvbaton_preemptions", "Requests put back to make room.", stats.preemptions_total)
         yield CounterMetricFamily("kvbaton_steps", "Steps of the engine.", stats.steps_total)
-        if self._control_dropped is not None:
-            text = "Messages of the control channel that were dropped, by cause."
-            dropped = [((cause,), count) for cause, count in self._control_dropped().items()]
-            yield _labelled(CounterMetricFamily, "control_dropped", text, ("cause",), dropped)
+        if self._agent is not None:
+            yield from _agent_families(self._agent())
 
 
-def make_registry(stats: Callable[[], EngineStats], control_dropped: ControlDropped | None = None) -> CollectorRegistry:
-    """A registry of its own that asks `stats` and `control_dropped` at each scrape."""
+def make_registry(stats: Callable[[], EngineStats], agent: ReadAgent | None = None) -> CollectorRegistry:
+    """A registry of its own that asks `stats` and `agent` at each scrape."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(stats, control_dropped))
+    registry.register(EngineCollector(stats, agent))
     return registry
 
 
 def metrics_text(registry: CollectorRegistry) -> bytes:
     """One scrape in the Prometheus text format."""
     return generate_latest(registry)
+
+
+def _agent_families(agent: AgentStats) -> Iterator[Metric]:
+    yield _labelled(GaugeMetricFamily, "handoffs_live", "Hand-offs under way, by side.", ("side",), _by(agent.handoffs_live))
+    quarantined = "Blocks that wait until nobody can write to them any more."
+    yield GaugeMetricFamily("kvbaton_quarantined_blocks", quarantined, agent.quarantined_blocks)
+    dropped = "Messages of the control channel that were dropped, by cause."
+    yield _labelled(CounterMetricFamily, "control_dropped", dropped, ("cause",), _by(agent.dropped_total))
+    late = "Events of hand-offs that came too late to change anything, by kind."
+    yield _labelled(CounterMetricFamily, "handoff_late_events", late, ("event",), _by(agent.late_total))
+    yield CounterMetricFamily("kvbaton_agent_errors", "Errors of our own that the agents went on after.", agent.errors_total)
+    yield CounterMetricFamily("kvbaton_agent_turns", "How often the agents' thread has worked.", agent.turns_total)
+    yield CounterMetricFamily("kvbaton_agent_busy_seconds", "For how long it has worked.", agent.busy_s_total)
+    polled = "For how long it took what its transport had completed."
+    yield CounterMetricFamily("kvbaton_agent_poll_seconds", polled, agent.poll_s_total)
+
+
+def _by(counts: Mapping[str, int]) -> list[tuple[tuple[str], int]]:
+    return [((name,), count) for name, count in counts.items()]
 
 
 def _block_states(stats: EngineStats) -> list[tuple[tuple[str], int]]:

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.handoff_params import HandoffInfo, SourceWish, answer_params
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
-from kvbaton.engines.embedded.metrics import ControlDropped, make_registry, metrics_text
+from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
 from kvbaton.engines.embedded.openai import (
     ApiRequest,
     ChatBody,
@@ -87,14 +87,14 @@ def make_app(
     role: Role,
     handoff: HandoffInfo | None,
     progress_timeout_s: float = 600.0,
-    control_dropped: ControlDropped | None = None,
+    agent: ReadAgent | None = None,
 ) -> web.Application:
     """The application that serves `engine`; run it with `start_server`. It starts nothing and owns nothing.
 
     `progress_timeout_s` bounds every wait: for a request's body, for the engine's next output, for a client that reads.
-    `control_dropped`, where there is a control channel, is asked at each scrape of the metrics.
+    `agent`, where there are hand-offs, is asked at each scrape of the metrics.
     """
-    face = _Face(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, control_dropped))
+    face = _Face(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, agent))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json])
     app.router.add_post("/v1/completions", face.completions)
     app.router.add_post("/v1/chat/completions", face.chat_completions)

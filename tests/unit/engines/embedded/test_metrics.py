@@ -1,9 +1,10 @@
-"""The metrics text: what the control channel dropped is in it, by cause, where there is a control channel."""
+"""The metrics text: what the agents have counted is in it, by cause, where there are agents."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from kvbaton.agent.stats import AgentStats
 from kvbaton.engines.embedded.metrics import make_registry, metrics_text
 from kvbaton.engines.embedded.stats import EngineStats
 
@@ -26,9 +27,37 @@ def _stats() -> EngineStats:
     )
 
 
+def _agent(dropped: Counter[str]) -> AgentStats:
+    return AgentStats(
+        handoffs_live={"source": 3, "target": 0},
+        quarantined_blocks=7,
+        late_total=Counter({"aux": 2}),
+        dropped_total=dropped,
+        errors_total=1,
+        turns_total=10,
+        busy_s_total=0.5,
+        poll_s_total=0.25,
+    )
+
+
+def test_what_the_agents_have_counted_is_told() -> None:
+    text = metrics_text(make_registry(_stats, lambda: _agent(Counter()))).decode()
+    for line in (
+        'kvbaton_handoffs_live{side="source"} 3.0',
+        'kvbaton_handoffs_live{side="target"} 0.0',
+        "kvbaton_quarantined_blocks 7.0",
+        'kvbaton_handoff_late_events_total{event="aux"} 2.0',
+        "kvbaton_agent_errors_total 1.0",
+        "kvbaton_agent_turns_total 10.0",
+        "kvbaton_agent_busy_seconds_total 0.5",
+        "kvbaton_agent_poll_seconds_total 0.25",
+    ):
+        assert line in text
+
+
 def test_dropped_messages_are_counted_by_cause_at_each_scrape() -> None:
     dropped = Counter({"not authenticated": 0, "no route": 2})
-    registry = make_registry(_stats, lambda: dropped)
+    registry = make_registry(_stats, lambda: _agent(dropped))
     assert b'kvbaton_control_dropped_total{cause="not authenticated"} 0.0' in metrics_text(registry)
     dropped["not authenticated"] += 3
     text = metrics_text(registry).decode()
