@@ -202,14 +202,13 @@ class Coordinator:
 
     # What the clock says.
 
-    def tick(self) -> None:
-        """Do what has become due."""
+    def tick(self, *, is_behind: bool = False) -> None:
+        """Do what has become due. While we are behind with what peers say, nobody is given up for their silence."""
         now = self._clock()
-        self.source.tick()
-        self.target.tick()
-        if self._beat_at() <= now:
-            self._beaten_at = now
-            self._beat()
+        self.beat()
+        if not is_behind:
+            self.source.tick()
+            self.target.tick()
         if self._gone_check_at <= now:
             self._gone_check_at = now + _GONE_CHECK_S
             self._check_for_the_dead()
@@ -225,7 +224,12 @@ class Coordinator:
         """When heartbeats are due: several times within our own patience, and within that of every peer we know."""
         return self._beaten_at + min(self._limits.beat_s, max(self._peers.shortest_give_up_s / 6, _MIN_BEAT_S))
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Send the heartbeats that are due."""
+        now = self._clock()
+        if self._beat_at() > now or not (self.source.live or self.target.live):
+            return
+        self._beaten_at = now
         for beats in (self.source.beat(), self.target.beat()):
             for peer, heartbeat in beats.items():
                 for first in range(0, len(heartbeat.live), _BEAT_ENTRIES):

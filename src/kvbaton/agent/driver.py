@@ -7,6 +7,7 @@ are always taken before frames, so a peer never hears of a hand-off earlier than
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, Sou
 from kvbaton.agent.ports import LegId, LegOpen, RankReport
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.agent.stats import AgentStats
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 _Command = Callable[[], None]
 
 _MAX_COMMANDS = 100_000
+_COMMANDS_PER_BEAT = 256
 _IDLE_S = 5.0
 _STOP_S = 10.0
 
@@ -113,6 +115,8 @@ class Driver(HandoffPort):
         self.card = card
         self._transport = transport
         self._sockets = sockets
+        self._limits = limits
+        self._level_at = time.monotonic()
         self._news = news
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
@@ -241,7 +245,9 @@ class Driver(HandoffPort):
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         self._take_commands()
+        frames = 0
         for envelope, via in self._sockets.receive():
+            frames += 1
             self._take_commands()
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
         for address, reason in self._sockets.refusals():
@@ -251,14 +257,26 @@ class Driver(HandoffPort):
             agent.poll()
         self._poll_s += time.monotonic() - began
         self._take_reports()
-        self._coordinator.tick()
+        self._coordinator.tick(is_behind=self._is_behind(frames))
         self._take_reports()
         if self._events:
             self._news()
 
+    def _is_behind(self, frames: int) -> bool:
+        """Whether more frames wait: then what seems to be late may lie among them. That excuse has an end."""
+        now = time.monotonic()
+        if frames < FRAMES_PER_TURN:
+            self._level_at = now
+        return now - self._level_at < self._limits.transfer_timeout and frames >= FRAMES_PER_TURN
+
     def _take_commands(self) -> None:
-        while self._commands:
+        """Obey the engine; heartbeats that fall due meanwhile are not kept waiting by however much it says."""
+        for number in itertools.count(1):
+            if not self._commands:
+                return
             self._guarded(self._commands.popleft())
+            if number % _COMMANDS_PER_BEAT == 0:
+                self._guarded(self._coordinator.beat)
 
     def _take_reports(self) -> None:
         while self._reports:

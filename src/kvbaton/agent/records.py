@@ -62,6 +62,8 @@ class TargetRecord:
     give_up_at: float
     retry_at: float
     retry_s: float
+    asked: int = 0
+    """The number of the last thing that the source was told or asked for it; grows with time."""
     state: TargetState = TARGET.start
     pull: Pull | None = None
     source: Incarnation | None = None

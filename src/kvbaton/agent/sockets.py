@@ -27,7 +27,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Message, Refused, decode, encode
 from kvbaton.errors import ConfigError, ProtocolError
 
-__all__ = ["ControlSockets", "Dropped"]
+__all__ = ["FRAMES_PER_TURN", "ControlSockets", "Dropped"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ _MAX_DIALLED = 256
 _MAX_ROUTES = 2048
 _UNSENT_FRAMES = 10_000
 _UNREAD_FRAMES = 256
-_FRAMES_PER_TURN = 256
+FRAMES_PER_TURN = 256
+"""Frames that are read from one socket before everything else has its turn."""
+
 _MAX_REASON = 1000
 _MAX_RECEIVED_BYTES = 4 * MAX_FRAME_BYTES
 """Frames up to here are taken off the wire, so that those that are too large are counted; larger ones end the connection."""
@@ -188,7 +190,7 @@ class ControlSockets:
             self._drop(Dropped.NOT_SENT, error.strerror)
 
     def _frames(self, socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(FRAMES_PER_TURN):
             if socket.closed:
                 return
             try:

@@ -281,7 +281,10 @@ class TargetSide(TargetEffects):
                 record.stop_until = now + self._limits.stop_timeout
                 self.step(record, TargetEvent.STOP_LATE)
             elif self._asks_again(record) and record.retry_at <= now:
-                self._ask_again(record, now)
+                if self._may_be_lost(record, now):
+                    self._ask_again(record, now)
+                else:
+                    record.retry_at = now + record.retry_s
             if self._has_deadline(record) and record.give_up_at <= now:
                 reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
                 self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
@@ -333,7 +336,10 @@ class TargetSide(TargetEffects):
     def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
         """The live hand-off that a message of this source and grant speaks of."""
         record = self.live.get(key)
-        return record if record is not None and record.source == sender and record.grant == grant > 0 else None
+        if record is None or record.source != sender or not record.grant == grant > 0:
+            return None
+        self._note_answer(sender, record)
+        return record
 
     def _unheard(self, sender: Incarnation, key: HandoffKey) -> TargetRecord | None:
         record = self.live.get(key)
@@ -381,10 +387,28 @@ class TargetSide(TargetEffects):
             self.step(record, TargetEvent.PEER_KNOWN)
 
     def _asks_again(self, record: TargetRecord) -> bool:
+        if record.state is TargetState.FILLING and self._knows_all(record):
+            return False
         return record.state in _ASKING_AGAIN or record.source is None
 
+    def _knows_all(self, record: TargetRecord) -> bool:
+        """Whether the source has told everything there is to tell, and only our own legs are waited for."""
+        told = record.span_count is not None and record.aux is not None and len(record.spans) >= record.span_count
+        return told and (record.executor is Executor.TARGET_READS or record.is_confirmed)
+
+    def _may_be_lost(self, record: TargetRecord, now: float) -> bool:
+        """Whether a question may be lost, rather than wait its turn behind others that the same peer is still answering.
+
+        Peers answer in the order in which they are asked: one that answers, but nothing that was asked later, is busy.
+        """
+        answered = None if record.source is None else self._answered.get(record.source)
+        if answered is None:
+            return True
+        number, at = answered
+        return number > record.asked or at <= now - record.retry_s
+
     def _ask_again(self, record: TargetRecord, now: float) -> None:
-        record.retry_s = min(record.retry_s * 2, self._limits.beat_s)
+        record.retry_s = max(record.retry_s, min(record.retry_s * 2, self._limits.beat_s))
         record.retry_at = now + record.retry_s
         if record.state is TargetState.CONFIRMING:
             self.ask_confirmation(record)
@@ -396,11 +420,14 @@ class TargetSide(TargetEffects):
             self.send_grant(record)
 
     def _tell_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
-        outcome = self._ended.get((key, grant))
+        """A source speaks of what is over here: it may have missed that, unless it has only just been told."""
+        outcome, at = self._ended.get((key, grant)) or (Outcome.FAILED, -math.inf)
+        if self._clock() - at < self._limits.beat_s:
+            return
         if outcome is Outcome.DELIVERED:
             self._control.send(sender, Release(key, grant))
         else:
-            self._control.send(sender, Stop(key, grant, outcome or Outcome.FAILED, "the target has ended it"))
+            self._control.send(sender, Stop(key, grant, outcome, "the target has ended it"))
 
     def _has_deadline(self, record: TargetRecord) -> bool:
         return record.state not in _CLOSING and record.state is not TargetState.QUEUED

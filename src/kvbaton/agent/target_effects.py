@@ -42,6 +42,8 @@ __all__ = ["TargetEffects"]
 
 log = logging.getLogger(__name__)
 
+_MAX_ANSWERED = 2048
+
 
 class TargetEffects:
     """The ports and live hand-offs of a target side, and one method per effect of its table."""
@@ -71,10 +73,12 @@ class TargetEffects:
         self._engine = engine
         self.live: dict[HandoffKey, TargetRecord] = {}
         self._last_grant = 0
-        self._ended: Tombstones[tuple[HandoffKey, int], Outcome] = Tombstones()
+        self._ended: Tombstones[tuple[HandoffKey, int], tuple[Outcome, float]] = Tombstones()
         self.epoch = 1
         self._alarms: Alarms[HandoffKey] = Alarms()
         self._greeted_at: dict[ControlAddress, float] = {}
+        self._asked = 0
+        self._answered: dict[Incarnation, tuple[int, float]] = {}
         self.quarantined_blocks = 0
         """Blocks that wait until somebody is provably quiet."""
         self.late_total: Counter[str] = Counter()
@@ -200,8 +204,17 @@ class TargetEffects:
     def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation, rank: int) -> LegOpen:
         return LegOpen(record.leg, source, rank, record.executor, record.epoch, pull.blocks, pull.cached_tokens)
 
+    def _note_answer(self, source: Incarnation, record: TargetRecord) -> None:
+        """A source has said something: everything that it was asked earlier is answered, or lost."""
+        number, _ = self._answered.pop(source, (0, 0.0))
+        self._answered[source] = (max(number, record.asked), self._clock())
+        while len(self._answered) > _MAX_ANSWERED:
+            del self._answered[next(iter(self._answered))]
+
     def _tell(self, record: TargetRecord, message: Message) -> None:
         if record.source is not None:
+            self._asked += 1
+            record.asked = self._asked
             self._control.send(record.source, message)
 
     def _quarantine(self, record: TargetRecord) -> None:
@@ -213,7 +226,7 @@ class TargetEffects:
         del self.live[record.key]
         self.quarantined_blocks -= record.quarantined
         self._alarms.drop(record.key)
-        self._ended.add((record.key, record.grant), Outcome(record.state.value))
+        self._ended.add((record.key, record.grant), (Outcome(record.state.value), self._clock()))
         for rank, leg in record.open_legs.items():
             self._ranks.close_leg(rank, leg)
 

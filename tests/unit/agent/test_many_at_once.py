@@ -8,13 +8,13 @@ from typing import Any
 from agent_rig import BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import EngineEvent, Granted, Pull, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
-from kvbaton.core.messages import Envelope, Grant, Hello, Refused
+from kvbaton.core.messages import Envelope, Grant, Heartbeat, Hello, Refused
 from kvbaton.core.timeline import Note, Side, Stage
 
 MANY = 2000
@@ -168,6 +168,19 @@ def test_every_deadline_still_rings_with_thousands_alive() -> None:
     assert [event.outcome for event in ends] == [Outcome.EXPIRED] * MANY
     ended = [note for note in node.notes if note.stage is Stage.ENDED and note.side is Side.SOURCE]
     assert [(note.key, note.outcome) for note in ended] == [(event.key, event.outcome) for event in ends]
+
+
+def test_nobody_is_given_up_while_we_are_behind_with_what_they_say() -> None:
+    node = Node()
+    node.hear(Hello(card_of("s1", 1), wants_answer=False))
+    node.hear(grant(0))
+    node.coordinator.expect_target(key_of("k0"), "p")
+    node.clock.now += LIMITS.defer_timeout
+    node.coordinator.tick(is_behind=True)
+    assert node.events == [Granted(key_of("k0"))]
+    assert any(isinstance(message, Heartbeat) for message in node.post.take()), "and we say that we live"
+    node.coordinator.tick()
+    assert isinstance(node.events[-1], SourceEnded)
 
 
 def test_a_side_that_walked_over_everything_would_be_seen() -> None:

@@ -390,6 +390,9 @@ def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
     rig.fill()
     rig.confirm()
     rig.post.take()
+    rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
+    assert rig.post.take() == [], "it was told just now"
+    rig.clock.now += LIMITS.beat_s
     rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1), (KEY, 0), (key_of("never"), 9))))
     release, stop = rig.post.take()
     assert release == Release(KEY, 1)
@@ -408,6 +411,7 @@ def test_a_delivery_from_one_source_is_not_told_to_another(rig: Rig) -> None:
     rig.confirm(grant=second)
     assert outcomes(rig.told()) == [Outcome.CANCELLED, Outcome.DELIVERED]
     rig.post.take()
+    rig.clock.now += LIMITS.beat_s
     rig.side.on_heartbeat(S2, Heartbeat(True, ((KEY, first),)))
     (stop,) = rig.post.take()
     assert isinstance(stop, Stop)
@@ -467,6 +471,40 @@ def test_a_question_without_an_answer_is_asked_again_less_and_less_often(stage: 
         rig.pass_time(0.1)
         asked.append(len(rig.said(kind)))
     assert [index for index, count in enumerate(asked, 1) if count] == [10, 30]
+
+
+def test_a_question_behind_others_that_are_being_answered_is_not_asked_again(rig: Rig) -> None:
+    first, second = key_of("first"), key_of("second")
+    for key in (first, second):
+        rig.grant(key)
+    rig.said(Grant)
+    for _ in range(5):
+        rig.clock.now += LIMITS.retry / 2
+        rig.side.on_announced(S1, Announced(first, 1, 1, SOURCE_BLOCKS, SPANS))
+        rig.side.tick()
+    assert second not in [grant.key for grant in rig.said(Grant)]
+    rig.pass_time(2 * LIMITS.retry)
+    assert second in [grant.key for grant in rig.said(Grant)], "the source has fallen silent"
+
+
+def test_a_question_that_was_overtaken_by_a_later_one_is_asked_again(rig: Rig) -> None:
+    first, second = key_of("first"), key_of("second")
+    for key in (first, second):
+        rig.grant(key)
+    rig.said(Grant)
+    rig.clock.now += LIMITS.retry
+    rig.side.on_announced(S1, Announced(second, 2, 1, SOURCE_BLOCKS, SPANS))
+    rig.side.tick()
+    assert first in [grant.key for grant in rig.said(Grant)]
+
+
+def test_nothing_is_asked_while_only_our_own_legs_are_waited_for(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.finish_prefill()
+    rig.post.take()
+    rig.pass_time(3 * LIMITS.retry)
+    assert rig.said(Grant) == []
 
 
 def test_another_incarnation_than_the_expected_one_fails_with_both(rig: Rig) -> None:

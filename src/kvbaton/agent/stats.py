@@ -1,0 +1,31 @@
+"""What the agents of an instance have counted: a snapshot for whoever watches, taken without stopping them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["AgentStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStats:
+    """The agents as they were at one moment."""
+
+    handoffs_live: Mapping[str, int]
+    """Hand-offs that have not ended, by side (`source`, `target`)."""
+    quarantined_blocks: int
+    """Target blocks that wait until somebody is provably quiet."""
+    late_total: Counter[str]
+    """Events that came when they could not change anything any more, by kind."""
+    dropped_total: Counter[str]
+    """Frames and messages that were not taken, by cause."""
+    errors_total: int
+    """Errors of our own that the agents' thread went on after."""
+    turns_total: int
+    """How often the agents' thread has worked."""
+    busy_s_total: float
+    """Seconds for which it has worked."""
+    poll_s_total: float
+    """Of these, seconds for which it took what its transport had completed."""
