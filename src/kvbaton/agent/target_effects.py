@@ -76,6 +76,7 @@ class TargetEffects:
         self._alarms: Alarms[HandoffKey] = Alarms()
         self._greeted_at: dict[ControlAddress, float] = {}
         self.late_total: Counter[str] = Counter()
+        self.mismatches_total = 0
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
             TargetEffect.SEND_GRANT: self.send_grant,
@@ -111,7 +112,9 @@ class TargetEffects:
         mode, cached = record.wanted.mode, record.pull.cached_tokens
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
-        self._tell(record, Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached))
+        integrity = self._settings.integrity
+        grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, integrity)
+        self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:
         """Let every rank move what was announced and is not being moved yet."""
@@ -135,6 +138,7 @@ class TargetEffects:
         record.moved.clear()
         record.span_count = None
         record.is_confirmed = False
+        self._drop_sums(record)
         record.bytes_planned = record.bytes_moved = 0
 
     def ask_confirmation(self, record: TargetRecord) -> None:
@@ -188,6 +192,14 @@ class TargetEffects:
         text = record.reason if outcome is not None else ""
         self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
+    def _drop_sums(self, record: TargetRecord) -> None:
+        if record.summing:
+            for rank in self._card.ranks:
+                self._ranks.drop_sums(rank.rank, Side.TARGET, record.key)
+        record.summing.clear()
+        record.sums.clear()
+        record.source_sums.clear()
+
     def _progress(self, record: TargetRecord) -> None:
         """Something moved: deadlines measure the lack of progress from here."""
         now = self._clock()
@@ -205,6 +217,7 @@ class TargetEffects:
     def _forget(self, record: TargetRecord) -> None:
         del self.live[record.key]
         self._alarms.drop(record.key)
+        self._drop_sums(record)
         self._ended.add((record.key, record.grant), Outcome(record.state.value))
         for rank, leg in record.open_legs.items():
             self._ranks.close_leg(rank, leg)
