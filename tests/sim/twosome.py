@@ -8,11 +8,12 @@ from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted
-from kvbaton.agent.ports import LegId, LegMoved, LegOpen, LegStopped, RankReport
+from kvbaton.agent.ports import LegId, LegMoved, LegOpen, LegStopped, RankReport, SumAsk
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
 from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
 from kvbaton.core.messages import Envelope, Message
+from kvbaton.core.timeline import Side as SideName
 from kvbaton.sim.memory import make_layout
 from kvbaton.sim.run import LIMITS
 
@@ -53,6 +54,12 @@ class _InstantRanks:
 
     def stop_leg(self, rank: int, leg: LegId) -> None:
         self._reports.append(LegStopped(leg, rank))
+
+    def sum_spans(self, rank: int, ask: SumAsk) -> None:
+        pass
+
+    def drop_sums(self, rank: int, side: SideName, key: HandoffKey) -> None:
+        pass
 
 
 class Side:

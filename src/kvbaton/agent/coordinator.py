@@ -8,7 +8,7 @@ from typing import assert_never
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
 from kvbaton.agent.peers import Peers
-from kvbaton.agent.ports import Clock, Control, EnginePort, PeerFenced, RankReport, Ranks, RegionFenced
+from kvbaton.agent.ports import Clock, Control, EnginePort, LegSummed, PeerFenced, RankReport, Ranks, RegionFenced
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
@@ -33,7 +33,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.core.timeline import Observer, Side, nobody
 from kvbaton.errors import Incompatible, TransportError
 
 __all__ = ["Coordinator"]
@@ -180,6 +180,8 @@ class Coordinator:
                 self._on_peer_fenced(report)
             case RegionFenced():
                 self._on_region_fenced(report)
+            case LegSummed():
+                (self.source if report.side is Side.SOURCE else self.target).on_summed(report)
             case _ if self.source.owns_leg(report.leg):
                 self.source.on_leg(report)
             case _:

@@ -18,18 +18,19 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted
-from kvbaton.agent.ports import LegId, LegOpen, RankReport
+from kvbaton.agent.ports import LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.agent.stats import AgentStats
+from kvbaton.agent.summing import RegionMemory
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.messages import Message
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.core.timeline import Observer, Side, nobody
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
 
@@ -97,9 +98,18 @@ class _Ranks:
     def stop_leg(self, rank: int, leg: LegId) -> None:
         self._agents[rank].stop_leg(leg)
 
+    def sum_spans(self, rank: int, ask: SumAsk) -> None:
+        self._agents[rank].sum_spans(ask)
+
+    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
+        self._agents[rank].drop_sums(side, key)
+
 
 class Driver(HandoffPort):
-    """Runs one instance with one rank. `news` is called, from the driver's thread, when `events` has something."""
+    """Runs one instance with one rank. `news` is called, from the driver's thread, when `events` has something.
+
+    `memory` is the region that `transport` was made for; without it nothing can be checked with checksums.
+    """
 
     def __init__(
         self,
@@ -111,6 +121,7 @@ class Driver(HandoffPort):
         news: Callable[[], None],
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = nobody,
+        memory: memoryview | None = None,
     ) -> None:
         self.card = card
         self._transport = transport
@@ -121,7 +132,8 @@ class Driver(HandoffPort):
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
         self._reports: deque[RankReport] = deque()
-        self._agents = [RankAgent(0, layout, transport, self._reports.append)]
+        region = None if memory is None else RegionMemory(memory)
+        self._agents = [RankAgent(0, layout, transport, self._reports.append, memory=region)]
         self._coordinator = Coordinator(
             card,
             transport.name,
@@ -203,6 +215,7 @@ class Driver(HandoffPort):
             quarantined_blocks=target.quarantined_blocks,
             late_total=Counter(dict(source.late_total)) + Counter(dict(target.late_total)),
             dropped_total=Counter({**self._sockets.dropped_total, **coordinator.dropped_total}),
+            mismatches_total=target.mismatches_total,
             errors_total=self.errors_total,
             turns_total=self._turns,
             busy_s_total=self._busy_s,
@@ -237,7 +250,7 @@ class Driver(HandoffPort):
             log.exception("the agent goes on after an error of its own")
 
     def _wait(self) -> None:
-        deadline = self._coordinator.next_deadline()
+        deadline = 0.0 if any(agent.has_work for agent in self._agents) else self._coordinator.next_deadline()
         timeout_s = _IDLE_S if deadline is None else min(_IDLE_S, deadline - time.monotonic())
         self._sockets.wait(timeout_s, [self._wake_fd, self._transport.wakeup_fd])
 

@@ -13,8 +13,10 @@ from typing import Protocol
 from kvbaton.agent.engine_port import EngineEvent
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.checks import Pieces
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Integrity, Span
 from kvbaton.core.messages import Message
+from kvbaton.core.timeline import Side
 
 __all__ = [
     "Clock",
@@ -26,10 +28,13 @@ __all__ = [
     "LegOpen",
     "LegReport",
     "LegStopped",
+    "LegSummed",
+    "Memory",
     "PeerFenced",
     "RankReport",
     "Ranks",
     "RegionFenced",
+    "SumAsk",
 ]
 
 Clock = Callable[[], float]
@@ -103,6 +108,30 @@ class LegStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class SumAsk:
+    """Which spans of a hand-off to sum on one rank: of whose side, in which blocks, from which token on, and how much."""
+
+    leg: LegId
+    side: Side
+    blocks: BlockLists
+    spans: tuple[Span, ...]
+    cached_tokens: int
+    integrity: Integrity
+
+
+@dataclass(frozen=True, slots=True)
+class LegSummed:
+    """One span was summed on one rank: its checksum, or why there is none."""
+
+    leg: LegId
+    side: Side
+    rank: int
+    span: int
+    value: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFenced:
     """A rank has torn down its session with a peer: what that peer was granted before `epoch` it cannot write any more."""
 
@@ -120,7 +149,14 @@ class RegionFenced:
 
 
 LegReport = LegMoved | LegFailed | LegStopped
-RankReport = LegReport | PeerFenced | RegionFenced
+RankReport = LegReport | LegSummed | PeerFenced | RegionFenced
+
+
+class Memory(Protocol):
+    """A rank's own memory, as its agent sees it."""
+
+    def sum(self, pieces: Pieces, value: int) -> int:
+        """Go on with the checksum `value` over these pieces, in order."""
 
 
 class Ranks(Protocol):
@@ -153,3 +189,9 @@ class Ranks(Protocol):
 
     def stop_leg(self, rank: int, leg: LegId) -> None:
         """Stop one leg; LegStopped follows once it is quiet (at once for an unknown leg)."""
+
+    def sum_spans(self, rank: int, ask: SumAsk) -> None:
+        """Sum spans in the rank's own memory; LegSummed follows for each, unless the sums are dropped before."""
+
+    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
+        """Nobody waits for the sums of this side of a hand-off any more."""

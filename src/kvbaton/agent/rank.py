@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, PeerFenced, RankReport, RegionFenced
+from kvbaton.agent.ports import (
+    LegFailed,
+    LegId,
+    LegMoved,
+    LegOpen,
+    LegStopped,
+    Memory,
+    PeerFenced,
+    RankReport,
+    RegionFenced,
+    SumAsk,
+)
+from kvbaton.agent.summing import Summer
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
 from kvbaton.core.plan import Pair, Runs, pair_layouts, plan_runs
+from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
 
@@ -53,6 +66,7 @@ class RankAgent:
         transport: Transport,
         report: Callable[[RankReport], None],
         *,
+        memory: Memory | None = None,
         unfenced_writes: bool = False,
     ) -> None:
         self.rank = rank
@@ -60,6 +74,7 @@ class RankAgent:
         self._layout = layout
         self._transport = transport
         self._report = report
+        self._summer = Summer(rank, layout, memory, report)
         self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
         self.legs: dict[LegId, _Leg] = {}
         self._owners: dict[Ticket, tuple[LegId, int]] = {}
@@ -143,12 +158,26 @@ class RankAgent:
         self._step(leg, LegEvent.STOP)
         self._settle(leg)
 
+    def sum_spans(self, ask: SumAsk) -> None:
+        """Sum spans in this rank's own memory, bit by bit with each `poll`; each ends in LegSummed, unless dropped."""
+        self._summer.ask(ask)
+
+    def drop_sums(self, side: Side, key: HandoffKey) -> None:
+        """Nobody waits for these sums any more."""
+        self._summer.drop(side, key)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `poll` should be called again at once."""
+        return self._summer.has_work
+
     def poll(self) -> None:
-        """Take what the transport has completed and report it."""
+        """Take what the transport has completed and report it; sum a little of what is to be summed."""
         for completion in self._transport.poll():
             owner = self._owners.pop(completion.ticket, None)
             if owner is not None and (leg := self.legs.get(owner[0])) is not None:
                 self._complete(leg, leg.moving[owner[1]], completion)
+        self._summer.work()
 
     def _post(self, leg: _Leg, source_blocks: BlockLists, span: Span) -> None:
         start = leg.start

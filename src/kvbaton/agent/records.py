@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
 from kvbaton.agent.ports import LegId
-from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
+from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Integrity, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetState
 from kvbaton.core.messages import Grant
 
@@ -33,6 +33,9 @@ class SourceRecord:
     grant: Grant | None = None
     open_legs: dict[int, LegId] = field(default_factory=dict)
     moved: dict[int, set[int]] = field(default_factory=dict)
+    summing: int = 0
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    is_asked: bool = False
     is_confirmed: bool = False
     verdict: Outcome = Outcome.FAILED
     reason: str = ""
@@ -52,6 +55,11 @@ class SourceRecord:
     def writes(self) -> bool:
         """Whether this side executes the copies."""
         return self.grant is not None and self.grant.executor is Executor.SOURCE_WRITES
+
+    @property
+    def integrity(self) -> Integrity:
+        """How much the target wants to be summed."""
+        return Integrity.OFF if self.grant is None else self.grant.integrity
 
 
 @dataclass(slots=True)
@@ -76,6 +84,9 @@ class TargetRecord:
     unmoved: dict[int, Span] = field(default_factory=dict)
     moved: dict[int, set[int]] = field(default_factory=dict)
     span_count: int | None = None
+    summing: set[int] = field(default_factory=set)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: Aux | None = None
     is_confirmed: bool = False
     open_legs: dict[int, LegId] = field(default_factory=dict)

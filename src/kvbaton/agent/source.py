@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbaton.agent.engine_port import Offer, SourceEnded
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped
+from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped, LegSummed
 from kvbaton.agent.records import SourceRecord
 from kvbaton.agent.source_effects import SourceEffects
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span, key_problem, span_problem
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span, key_problem, span_problem
 from kvbaton.core.lifecycle import SourceEvent, SourceState
 from kvbaton.core.messages import (
     MAX_REASON,
@@ -150,6 +150,9 @@ class SourceSide(SourceEffects):
             self._control.send(sender, self._over(sender, ask.key, ask.grant))
         elif not self.still_holds(record, ask):
             self._control.send(sender, Retracted(ask.key, ask.grant, record.generation))
+        elif record.state is SourceState.SERVING and not self._all_summed(record):
+            record.is_asked = True
+            self.step(record, SourceEvent.HEARD)
         elif not record.writes or self._all_moved(record):
             self.step(record, SourceEvent.CONFIRM_ASKED)
 
@@ -210,6 +213,17 @@ class SourceSide(SourceEffects):
                 del record.open_legs[report.rank]
                 self._end_by(record, SourceEvent.LEG_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
+
+    def on_summed(self, report: LegSummed) -> None:
+        """A rank has summed a span; without all sums nothing is confirmed."""
+        record = self.live.get(report.leg.key)
+        if record is None or not record.summing or report.leg != record.leg:
+            self.late_total["summed"] += 1
+        elif report.error:
+            self._end_by(record, SourceEvent.LEG_FAILED, Outcome.FAILED, report.error)
+        else:
+            record.sums[report.rank, report.span] = report.value
+            self._settle(record)
 
     def owns_leg(self, leg: LegId) -> bool:
         """Whether a leg moves something out of here by our own hand."""
@@ -322,14 +336,21 @@ class SourceSide(SourceEffects):
         wanted = {span.number for span in record.spans}
         return all(record.moved.get(rank, set()) >= wanted for rank in range(self._ranks_count))
 
+    def _all_summed(self, record: SourceRecord) -> bool:
+        return record.integrity is Integrity.OFF or len(record.sums) == self._ranks_count * len(record.spans)
+
     def _confirm_again(self, record: SourceRecord) -> None:
         if record.is_confirmed and record.writes and record.state is SourceState.SERVING:
             self.send_confirmation(record)
 
     def _settle(self, record: SourceRecord) -> None:
-        """Raise the events that follow from counts: everything moved, everything quiet."""
-        if record.state is SourceState.SERVING and record.writes and not record.is_confirmed and self._all_moved(record):
-            self.step(record, SourceEvent.WRITTEN)
+        """Raise the events that follow from counts: everything moved and summed, everything quiet."""
+        if record.state is SourceState.SERVING and self._all_summed(record):
+            if record.writes and not record.is_confirmed and self._all_moved(record):
+                self.step(record, SourceEvent.WRITTEN)
+            elif record.is_asked and not record.writes:
+                record.is_asked = False
+                self.step(record, SourceEvent.CONFIRM_ASKED)
         elif record.open_legs:
             return
         elif record.state is SourceState.RETRACTING:

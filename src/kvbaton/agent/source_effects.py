@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvbaton.agent.engine_port import Drained, Granted, SourceEnded
-from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks
+from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks, SumAsk
 from kvbaton.agent.records import SourceRecord
 from kvbaton.config import Limits
 from kvbaton.core.alarms import Alarms
-from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome, Span
+from kvbaton.core.checks import SpanSum
+from kvbaton.core.handoff import HandoffKey, Incarnation, Integrity, Outcome, Span
 from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceTable
 from kvbaton.core.messages import (
@@ -87,7 +88,7 @@ class SourceEffects:
         self._engine(Granted(record.key))
 
     def announce(self, record: SourceRecord) -> None:
-        """Tell the target what is new, and let our own legs move it if the copying is ours."""
+        """Tell the target what is new, let our own legs move it if the copying is ours, and sum it if that is asked for."""
         grant = record.grant
         if grant is None:
             return
@@ -103,6 +104,11 @@ class SourceEffects:
             record.moving = len(record.spans)
             for rank in range(self._ranks_count):
                 self._ranks.move(rank, record.leg, record.blocks, unmoved)
+        if grant.integrity is not Integrity.OFF and (unsummed := tuple(record.spans[record.summing :])):
+            record.summing = len(record.spans)
+            ask = SumAsk(record.leg, Side.SOURCE, record.blocks, unsummed, grant.cached_tokens, grant.integrity)
+            for rank in range(self._ranks_count):
+                self._ranks.sum_spans(rank, ask)
 
     def tell_prefilled(self, record: SourceRecord) -> None:
         """Tell the target that nothing more will come, and give it the aux record."""
@@ -123,6 +129,7 @@ class SourceEffects:
         record.announced = record.moving = 0
         record.moved.clear()
         record.is_confirmed = False
+        self._drop_sums(record)
 
     def tell_retracted(self, record: SourceRecord) -> None:
         """Tell the target which generation counts now."""
@@ -138,7 +145,8 @@ class SourceEffects:
         """State that what was moved was right."""
         record.is_confirmed = True
         self._note(record, Stage.CONFIRMED)
-        self._tell(record, Confirmed(record.key, record.grant_number, record.generation, len(record.spans)))
+        sums = tuple(SpanSum(rank, span, value) for (rank, span), value in sorted(record.sums.items()))
+        self._tell(record, Confirmed(record.key, record.grant_number, record.generation, len(record.spans), sums))
 
     def stop_legs(self, record: SourceRecord) -> None:
         """Ask every leg of ours to stop, those of a generation that is being retracted included."""
@@ -154,6 +162,7 @@ class SourceEffects:
         """The end: forget the record and tell the engine."""
         del self.live[record.key]
         self._alarms.drop(record.key)
+        self._drop_sums(record)
         outcome = Outcome(record.state.value)
         end = Over(record.key, record.grant_number, outcome, record.reason)
         self._ended.add((record.target, record.key, record.grant_number), end)
@@ -170,6 +179,13 @@ class SourceEffects:
     def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
         text = record.reason if outcome is not None else ""
         self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
+
+    def _drop_sums(self, record: SourceRecord) -> None:
+        if record.summing:
+            for rank in range(self._ranks_count):
+                self._ranks.drop_sums(rank, Side.SOURCE, record.key)
+        record.summing, record.is_asked = 0, False
+        record.sums.clear()
 
     def _tell(self, record: SourceRecord, message: Message) -> None:
         if record.target is not None:

@@ -21,6 +21,8 @@ class AgentStats:
     """Events that came when they could not change anything any more, by kind."""
     dropped_total: Counter[str]
     """Frames and messages that were not taken, by cause."""
+    mismatches_total: int
+    """Hand-offs to this instance that failed because of a checksum."""
     errors_total: int
     """Errors of our own that the agents' thread went on after."""
     turns_total: int

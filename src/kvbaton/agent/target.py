@@ -10,9 +10,10 @@ from kvbaton.agent.ports import (
     LegMoved,
     LegReport,
     LegStopped,
+    LegSummed,
 )
 from kvbaton.agent.records import TargetRecord
-from kvbaton.agent.target_effects import TargetEffects
+from kvbaton.agent.target_steps import CLOSING, TargetSteps
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import (
@@ -20,18 +21,14 @@ from kvbaton.core.handoff import (
     HandoffKey,
     Incarnation,
     Outcome,
-    Span,
     key_problem,
-    span_problem,
 )
 from kvbaton.core.lifecycle import TargetEvent, TargetState
 from kvbaton.core.messages import (
-    MAX_REASON,
     Announced,
     AuxSent,
     Confirmed,
     Heartbeat,
-    Hello,
     Over,
     Prefilled,
     Refused,
@@ -44,18 +41,10 @@ from kvbaton.core.timeline import Side, Stage, note
 
 __all__ = ["TargetRecord", "TargetSide"]
 
-_QUIET = {
-    Outcome.FAILED: TargetEvent.QUIET_FAILED,
-    Outcome.CANCELLED: TargetEvent.QUIET_CANCELLED,
-    Outcome.EXPIRED: TargetEvent.QUIET_EXPIRED,
-}
-_MAX_GREETED = 4096
-_CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
-_ASKING_AGAIN = frozenset({TargetState.GREETING, TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING}) | _CLOSING
 _UNHEARD = frozenset({TargetState.QUEUED, TargetState.GREETING, TargetState.GRANTED})
 
 
-class TargetSide(TargetEffects):
+class TargetSide(TargetSteps):
     """All live hand-offs that this instance is the target of."""
 
     # What the engine says.
@@ -194,10 +183,17 @@ class TargetSide(TargetEffects):
             self.late_total["confirmed"] += 1
         elif record.executor is Executor.SOURCE_WRITES:
             record.is_confirmed = True
+            self._take_sums(record, confirmed)
             self._settle(record)
         else:
             self._note(record, Stage.CONFIRMED)
-            self.step(record, TargetEvent.CONFIRMED)
+            self._take_sums(record, confirmed)
+            if record.state is not TargetState.CONFIRMING or self._has_right_sums(record):
+                self.step(record, TargetEvent.CONFIRMED)
+
+    def _take_sums(self, record: TargetRecord, confirmed: Confirmed) -> None:
+        if self.sums_wanted:
+            record.source_sums = {(each.rank, each.span): each.value for each in confirmed.sums}
 
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
         """The source says no; with a stale number we only have to take a new one."""
@@ -224,7 +220,7 @@ class TargetSide(TargetEffects):
     def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
         """The source will not touch our blocks for this grant again."""
         record = self.current(sender, stopped.key, stopped.grant)
-        if record is None or record.state not in _CLOSING:
+        if record is None or record.state not in CLOSING:
             self.late_total["stopped"] += 1
         else:
             record.peer_is_quiet = True
@@ -236,7 +232,7 @@ class TargetSide(TargetEffects):
             record = self.live.get(key)
             if record is not None and record.source == sender and grant in (0, record.grant):
                 self.step(record, TargetEvent.HEARD)
-                if record.state not in _CLOSING:
+                if record.state not in CLOSING:
                     record.give_up_at = self._clock() + self._limits.transfer_timeout
             elif grant:
                 self._tell_end_again(sender, key, grant)
@@ -271,13 +267,26 @@ class TargetSide(TargetEffects):
             now = record.last_move_at = self._clock()
             span, moved_bytes = record.spans.get(report.span), report.bytes_moved
             self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
+            self.sum_moved(record, report.rank, report.span)
             self._progress(record)
+
+    def on_summed(self, report: LegSummed) -> None:
+        """A rank has summed a span of our blocks; the sums are compared when all are in and the source has sent its own."""
+        record = self.live.get(report.leg.key)
+        if record is None or report.leg != record.leg or report.span not in record.summing or record.state in CLOSING:
+            self.late_total["summed"] += 1
+        elif report.error:
+            self._end_by(record, TargetEvent.LEG_FAILED, Outcome.FAILED, report.error)
+        else:
+            record.sums[report.rank, report.span] = report.value
+            self._progress(record)
+            self._settle(record)
 
     def tick(self) -> None:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         now = self._clock()
         for record in [self.live[key] for key in self._alarms.ring(now)]:
-            if record.state in _CLOSING and record.stop_until <= now:
+            if record.state in CLOSING and record.stop_until <= now:
                 record.stop_until = now + self._limits.stop_timeout
                 self.step(record, TargetEvent.STOP_LATE)
             elif self._asks_again(record) and record.retry_at <= now:
@@ -294,7 +303,7 @@ class TargetSide(TargetEffects):
         """The heartbeats that are due to sources that we wait for."""
         lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
         for record in self.live.values():
-            if record.source is not None and record.state not in _CLOSING:
+            if record.source is not None and record.state not in CLOSING:
                 lists.setdefault(record.source, []).append((record.key, record.grant))
         return {source: Heartbeat(False, tuple(live)) for source, live in lists.items()}
 
@@ -308,31 +317,6 @@ class TargetSide(TargetEffects):
 
     # Helpers.
 
-    def step(self, record: TargetRecord, event: TargetEvent) -> None:
-        """Step the machine and perform what its row says; a late event is counted."""
-        row = self.table.step(record.state, event)
-        if row is None:
-            self.late_total[event] += 1
-            return
-        if row.state is not record.state:
-            if row.state in _CLOSING and record.state not in _CLOSING:
-                self._quarantine(record)
-            record.state = row.state
-            self._progress(record)
-        for effect in row.effects:
-            self.effects[effect](record)
-        self._watch(record)
-
-    def _watch(self, record: TargetRecord) -> None:
-        if self.live.get(record.key) is not record:
-            return
-        if record.state in _CLOSING:
-            self._alarms.set(record.key, record.stop_until)
-        if self._asks_again(record):
-            self._alarms.set(record.key, record.retry_at)
-        if self._has_deadline(record):
-            self._alarms.set(record.key, record.give_up_at)
-
     def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
         """The live hand-off that a message of this source and grant speaks of."""
         record = self.live.get(key)
@@ -345,18 +329,6 @@ class TargetSide(TargetEffects):
         record = self.live.get(key)
         return record if record is not None and record.source == sender and record.state in _UNHEARD else None
 
-    def _same_generation(self, record: TargetRecord, generation: int) -> bool:
-        """Whether a message speaks of the generation that counts; a newer one voids what was before."""
-        if generation < record.generation:
-            return False
-        if generation > record.generation:
-            is_first, record.generation = record.generation == 0, generation
-            if not is_first:
-                self._note(record, Stage.RETRACTED)
-                self.step(record, TargetEvent.RETRACTED)
-                self._settle(record)
-        return True
-
     def _granted_before(self, epoch: int) -> list[TargetRecord]:
         return [record for record in self.live.values() if record.grant and record.epoch < epoch]
 
@@ -368,15 +340,6 @@ class TargetSide(TargetEffects):
             if record.source is None and record.wanted.source == address and record.state in waiting
         ]
 
-    def _greet(self, record: TargetRecord) -> None:
-        """Ask who answers at the source's address; one question does for everybody who waits for the answer."""
-        address, now = record.wanted.source, self._clock()
-        if now - self._greeted_at.get(address, -math.inf) >= self._limits.retry / 2:
-            if len(self._greeted_at) >= _MAX_GREETED:
-                self._greeted_at.clear()
-            self._greeted_at[address] = now
-            self._control.dial(address, Hello(self._card, wants_answer=True))
-
     def _meet(self, record: TargetRecord, card: Card) -> None:
         expected = record.wanted.source_incarnation
         if expected is not None and expected != card.incarnation:
@@ -385,39 +348,6 @@ class TargetSide(TargetEffects):
         else:
             record.source = card.incarnation
             self.step(record, TargetEvent.PEER_KNOWN)
-
-    def _asks_again(self, record: TargetRecord) -> bool:
-        if record.state is TargetState.FILLING and self._knows_all(record):
-            return False
-        return record.state in _ASKING_AGAIN or record.source is None
-
-    def _knows_all(self, record: TargetRecord) -> bool:
-        """Whether the source has told everything there is to tell, and only our own legs are waited for."""
-        told = record.span_count is not None and record.aux is not None and len(record.spans) >= record.span_count
-        return told and (record.executor is Executor.TARGET_READS or record.is_confirmed)
-
-    def _may_be_lost(self, record: TargetRecord, now: float) -> bool:
-        """Whether a question may be lost, rather than wait its turn behind others that the same peer is still answering.
-
-        Peers answer in the order in which they are asked: one that answers, but nothing that was asked later, is busy.
-        """
-        answered = None if record.source is None else self._answered.get(record.source)
-        if answered is None:
-            return True
-        number, at = answered
-        return number > record.asked or at <= now - record.retry_s
-
-    def _ask_again(self, record: TargetRecord, now: float) -> None:
-        record.retry_s = max(record.retry_s, min(record.retry_s * 2, self._limits.beat_s))
-        record.retry_at = now + record.retry_s
-        if record.state is TargetState.CONFIRMING:
-            self.ask_confirmation(record)
-        elif record.state in _CLOSING:
-            self.tell_stop(record)
-        elif record.source is None:
-            self._greet(record)
-        else:
-            self.send_grant(record)
 
     def _tell_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
         """A source speaks of what is over here: it may have missed that, unless it has only just been told."""
@@ -429,61 +359,8 @@ class TargetSide(TargetEffects):
         else:
             self._control.send(sender, Stop(key, grant, outcome, "the target has ended it"))
 
-    def _has_deadline(self, record: TargetRecord) -> bool:
-        return record.state not in _CLOSING and record.state is not TargetState.QUEUED
-
-    def _end_by(self, record: TargetRecord, event: TargetEvent, verdict: Outcome, reason: str) -> None:
-        if record.state in _CLOSING:
-            self.late_total[event] += 1
-        else:
-            record.verdict, record.reason = verdict, reason[:MAX_REASON]
-            record.stop_until = self._clock() + self._limits.stop_timeout
-            self.step(record, event)
-        self._settle(record)
-
     def _refuse_surplus(self, record: TargetRecord) -> None:
         """More spans than there are to be: nothing tells which of them are the right ones."""
         if record.span_count is not None and len(record.spans) > record.span_count:
             reason = f"the source announced {len(record.spans)} spans and counts {record.span_count}"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
-
-    def span_problem(self, record: TargetRecord) -> str:
-        """Why what was read is not the whole cache, each part once; empty when it is. A source that writes knows itself."""
-        if record.executor is Executor.SOURCE_WRITES or record.pull is None:
-            return ""
-        layers = [layer for group in self._card.ranks[0].layout.groups for layer in group.layers]
-        whole = Span(0, 0, record.pull.tokens, min(layers, default=0), max(layers, default=-1) + 1)
-        return span_problem(record.spans.values(), whole)
-
-    def is_complete(self, record: TargetRecord) -> bool:
-        """Whether every span of every rank and the aux record are in."""
-        if record.span_count is None or not self.has_aux(record):
-            return False
-        if record.executor is Executor.SOURCE_WRITES:
-            return record.is_confirmed
-        return all(len(record.moved.get(rank.rank, ())) == record.span_count for rank in self._card.ranks)
-
-    def has_aux(self, record: TargetRecord) -> bool:
-        """Whether the aux record is in."""
-        return record.aux is not None
-
-    def is_quiet(self, record: TargetRecord) -> bool:
-        """Whether nobody, here or there, can write to the blocks of this hand-off any more."""
-        if record.open_legs:
-            return False
-        return record.executor is Executor.TARGET_READS or record.peer_is_quiet or not record.grant
-
-    def _settle(self, record: TargetRecord) -> None:
-        """Raise the events that follow from counts: everything in, everything quiet."""
-        self._watch(record)
-        if record.state is TargetState.FILLING and self.is_complete(record):
-            if problem := self.span_problem(record):
-                reason = f"the source's spans are not the whole cache: {problem}"
-                self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
-                return
-            writes = record.executor is Executor.SOURCE_WRITES
-            self.step(record, TargetEvent.WRITTEN if writes else TargetEvent.FILLED)
-        elif record.state is TargetState.CLEARING and not record.open_legs:
-            self.step(record, TargetEvent.QUIET)
-        elif record.state in _CLOSING and self.is_quiet(record):
-            self.step(record, _QUIET[record.verdict])

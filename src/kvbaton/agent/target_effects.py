@@ -82,6 +82,7 @@ class TargetEffects:
         self.quarantined_blocks = 0
         """Blocks that wait until somebody is provably quiet."""
         self.late_total: Counter[str] = Counter()
+        self.mismatches_total = 0
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
             TargetEffect.SEND_GRANT: self.send_grant,
@@ -117,7 +118,9 @@ class TargetEffects:
         mode, cached = record.wanted.mode, record.pull.cached_tokens
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
-        self._tell(record, Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached))
+        integrity = self._settings.integrity
+        grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, integrity)
+        self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:
         """Let every rank move what was announced and is not being moved yet."""
@@ -141,6 +144,7 @@ class TargetEffects:
         record.moved.clear()
         record.span_count = None
         record.is_confirmed = False
+        self._drop_sums(record)
         record.bytes_planned = record.bytes_moved = 0
 
     def ask_confirmation(self, record: TargetRecord) -> None:
@@ -194,6 +198,14 @@ class TargetEffects:
         text = record.reason if outcome is not None else ""
         self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
+    def _drop_sums(self, record: TargetRecord) -> None:
+        if record.summing:
+            for rank in self._card.ranks:
+                self._ranks.drop_sums(rank.rank, Side.TARGET, record.key)
+        record.summing.clear()
+        record.sums.clear()
+        record.source_sums.clear()
+
     def _progress(self, record: TargetRecord) -> None:
         """Something moved: deadlines measure the lack of progress from here."""
         now = self._clock()
@@ -226,6 +238,7 @@ class TargetEffects:
         del self.live[record.key]
         self.quarantined_blocks -= record.quarantined
         self._alarms.drop(record.key)
+        self._drop_sums(record)
         self._ended.add((record.key, record.grant), (Outcome(record.state.value), self._clock()))
         for rank, leg in record.open_legs.items():
             self._ranks.close_leg(rank, leg)

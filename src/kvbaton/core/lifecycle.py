@@ -12,6 +12,7 @@ it asks for the confirmation; where the source writes, the source's legs move an
 
 What the rows guarantee:
 - A target delivers only out of CONFIRMING, or out of FILLING when the source itself has moved and confirmed every span.
+  Where checksums are asked for, a wrong or missing one leads from there to an end without delivery instead.
 - A target's blocks go back only out of STOPPING, REVOKING or ISOLATED, when everybody who might write to them is quiet.
   Time alone leads from one of these states to the next (ask, tear the session down, register the memory anew), never out.
 - A source's blocks go back only when it also stops confirming. Time may do that: a read counts only when confirmed later.
@@ -131,6 +132,7 @@ class TargetEvent(enum.StrEnum):
     FILLED = "filled"
     CONFIRMED = "confirmed"
     WRITTEN = "written"
+    MISMATCHED = "mismatched"
     REFUSED = "refused"
     LEG_FAILED = "leg failed"
     ABORTED = "aborted here"
@@ -253,6 +255,8 @@ def _target() -> TargetTable:
         (state.FILLING, event.FILLED): Row(state.CONFIRMING, (effect.ASK_CONFIRMATION,)),
         (state.FILLING, event.WRITTEN): deliver,
         (state.CONFIRMING, event.CONFIRMED): deliver,
+        (state.FILLING, event.MISMATCHED): stop,
+        (state.CONFIRMING, event.MISMATCHED): stop,
         (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.TELL_STOP, effect.REVOKE_PEER)),
         (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP, effect.RESET_REGION)),
         (state.ISOLATED, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP,)),

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.core.card import PROTOCOL, Card
-from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.checks import SpanSum
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.errors import ProtocolError
 
 __all__ = [
@@ -76,7 +77,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Target to source: these blocks are yours to fill, in this epoch; the first `cached_tokens` tokens I have already.
 
     `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
-    source that is to write.
+    source that is to write. `integrity` is how much of it the source is to sum.
     """
 
     key: HandoffKey
@@ -87,6 +88,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     epoch: Number
     blocks: Blocks
     cached_tokens: Number
+    integrity: Integrity = Integrity.OFF
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
@@ -138,12 +140,16 @@ class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
-    """Source to target, after the last byte: they did, and `span_count` spans of `generation` were moved."""
+    """Source to target, after the last byte: they did, and `span_count` spans of `generation` were moved.
+
+    `sums` are the checksums of every span of every rank, where the grant asked for them.
+    """
 
     key: HandoffKey
     grant: Number
     generation: Number
     span_count: Number
+    sums: tuple[SpanSum, ...] = ()
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -16,7 +16,7 @@ from kvbaton.core.handoff import BlockLists
 from kvbaton.core.layout import Group, Layout
 from kvbaton.errors import Incompatible, RangeError
 
-__all__ = ["Pair", "Runs", "pair_layouts", "plan_runs"]
+__all__ = ["Pair", "Runs", "block_ids", "pair_layouts", "plan_runs"]
 
 Runs = npt.NDArray[np.uint64]
 """Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
@@ -102,8 +102,8 @@ def _block_runs(
         return np.empty((0, 3), np.int64)
     size = source.block_tokens
     first, last = first_token // size, -(-tokens // size)
-    source_ids = _block_ids("source", source, source_list, first, last)
-    target_ids = _block_ids("target", target, target_list, first, last)
+    source_ids = block_ids("source", source, source_list, first, last)
+    target_ids = block_ids("target", target, target_list, first, last)
     starts = np.arange(first, last, dtype=np.int64) * size
     lows = np.maximum(starts, first_token) - starts
     counts = np.minimum(starts + size, tokens) - starts - lows
@@ -112,7 +112,8 @@ def _block_runs(
     return _join_neighbours(source_at, target_at, counts * source.token_bytes)
 
 
-def _block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: int) -> npt.NDArray[np.int64]:
+def block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: int) -> npt.NDArray[np.int64]:
+    """Blocks `first` up to `last` of a block list; raises RangeError for those that do not exist."""
     if len(ids) < last:
         raise RangeError(f"{side} block list has {len(ids)} blocks where {last} are needed")
     try:

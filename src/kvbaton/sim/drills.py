@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
 
@@ -105,6 +105,17 @@ def _restart_with_mail(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=faults)
 
 
+def _corrupted(rng: random.Random) -> Script:
+    """A bit flips on the way; whoever checks all of it notices."""
+    request = _request(rng, rng.choice(list(Mode)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    writes = request.mode is Mode.PUSH and (script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE)
+    fault = Fault(
+        FaultKind.CORRUPT, rng.uniform(0.0, _moving(script)[1]), who="p0" if writes else "d0", number=rng.randint(0, 1)
+    )
+    return msgspec.structs.replace(script, faults=(fault,), integrity=Integrity.FULL)
+
+
 def _long_queue(rng: random.Random) -> Script:
     """Nothing goes wrong; the target is just full for longer than a source keeps blocks for somebody silent."""
     count = rng.randint(5, 8)
@@ -119,5 +130,6 @@ DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _target_gives_up_unheard,
     _restart_with_mail,
     _long_queue,
+    _corrupted,
 )
 """All drills."""

@@ -74,6 +74,7 @@ class SourceEngine:
         self.layers = layers
         self.step_s = 0.002
         self.reserved = 0
+        self.is_checked = False
         self.coordinator: Coordinator
         self.requests: dict[HandoffKey, Prefill] = {}
         self.waiting: deque[Prefill] = deque()
@@ -232,6 +233,8 @@ class TargetEngine:
         self.memories = memories
         self.layers = layers
         self.decode_s = 0.02
+        self.is_checked = False
+        """Whether checksums guard every byte, so that not even a corrupt one may be served."""
         self.coordinator: Coordinator
         self.requests: dict[HandoffKey, Fetch] = {}
         self.waiting: deque[Fetch] = deque()
@@ -340,7 +343,9 @@ class TargetEngine:
             for layer in range(self.layers):
                 cell = memory.get(block, layer)
                 wanted = (prompt.content(token), token, layer, rank)
-                if (cell.content, cell.token, cell.layer, cell.rank) != wanted:
+                if cell.is_corrupt and self.is_checked:
+                    self.world.violate("corrupt byte", f"{self.name}: {prompt.key} was served {cell} of block {block}")
+                elif (cell.content, cell.token, cell.layer, cell.rank) != wanted:
                     self.world.violate(rule, f"{self.name}: {prompt.key} wanted {wanted}, block {block} holds {cell}")
                 elif attempts is not None:
                     attempts.add(cell.attempt)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
@@ -38,7 +38,10 @@ _LONG_S = 9.0
 
 
 def flow_script(name: str) -> Script:
-    """The undisturbed run of a flow: two requests that share a prefix, so that cached blocks are left out of the second."""
+    """The undisturbed run of a flow: two requests that share a prefix, so that cached blocks are left out of the second.
+
+    With several ranks everything is checked with checksums, with one nothing is.
+    """
     mode, late_writes, writes, delay, ranks = FLOWS[name]
     request = RequestScript(0.0, 0, 0, 3, 2, mode, prefix=0, shared=1, decode_delay_s=delay, retries=1)
     return Script(
@@ -55,6 +58,7 @@ def flow_script(name: str) -> Script:
         requests=(request, msgspec.structs.replace(request, at_s=0.01, tokens=2, decode_delay_s=0.0)),
         faults=(),
         move_s=0.002,
+        integrity=Integrity.FULL if ranks > 1 else Integrity.OFF,
     )
 
 
@@ -84,6 +88,7 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
         yield Fault(FaultKind.DELAY, at_event=event, who=who, other=other, for_s=1.0)
         for rank in range(script.ranks):
             yield Fault(FaultKind.LEG_FAILS, at_event=event, who=who, number=rank)
+            yield Fault(FaultKind.CORRUPT, at_event=event, who=who, number=rank)
     yield Fault(FaultKind.PREEMPT, at_event=event, who="p0")
     yield Fault(FaultKind.CANCEL_SOURCE, at_event=event, number=0)
     yield Fault(FaultKind.CANCEL_TARGET, at_event=event, number=0)

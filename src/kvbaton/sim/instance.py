@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
-from kvbaton.agent.ports import LegId, LegOpen, RankReport
+from kvbaton.agent.ports import LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.rank import RankAgent
-from kvbaton.config import Limits
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Integrity, Span
 from kvbaton.core.messages import Confirmed, Grant, Message, Refused, Release, decode, encode
+from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import BlockPool, RankMemory, make_layout
@@ -24,6 +25,8 @@ from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
 __all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance"]
+
+_WORK_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Cluster:
     bugs: Bugs
     one_host: bool
     unfenced_writes: bool
+    settings: HandoffSettings = DEFAULT_HANDOFF
     has_foreigners: bool = False
     """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
     instances: dict[str, SimInstance] = field(default_factory=dict)
@@ -131,6 +135,12 @@ class _Ranks:
     def stop_leg(self, rank: int, leg: LegId) -> None:
         self._instance.agents[rank].stop_leg(leg)
 
+    def sum_spans(self, rank: int, ask: SumAsk) -> None:
+        self._instance.agents[rank].sum_spans(ask)
+
+    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
+        self._instance.agents[rank].drop_sums(side, key)
+
 
 class SimInstance:
     """A process at an address. `engine` is a SourceEngine or a TargetEngine."""
@@ -152,6 +162,7 @@ class SimInstance:
         self._reports: deque[RankReport] = deque()
         self._events: deque[EngineEvent] = deque()
         self._tick_at = math.inf
+        self._is_polling = False
         self._build(cluster.births)
 
     def _build(self, pid: int) -> None:
@@ -163,7 +174,9 @@ class SimInstance:
             for rank, memory in enumerate(memories)
         ]
         self.agents = [
-            cluster.bugs.rank(rank, layout, transport, self._report, unfenced_writes=cluster.unfenced_writes)
+            cluster.bugs.rank(
+                rank, layout, transport, self._report, memory=transport.memory, unfenced_writes=cluster.unfenced_writes
+            )
             for rank, transport in enumerate(self.transports)
         ]
         card = Card(
@@ -179,8 +192,9 @@ class SimInstance:
         pool = BlockPool(cluster.world, self.process.name, shape.blocks)
         kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
         self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
+        self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
         self.coordinator = cluster.bugs.coordinator(
-            card, "sim", cluster.limits, self.local_now, _Control(self), _Ranks(self), self._events.append
+            card, "sim", cluster.limits, self.local_now, _Control(self), _Ranks(self), self._events.append, cluster.settings
         )
         self.engine.coordinator = self.coordinator
 
@@ -260,6 +274,7 @@ class SimInstance:
         self._reports.append(report)
 
     def _poll(self) -> None:
+        self._is_polling = False
         for agent in self.agents:
             agent.poll()
 
@@ -272,6 +287,9 @@ class SimInstance:
                 event = self._events.popleft()
                 self.cluster.world.note(f"{self.process.name}: {event}")
                 self.engine.on_event(event)
+        if any(agent.has_work for agent in self.agents) and not self._is_polling:
+            self._is_polling = True
+            self.cluster.world.after(_WORK_S, self.process, self.on_wake)
         self._arm()
 
     def _arm(self) -> None:

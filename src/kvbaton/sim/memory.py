@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 
+from kvbaton.core.checks import Pieces
 from kvbaton.core.layout import Group, Layout
 from kvbaton.sim.world import World
 
@@ -19,6 +21,11 @@ class Cell:
     layer: int
     rank: int
     attempt: int
+    is_corrupt: bool = False
+
+    def corrupted(self) -> Cell:
+        """What arrives when a bit flips on the way."""
+        return replace(self, is_corrupt=not self.is_corrupt)
 
 
 POISON = Cell("poison", -1, -1, -1, -1)
@@ -64,6 +71,13 @@ class RankMemory:
     def put(self, block: int, layer: int, cell: Cell) -> None:
         """Let the owner write one cell."""
         self.cells[layer * self.blocks + block] = cell
+
+    def sum(self, pieces: Pieces, value: int) -> int:
+        """Go on with the checksum `value` over the tags of these cells, in order."""
+        for offset, count in pieces.tolist():
+            for cell in self.cells[offset : offset + count]:
+                value = zlib.crc32(repr(cell).encode(), value)
+        return value
 
     def fill(self, block: int, cell: Cell) -> None:
         """Let the owner write all cells of a block."""

@@ -185,6 +185,12 @@ class _AuxNotCounted(TargetSide):
         super().deliver(record)
 
 
+class _SumsNotCompared(TargetSide):
+    def sums_problem(self, record: TargetRecord) -> str:
+        del record
+        return ""
+
+
 class _PublishedEarly(TargetEngine):
     def _grant(self, request: Fetch, cached: list[int], needed: int) -> None:
         super()._grant(request, cached, needed)
@@ -222,6 +228,7 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "wrong-rank", "leg counted for the wrong rank", _sides(target=_WrongRank)
     yield "rank-failure-lost", "one rank's failure lost", _sides(target=_RankFailureLost)
     yield "aux-not-counted", "aux not counted", _sides(target=_AuxNotCounted)
+    yield "sums-not-compared", "checksums not compared", _sides(target=_SumsNotCompared)
     yield "published-early", "prefix published before landed", Bugs(target_engine=_PublishedEarly)
     yield "retracted-accepted", "retracted chunk accepted", _sides(target=_RetractedAccepted)
     yield "no-reserve", "last blocks held without a grant", Bugs(source_engine=_NoReserve)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbaton.config import Limits
+from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
 from kvbaton.sim.engine import Prompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
@@ -58,7 +58,10 @@ class Run:
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         fabric = Fabric(self.world, script.late_writes, script.move_s)
-        self.cluster = Cluster(self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes)
+        settings = HandoffSettings(integrity=script.integrity)
+        self.cluster = Cluster(
+            self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
+        )
         self.faults: Counter[str] = Counter()
         self.everybody: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
@@ -233,6 +236,8 @@ class Run:
                 instance.process.clock.offset += fault.for_s
             case FaultKind.LEG_FAILS:
                 instance.transports[fault.number % len(instance.transports)].fail_next += 1
+            case FaultKind.CORRUPT:
+                instance.transports[fault.number % len(instance.transports)].corrupt_next += 1
             case FaultKind.STALL:
                 instance.transports[fault.number % len(instance.transports)].stall_until = until
             case FaultKind.PREEMPT if isinstance(instance.engine, SourceEngine):

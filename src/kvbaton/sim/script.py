@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.transport.base import LateWrites
 
 __all__ = ["Fault", "FaultKind", "RequestScript", "Script", "make_script"]
@@ -34,6 +34,7 @@ class FaultKind(enum.StrEnum):
     CANCEL_TARGET = "cancel at target"
     CANCEL_SOURCE = "cancel at source"
     LOSE_REVOKE = "lose revoke"
+    CORRUPT = "corrupt"
 
 
 class RequestScript(msgspec.Struct, frozen=True):
@@ -99,6 +100,8 @@ class Script(msgspec.Struct, frozen=True):
     move_s: Annotated[float, msgspec.Meta(gt=0)] = 0.0005
     decode_s: float = 0.02
     step_s: float = 0.002
+    integrity: Integrity = Integrity.OFF
+    """How much the targets of this run check."""
 
     @property
     def addresses(self) -> list[str]:
@@ -135,6 +138,7 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         move_s=rng.choice((0.0002, 0.002, 0.02, 0.2)),
         decode_s=rng.choice((0.01, 0.2, 2.0)),
         step_s=rng.choice((0.002, 0.02, 0.1)),
+        integrity=rng.choice(list(Integrity)),
     )
     if not is_disturbed:
         return script

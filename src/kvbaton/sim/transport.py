@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.agent.ports import LegId
 from kvbaton.core.card import Endpoint
-from kvbaton.sim.memory import RankMemory
+from kvbaton.sim.memory import Cell, RankMemory
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
@@ -64,6 +64,7 @@ class SimTransport:
         self._peer_epochs: dict[PeerRank, int] = {}
         self.context: LegId | None = None
         self.fail_next = 0
+        self.corrupt_next = 0
         self.stall_until = 0.0
         fabric.ranks[me] = self
 
@@ -168,23 +169,30 @@ class SimTransport:
             posted.error = "PeerLost: the peer is gone"
         elif posted.batch.direction is Direction.READ:
             source, target = posted.moves[posted.moved]
-            self.land(target, peer.memory.cells[source], posted.leg)
+            self.land(target, self._carried(peer.memory.cells[source]), posted.leg)
             posted.moved += 1
         elif not peer._accepts(self._me, posted):  # noqa: SLF001
             posted.error = "PeerRefused: the session was torn down, or the memory registered anew"
         else:
             source, target = posted.moves[posted.moved]
-            peer.land(target, self.memory.cells[source], posted.leg)
+            peer.land(target, self._carried(self.memory.cells[source]), posted.leg)
             posted.moved += 1
         if posted.cancelled:
             self._complete(posted)
         else:
             self._schedule(posted)
 
-    def land(self, at: int, cell: object, leg: LegId) -> None:
+    def _carried(self, cell: Cell) -> Cell:
+        """What arrives of a cell."""
+        if self.corrupt_next > 0:
+            self.corrupt_next -= 1
+            return cell.corrupted()
+        return cell
+
+    def land(self, at: int, cell: Cell, leg: LegId) -> None:
         """Put one cell into this rank's memory; whoever writes outside its epoch is seen here."""
         self._allow(at % self.memory.blocks, leg)
-        self.memory.cells[at] = cell  # type: ignore[call-overload]
+        self.memory.cells[at] = cell
 
     def _accepts(self, writer: PeerRank, posted: _Posted) -> bool:
         """Whether a peer's write still lands: registering anew stops every writer, a torn-down session only a revocable one."""

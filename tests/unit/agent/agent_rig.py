@@ -10,13 +10,25 @@ import msgspec
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, PeerFenced, RankReport, RegionFenced
-from kvbaton.config import Limits
+from kvbaton.agent.ports import (
+    LegFailed,
+    LegId,
+    LegMoved,
+    LegOpen,
+    LegStopped,
+    LegSummed,
+    PeerFenced,
+    RankReport,
+    RegionFenced,
+    SumAsk,
+)
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Span, TransferId
 from kvbaton.core.layout import Group, Layout
 from kvbaton.core.messages import Message, decode, encode
+from kvbaton.core.timeline import Side
 
 __all__ = ["AUX", "BLOCKS", "LIMITS", "Clock", "Letter", "Move", "Net", "Node", "Post", "ScriptedRanks", "card_of", "key_of"]
 
@@ -128,6 +140,8 @@ class ScriptedRanks:
     disconnected: list[Incarnation] = field(default_factory=list)
     revoked: list[tuple[Incarnation, int]] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
+    sums: list[tuple[int, SumAsk]] = field(default_factory=list)
+    dropped_sums: list[tuple[int, Side, HandoffKey]] = field(default_factory=list)
 
     def connect(self, card: Card) -> None:
         if self.refusal is not None:
@@ -160,6 +174,20 @@ class ScriptedRanks:
             self.report(LegStopped(leg, rank))
         elif (rank, leg) not in self.stops:
             self.stops.append((rank, leg))
+
+    def sum_spans(self, rank: int, ask: SumAsk) -> None:
+        self.sums.append((rank, ask))
+
+    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
+        self.dropped_sums.append((rank, side, key))
+        self.sums = [(of, ask) for of, ask in self.sums if (of, ask.side, ask.leg.key) != (rank, side, key)]
+
+    def sum_all(self, wrong: int = 0) -> None:
+        """Every span that is to be summed is; the sum is made of its rank and number, and is off by `wrong`."""
+        while self.sums:
+            rank, ask = self.sums.pop(0)
+            for span in ask.spans:
+                self.report(LegSummed(ask.leg, ask.side, rank, span.number, 100 * rank + span.number + wrong))
 
     def finish(self, move: Move) -> None:
         """A span is where it belongs."""
@@ -256,9 +284,10 @@ class Net:
         executor: Executor = Executor.TARGET_READS,
         engine: Callable[[EngineEvent], None] | None = None,
         limits: Limits = LIMITS,
+        settings: HandoffSettings = DEFAULT_HANDOFF,
     ) -> Node:
         """A node at an address; it takes the place of the one that was there."""
-        node = Node(self, card, ControlAddress.of("127.0.0.1", port), executor, engine, limits)
+        node = Node(self, card, ControlAddress.of("127.0.0.1", port), executor, engine, limits, settings)
         self.nodes[node.address] = node
         return node
 
@@ -305,6 +334,7 @@ class Node:
         executor: Executor,
         engine: Callable[[EngineEvent], None] | None,
         limits: Limits,
+        settings: HandoffSettings,
     ) -> None:
         self.card = card
         self.address = address
@@ -315,7 +345,7 @@ class Node:
         self._reports: list[RankReport] = []
         self.ranks = ScriptedRanks(executor, self._reports.append)
         self.coordinator = Coordinator(
-            card, "scripted", limits, net.clock, _NetControl(net, self), self.ranks, engine or self.events.append
+            card, "scripted", limits, net.clock, _NetControl(net, self), self.ranks, engine or self.events.append, settings
         )
 
     def settle(self) -> None:

@@ -16,7 +16,7 @@ from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
-from kvbaton.config import Limits, Trust
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import Seal, Way
 from kvbaton.core.card import Card, RankCard
@@ -50,18 +50,30 @@ class Side:
     """One instance. `events` are all that its engine would have been told."""
 
     def __init__(
-        self, hub: MemoryHub, trust: Trust | None = None, faults: Faults | None = None, limits: Limits | None = None
+        self,
+        hub: MemoryHub,
+        trust: Trust | None = None,
+        faults: Faults | None = None,
+        limits: Limits | None = None,
+        settings: HandoffSettings = DEFAULT_HANDOFF,
     ) -> None:
         self.incarnation = Incarnation(secrets.token_hex(8))
         self.cache = PagedCache(_CONFIG, 8, 4)
         self.events: list[EngineEvent] = []
         self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
         region = Region.of(self.cache.data)
-        settings = TransportSettings(incarnation=self.incarnation)
-        self.transport = FaultyTransport(MemoryTransport(region, hub, settings), region, faults or Faults())
+        inner = MemoryTransport(region, hub, TransportSettings(incarnation=self.incarnation))
+        self.transport = FaultyTransport(inner, region, faults or Faults())
         self.card = self._card()
         self.driver = Driver(
-            self.card, self.cache.layout(), self.transport, limits or Limits(), self.sockets, self._take_events
+            self.card,
+            self.cache.layout(),
+            self.transport,
+            limits or Limits(),
+            self.sockets,
+            self._take_events,
+            settings,
+            memory=self.cache.memory,
         )
 
     def __enter__(self) -> Self:
@@ -95,11 +107,14 @@ class Side:
 
 @contextmanager
 def pair(
-    source_trust: Trust | None = None, target_trust: Trust | None = None, faults: Faults | None = None
+    source_trust: Trust | None = None,
+    target_trust: Trust | None = None,
+    faults: Faults | None = None,
+    settings: HandoffSettings = DEFAULT_HANDOFF,
 ) -> Iterator[tuple[Side, Side]]:
-    """A source and a target, running."""
+    """A source and a target, running; `faults` and `settings` are the target's."""
     hub = MemoryHub()
-    with Side(hub, source_trust) as source, Side(hub, target_trust, faults) as target:
+    with Side(hub, source_trust) as source, Side(hub, target_trust, faults, settings=settings) as target:
         yield source, target
 
 

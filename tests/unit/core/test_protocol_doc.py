@@ -11,6 +11,7 @@ import pytest
 
 from kvbaton.core import handoff, messages
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
+from kvbaton.core.checks import SpanSum
 from kvbaton.core.handoff import Aux, HandoffKey, Span
 from kvbaton.core.layout import Group, Layout
 from kvbaton.core.messages import Envelope, Message
@@ -27,6 +28,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "Envelope": Envelope,
     "Hand-off key": HandoffKey,
     "Span": Span,
+    "Span sum": SpanSum,
     "Aux record": Aux,
     "Card": Card,
     "Rank card": RankCard,
@@ -69,7 +71,7 @@ def test_the_version_is_the_one_of_the_code() -> None:
     assert f"| `version` | the protocol version, now {PROTOCOL} |" in PAGE
 
 
-@pytest.mark.parametrize("value", [*handoff.Mode, *handoff.Executor, *handoff.Outcome])
+@pytest.mark.parametrize("value", [*handoff.Mode, *handoff.Executor, *handoff.Outcome, *handoff.Integrity])
 def test_every_word_that_a_field_may_hold_is_named(value: str) -> None:
     assert value in PAGE
 

@@ -66,7 +66,9 @@ class _Instance:
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         transport = _open_transport(settings, incarnation, cache)
         card = _card(settings, loaded, incarnation, cache, transport)
-        self.driver = Driver(card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff)
+        self.driver = Driver(
+            card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff, memory=cache.memory
+        )
         self.engine = Engine(loaded, cache, self.driver, settings.engine)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)

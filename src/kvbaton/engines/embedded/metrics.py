@@ -72,6 +72,8 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield _labelled(CounterMetricFamily, "control_dropped", dropped, ("cause",), _by(agent.dropped_total))
     late = "Events of hand-offs that came too late to change anything, by kind."
     yield _labelled(CounterMetricFamily, "handoff_late_events", late, ("event",), _by(agent.late_total))
+    mismatches = "Hand-offs that failed because of a checksum."
+    yield CounterMetricFamily("kvbaton_checksum_mismatches", mismatches, agent.mismatches_total)
     yield CounterMetricFamily("kvbaton_agent_errors", "Errors of our own that the agents went on after.", agent.errors_total)
     yield CounterMetricFamily("kvbaton_agent_turns", "How often the agents' thread has worked.", agent.turns_total)
     yield CounterMetricFamily("kvbaton_agent_busy_seconds", "For how long it has worked.", agent.busy_s_total)

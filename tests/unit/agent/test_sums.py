@@ -1,0 +1,217 @@
+"""Checksums of a hand-off: asked for by the target, compared before anything lands, on both sides and over real drivers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agent_rig import AUX, BLOCKS, Net, Node, card_of, key_of
+from driver_rig import Side as DriverSide
+from driver_rig import is_equal, landed, pair, start_handoff
+from driver_rig import key_of as driver_key
+
+from kvbaton.agent.engine_port import Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.ports import LegSummed
+from kvbaton.config import HandoffSettings
+from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
+from kvbaton.core.messages import ConfirmAsk, Confirmed
+from kvbaton.core.timeline import Side
+from kvbaton.transport.faulty import Faults
+
+KEY = key_of("k")
+RANKS, TOKENS = 2, 3
+SPANS = tuple(Span(number, number, number + 1, 0, 1) for number in range(TOKENS))
+FULL = HandoffSettings(integrity=Integrity.FULL)
+
+
+class Pair:
+    """Two nodes in the middle of a push, every span announced."""
+
+    def __init__(self, *, writes: bool = False, settings: HandoffSettings = FULL) -> None:
+        executor = Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
+        self.net = Net()
+        self.source = self.net.add(card_of("s", RANKS), 1, executor)
+        self.target = self.net.add(card_of("t", RANKS), 2, executor, settings=settings)
+        wanted = SourceWanted(KEY, "p", self.source.address, None, Mode.PUSH)
+        self.source.coordinator.expect_target(KEY, "p")
+        self.target.coordinator.expect_source(wanted)
+        self.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+        self.settle()
+        self.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
+        self.settle()
+
+    def settle(self) -> None:
+        self.source.settle()
+        self.target.settle()
+        self.net.deliver_all()
+
+    def offer(self) -> None:
+        self.source.coordinator.offer(Offer(KEY, BLOCKS, TOKENS, AUX))
+        self.settle()
+
+    def move(self) -> None:
+        for node in (self.source, self.target):
+            node.ranks.finish_all()
+        self.settle()
+
+    def sum(self, node: Node, wrong: int = 0) -> None:
+        node.ranks.sum_all(wrong)
+        self.settle()
+
+    def quiet(self) -> None:
+        for node in (self.source, self.target):
+            node.ranks.quiet_all()
+        self.settle()
+
+    def said(self, node: Node, kind: type[Any]) -> list[Any]:
+        return [message for message in node.said if isinstance(message, kind)]
+
+    def target_told(self) -> list[Any]:
+        return [event for event in self.target.events if isinstance(event, Landed | TargetEnded)]
+
+
+def test_spans_are_summed_as_they_are_announced_and_moved_and_compared_before_landed() -> None:
+    pair = Pair()
+    assert {(rank, ask.spans, ask.side) for rank, ask in pair.source.ranks.sums} == {
+        (rank, SPANS, Side.SOURCE) for rank in range(RANKS)
+    }
+    pair.move()
+    assert len(pair.target.ranks.sums) == RANKS * TOKENS
+    pair.offer()
+    assert pair.said(pair.target, ConfirmAsk) == [], "nothing is asked before our own sums are there"
+    pair.sum(pair.target)
+    assert len(pair.said(pair.target, ConfirmAsk)) == 1
+    assert pair.said(pair.source, Confirmed) == [], "nothing is confirmed before the source's sums are there"
+    pair.sum(pair.source)
+    (confirmed,) = pair.said(pair.source, Confirmed)
+    assert len(confirmed.sums) == RANKS * TOKENS
+    assert isinstance(pair.target_told()[0], Landed)
+    assert pair.target.coordinator.target.mismatches_total == 0
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_wrong_sum_fails_the_handoff_with_both_values_and_is_counted(writes: bool) -> None:
+    pair = Pair(writes=writes)
+    pair.move()
+    pair.offer()
+    pair.sum(pair.source)
+    pair.sum(pair.target, wrong=7)
+    pair.quiet()
+    (ended,) = pair.target_told()
+    assert ended.outcome is Outcome.FAILED
+    assert ended.reason.startswith("checksum of span 0 (tokens 0 to 1, layers 0 to 1) on rank 0")
+    assert "00000007 at the target and 00000000 at the source" in ended.reason
+    assert pair.target.coordinator.target.mismatches_total == 1
+    assert [event.outcome for event in pair.source.events if isinstance(event, SourceEnded)] == [Outcome.FAILED]
+
+
+def test_where_the_source_writes_the_target_sums_after_the_confirmation_and_before_delivery() -> None:
+    pair = Pair(writes=True)
+    pair.offer()
+    pair.move()
+    assert pair.said(pair.source, Confirmed) == []
+    assert pair.target.ranks.sums == []
+    pair.sum(pair.source)
+    assert len(pair.said(pair.source, Confirmed)) == 1
+    assert pair.target_told() == []
+    assert {rank for rank, _ in pair.target.ranks.sums} == set(range(RANKS))
+    pair.sum(pair.target)
+    assert isinstance(pair.target_told()[0], Landed)
+
+
+def test_sums_that_are_missing_are_wrong() -> None:
+    pair = Pair()
+    pair.move()
+    pair.offer()
+    pair.sum(pair.target)
+    (ask,) = pair.said(pair.target, ConfirmAsk)
+    pair.target.coordinator.target.on_confirmed(pair.source.card.incarnation, Confirmed(KEY, ask.grant, ask.generation, TOKENS))
+    pair.quiet()
+    (ended,) = pair.target_told()
+    assert "missing at the source" in ended.reason
+
+
+def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
+    pair = Pair()
+    rank, ask = pair.source.ranks.sums[0]
+    pair.source.coordinator.on_rank(LegSummed(ask.leg, Side.SOURCE, rank, 0, 0, "checksum: no memory"))
+    pair.settle()
+    pair.quiet()
+    (ended,) = pair.target_told()
+    assert (ended.outcome, "no memory" in ended.reason) == (Outcome.FAILED, True)
+
+
+def test_a_retraction_drops_the_sums_with_the_spans() -> None:
+    pair = Pair()
+    pair.move()
+    source, target = pair.source.ranks, pair.target.ranks
+    late = [LegSummed(ask.leg, ask.side, rank, 0, 99) for rank, ask in source.sums + target.sums[:1]]
+    pair.source.coordinator.retract(KEY)
+    pair.settle()
+    assert source.sums == []
+    assert target.sums == []
+    target.quiet_all()
+    for node, report in ((pair.source, late[0]), (pair.target, late[-1])):
+        node.coordinator.on_rank(report)
+    pair.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
+    pair.settle()
+    pair.offer()
+    pair.move()
+    pair.sum(pair.source)
+    pair.sum(pair.target)
+    assert isinstance(pair.target_told()[0], Landed)
+
+
+def test_without_checksums_nobody_sums() -> None:
+    pair = Pair(settings=HandoffSettings())
+    pair.move()
+    pair.offer()
+    assert isinstance(pair.target_told()[0], Landed)
+    assert pair.source.ranks.sums == pair.target.ranks.sums == []
+
+
+def test_nothing_is_left_of_sums_when_a_handoff_is_cancelled() -> None:
+    pair = Pair()
+    pair.move()
+    assert pair.source.ranks.sums
+    assert pair.target.ranks.sums
+    pair.target.coordinator.cancel(KEY)
+    pair.settle()
+    pair.quiet()
+    assert pair.source.ranks.sums == pair.target.ranks.sums == []
+
+
+# Over real sockets and real memory.
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+def test_real_bytes_pass_their_checksums(integrity: Integrity) -> None:
+    with pair(settings=HandoffSettings(integrity=integrity)) as (source, target):
+        landed(source, target, "k")
+        assert is_equal(source, target)
+        assert target.driver.stats().mismatches_total == 0
+
+
+@pytest.mark.parametrize("faults", [Faults(corrupt=True), Faults(drop_writes=True)], ids=["corrupt", "dropped"])
+@pytest.mark.parametrize("integrity", [Integrity.SAMPLED, Integrity.FULL])
+def test_bytes_that_changed_on_their_way_fail_the_request_and_only_that(faults: Faults, integrity: Integrity) -> None:
+    with pair(faults=faults, settings=HandoffSettings(integrity=integrity)) as (source, target):
+        assert _fails(source, target, "k").startswith("checksum of span 0 (tokens 0 to 10, layers 0 to 2) on rank 0 is ")
+        assert target.driver.stats().mismatches_total == 1
+        target.transport.set_faults(Faults())
+        landed(source, target, "next")
+        assert is_equal(source, target)
+
+
+def _fails(source: DriverSide, target: DriverSide, name: str) -> str:
+    start_handoff(source, target, name)
+    ended = target.wait_for(TargetEnded, driver_key(name))
+    assert ended.outcome is Outcome.FAILED
+    assert source.wait_for(SourceEnded, driver_key(name)).outcome is Outcome.FAILED
+    return ended.reason
+
+
+def test_control_without_checksums_the_same_corruption_lands() -> None:
+    with pair(faults=Faults(corrupt=True)) as (source, target):
+        landed(source, target, "k")
+        assert not is_equal(source, target)
