@@ -31,8 +31,7 @@ from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Pull
-from kvbaton.agent.ports import LegOpen
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank import RankAgent, _Leg
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import MAX_TRANSFER_ID, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
@@ -169,9 +168,10 @@ class TestRow18:
     @every_flow
     def test_row_18_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
         class Lenient(RankAgent):
-            def _plan(self, peer: PeerRank, start: LegOpen, source_blocks: BlockLists, span: Span) -> Runs:
-                known = min(len(start.target_blocks[0]), span.end_token)
-                return super()._plan(peer, start, source_blocks, msgspec.structs.replace(span, end_token=known))
+            def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
+                known = len(leg.start.target_blocks[0])
+                cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
+                return super()._plan(peer, leg, source_blocks, cut)
 
         assert play(make(flow), self._listing(-1, Lenient), prepare=disturbed).rules == {"foreign byte"}
 

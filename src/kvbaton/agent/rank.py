@@ -24,7 +24,7 @@ from kvbaton.core.card import Card
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
-from kvbaton.core.plan import Pair, Runs, pair_layouts, plan_runs
+from kvbaton.core.plan import BlockRuns, Pair, Runs, pair_layouts, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
@@ -36,8 +36,10 @@ _BATCH_BYTES = 4 << 20
 
 @dataclass(slots=True)
 class _Moving:
-    span: int
-    planned: int
+    """Spans of the same tokens and neighbouring layers, moved as one."""
+
+    spans: tuple[Span, ...]
+    planned: int = 0
     moved: int = 0
     open: set[Ticket] = field(default_factory=set)
 
@@ -48,6 +50,11 @@ class _Leg:
     state: LegState = LEG.start
     error: str = ""
     moving: dict[int, _Moving] = field(default_factory=dict)
+    """By the number of the first span."""
+    known: set[int] = field(default_factory=set)
+    """Numbers of all spans that were ever to be moved."""
+    plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
+    plan: BlockRuns = ()
 
     @property
     def is_drained(self) -> bool:
@@ -145,9 +152,11 @@ class RankAgent:
         if leg is None:
             self._report(LegFailed(leg_id, self.rank, "the leg is not open"))
             return
-        for span in spans:
-            if leg.state is LegState.OPEN and span.number not in leg.moving:
-                self._post(leg, source_blocks, span)
+        new = tuple(span for span in spans if span.number not in leg.known)
+        leg.known |= {span.number for span in new}
+        for together in _neighbours(new):
+            if leg.state is LegState.OPEN:
+                self._post(leg, source_blocks, together)
 
     def stop_leg(self, leg_id: LegId) -> None:
         """Cancel what is posted; LegStopped follows when nothing is in flight."""
@@ -179,18 +188,18 @@ class RankAgent:
                 self._complete(leg, leg.moving[owner[1]], completion)
         self._summer.work()
 
-    def _post(self, leg: _Leg, source_blocks: BlockLists, span: Span) -> None:
+    def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         start = leg.start
         peer = PeerRank(start.peer, start.peer_rank)
         direction = Direction.READ if start.executor is Executor.TARGET_READS else Direction.WRITE
-        moving = leg.moving[span.number] = _Moving(span.number, 0)
+        moving = leg.moving[spans[0].number] = _Moving(spans)
         try:
-            runs = self._plan(peer, start, source_blocks, span)
+            runs = self._plan(peer, leg, source_blocks, spans)
             moving.planned = int(runs[:, 2].sum())
             for part in _batches(runs):
                 ticket = self._transport.post(Batch(peer, direction, part, start.epoch))
                 moving.open.add(ticket)
-                self._owners[ticket] = (start.leg, span.number)
+                self._owners[ticket] = (start.leg, spans[0].number)
         except KVBatonError as error:
             leg.error = leg.error or str(error)
             self._step(leg, LegEvent.ERROR)
@@ -198,14 +207,18 @@ class RankAgent:
             self._step(leg, LegEvent.POSTED)
         self._finish(leg, moving)
 
-    def _plan(self, peer: PeerRank, start: LegOpen, source_blocks: BlockLists, span: Span) -> Runs:
+    def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
+        """The runs of spans; what is the same for all layers is worked out once for those that follow each other."""
+        start = leg.start
         pairs = self._pairs.get(peer)
         if pairs is None:
             raise TransportError(f"rank {peer.rank} of {peer.incarnation} is not connected")
         pair = pairs[0] if start.executor is Executor.TARGET_READS else pairs[1]
-        first = max(span.first_token, start.cached_tokens)
-        layers = range(span.first_layer, span.end_layer)
-        return plan_runs(pair, source_blocks, start.target_blocks, first, span.end_token, layers)
+        first, end = max(spans[0].first_token, start.cached_tokens), spans[0].end_token
+        if leg.plan_of != (source_blocks, first, end):
+            leg.plan = plan_blocks(pair, source_blocks, start.target_blocks, first, end)
+            leg.plan_of = (source_blocks, first, end)
+        return plan_layers(pair, leg.plan, range(spans[0].first_layer, spans[-1].end_layer))
 
     def _complete(self, leg: _Leg, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)
@@ -217,14 +230,23 @@ class RankAgent:
 
     def _finish(self, leg: _Leg, moving: _Moving) -> None:
         if not moving.open:
-            leg.moving.pop(moving.span, None)
+            leg.moving.pop(moving.spans[0].number, None)
             if leg.state is LegState.OPEN and moving.moved != moving.planned:
-                leg.error = f"{moving.moved} of {moving.planned} bytes of span {moving.span} were moved without an error"
+                leg.error = (
+                    f"{moving.moved} of {moving.planned} bytes of span {moving.spans[0].number} were moved without an error"
+                )
                 self._step(leg, LegEvent.ERROR)
             row = self.table.step(leg.state, LegEvent.MOVED)
             if row is not None and LegEffect.REPORT_MOVED in row.effects:
-                self._report(LegMoved(leg.start.leg, self.rank, moving.span, moving.planned, moving.moved))
+                self._report_moved(leg, moving)
         self._settle(leg)
+
+    def _report_moved(self, leg: _Leg, moving: _Moving) -> None:
+        """Tell of each span; the bytes of spans that were moved as one are shared out evenly."""
+        count = len(moving.spans)
+        for index, span in enumerate(moving.spans):
+            planned, moved = (total * (index + 1) // count - total * index // count for total in (moving.planned, moving.moved))
+            self._report(LegMoved(leg.start.leg, self.rank, span.number, planned, moved))
 
     def _settle(self, leg: _Leg) -> None:
         if leg.is_drained and leg.state in (LegState.BROKEN, LegState.STOPPING):
@@ -253,6 +275,17 @@ class RankAgent:
                 self._report(LegStopped(leg_id, self.rank))
             case LegEffect.REPORT_MOVED:
                 pass
+
+
+def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
+    """Spans in parts that follow each other in layers and have the same tokens."""
+    first = 0
+    for index, span in enumerate(spans, 1):
+        after = spans[index] if index < len(spans) else None
+        tokens = (span.first_token, span.end_token)
+        if after is None or (after.first_token, after.end_token) != tokens or after.first_layer != span.end_layer:
+            yield spans[first:index]
+            first = index
 
 
 def _batches(runs: Runs) -> Iterator[Runs]:

@@ -16,10 +16,13 @@ from kvbaton.core.handoff import BlockLists
 from kvbaton.core.layout import Group, Layout
 from kvbaton.errors import Incompatible, RangeError
 
-__all__ = ["Pair", "Runs", "block_ids", "pair_layouts", "plan_runs"]
+__all__ = ["BlockRuns", "Pair", "Runs", "block_ids", "pair_layouts", "plan_blocks", "plan_layers", "plan_runs"]
 
 Runs = npt.NDArray[np.uint64]
 """Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
+
+BlockRuns = tuple[npt.NDArray[np.int64], ...]
+"""Per group the runs within one plane of one layer, as offsets from where that plane starts."""
 
 _MUST_AGREE = (
     "kind",
@@ -79,17 +82,30 @@ def plan_runs(
 
     Raises RangeError for what does not exist.
     """
+    return plan_layers(pair, plan_blocks(pair, source_blocks, target_blocks, first_token, tokens), layers)
+
+
+def plan_blocks(pair: Pair, source_blocks: BlockLists, target_blocks: BlockLists, first_token: int, tokens: int) -> BlockRuns:
+    """The part of a plan that is the same for every layer. Raises RangeError for what does not exist."""
     if first_token < 0:
         raise RangeError(f"first_token is {first_token}; it must not be negative")
     groups = len(pair.target.groups)
     for side, lists in (("source", source_blocks), ("target", target_blocks)):
         if len(lists) != groups:
             raise RangeError(f"{side} block lists are for {len(lists)} groups where the layout has {groups}")
-    parts = [
-        _repeat_over_layers(source, target, _block_runs(source, target, source_list, target_list, first_token, tokens), layers)
+    return tuple(
+        _block_runs(source, target, source_list, target_list, first_token, tokens)
         for source, target, source_list, target_list in zip(
             pair.source.groups, pair.target.groups, source_blocks, target_blocks, strict=True
         )
+    )
+
+
+def plan_layers(pair: Pair, blocks: BlockRuns, layers: range | None = None) -> Runs:
+    """The runs of every layer, or of the global `layers` given, from the part that is the same for all."""
+    parts = [
+        _repeat_over_layers(source, target, in_block, layers)
+        for source, target, in_block in zip(pair.source.groups, pair.target.groups, blocks, strict=True)
     ]
     return np.concatenate(parts) if parts else np.empty((0, 3), np.uint64)
 
