@@ -29,7 +29,10 @@ from scenario import (
     request,
 )
 
-from kvbaton.core.handoff import Mode, Outcome
+from kvbaton.agent import target_effects
+from kvbaton.agent.engine_port import SourceWanted
+from kvbaton.agent.farewells import Farewells
+from kvbaton.core.handoff import Incarnation, Mode, Outcome
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS
 from kvbaton.sim.script import Fault, FaultKind, Script
@@ -197,8 +200,35 @@ def test_cancelled_at_the_target(flow: Flow) -> None:
     worst = _worst(flow, Fault(FaultKind.CANCEL_TARGET))
     assert {target for _, target in worst.ends} == {Outcome.CANCELLED, Outcome.DELIVERED}
     assert worst.back["d0"] < NORMAL_S
-    assert worst.met["p0"] < NORMAL_S
-    assert worst.back["p0"] < HOLD_S + NORMAL_S
+    assert worst.back["p0"] < NORMAL_S
+
+
+class _NoFarewell(Farewells):
+    def say(self, wanted: SourceWanted, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
+        del wanted, outcome, reason, source
+
+
+@every_flow
+@pytest.mark.parametrize("is_lossy", [False, True])
+def test_refused_at_the_target(flow: Flow, is_lossy: bool) -> None:
+    """Its source is told as soon as it is known, and told again when the word was lost; it need not have heard of it yet."""
+    faults = [Fault(FaultKind.REFUSE, who="d0", at_event=1)]
+    faults += [Fault(FaultKind.LOSE, who="d0", other="p0", at_event=1, number=2)] if is_lossy else []
+    late = request(flow, at_s=0.0 if flow.mode is Mode.PULL else 0.01)
+    for script in (make(flow, faults=faults), make(flow, late, faults=faults)):
+        story = play(script)
+        assert not story.rules
+        (source, target), *_ = story.ends
+        assert (source, target) in {(Outcome.FAILED, Outcome.FAILED), (Outcome.CANCELLED, Outcome.FAILED)}
+        waits = LIMITS.retry * (1 + 2) if is_lossy else 0.0
+        assert story.back("p0") < waits + NORMAL_S
+
+
+@every_flow
+def test_control_without_a_farewell_the_source_waits_for_nobody(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_effects, "Farewells", _NoFarewell)
+    story = play(make(flow, faults=[Fault(FaultKind.REFUSE, who="d0", at_event=1)]))
+    assert story.back("p0") > HOLD_S - NORMAL_S or story.ends[0][0] is None
 
 
 @every_flow

@@ -99,10 +99,16 @@ class Coordinator:
 
     def expect_source(self, wanted: SourceWanted) -> None:
         """A request for a hand-off was admitted. A card of another incarnation than the expected one is asked for anew."""
+        self.target.expect(wanted, self._source_of(wanted))
+
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        """A request for a hand-off was refused before admission: its source is told, once it is known."""
+        self.target.decline(wanted, self._source_of(wanted), reason)
+
+    def _source_of(self, wanted: SourceWanted) -> Card | None:
         card = self._peers.at(wanted.source)
-        if card is not None and wanted.source_incarnation not in (None, card.incarnation):
-            card = None
-        self.target.expect(wanted, card)
+        is_meant = card is not None and wanted.source_incarnation in (None, card.incarnation)
+        return card if is_meant else None
 
     def pull(self, pull: Pull) -> None:
         """Blocks for a hand-off are there."""
@@ -217,7 +223,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do; None while nothing is live."""
-        if not self.source.live and not self.target.live:
+        if not self.source.live and not self.target.live and not self.target.farewells:
             return None
         sides = (self.source.next_deadline(), self.target.next_deadline())
         return min(self._beat_at(), self._gone_check_at, *(when for when in sides if when is not None))

@@ -198,6 +198,10 @@ class Driver(HandoffPort):
         """Ask for a cache."""
         self._submit(partial(self._coordinator.pull, pull))
 
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        """Let the source of a request go that was refused before admission."""
+        self._submit(partial(self._coordinator.decline, wanted, reason))
+
     def cancel(self, key: HandoffKey) -> None:
         """Give a hand-off up."""
         self._submit(partial(self._coordinator.cancel, key))

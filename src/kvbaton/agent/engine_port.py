@@ -5,7 +5,8 @@ An engine calls the methods of `HandoffPort` from its own thread; none of them w
 
 A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it has to give blocks
 up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `pull` (pull and push alike:
-"I have blocks, fill them"). Both may `cancel` at any time.
+"I have blocks, fill them"). Both may `cancel` at any time. A target that does not even take a request says `decline`, so that
+its source need not wait for it.
 """
 
 from __future__ import annotations
@@ -150,6 +151,9 @@ class HandoffPort(Protocol):
 
     def pull(self, pull: Pull) -> None:
         """Blocks are there; they belong to the hand-off until `Landed` or `TargetEnded`."""
+
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        """A request for this hand-off was refused before admission: let its source go at once. No event follows."""
 
     def cancel(self, key: HandoffKey) -> None:
         """Give a hand-off up, on whichever side it is; unknown keys are ignored. The usual event still follows."""

@@ -10,7 +10,16 @@ from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnat
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetState
 from kvbaton.core.messages import Grant
 
-__all__ = ["SourceRecord", "TargetRecord"]
+__all__ = ["Declined", "SourceRecord", "TargetRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A target's word that it will not come for a hand-off which its source does not know yet, and how long it counts."""
+
+    prompt: str
+    reason: str
+    until: float
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvbaton.agent.engine_port import Offer, SourceEnded
 from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped, LegSummed
-from kvbaton.agent.records import SourceRecord
+from kvbaton.agent.records import Declined, SourceRecord
 from kvbaton.agent.source_effects import SourceEffects
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span, key_problem, span_problem
 from kvbaton.core.lifecycle import SourceEvent, SourceState
@@ -47,7 +47,9 @@ class SourceSide(SourceEffects):
         if record is not None and record.state is SourceState.PARKED and not self.same_prompt(record, prompt):
             self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "the source has another prompt of that transfer id")
             record = None
-        if record is None:
+        if record is None and (declined := self._taken_as_declined(key, prompt)) is not None:
+            self._engine(SourceEnded(key, Outcome.CANCELLED, declined.reason))
+        elif record is None:
             self.live[key] = self._new_record(key, SourceState.QUEUED)
             self.live[key].prompt = prompt
         elif record.state is SourceState.PARKED:
@@ -115,6 +117,7 @@ class SourceSide(SourceEffects):
 
     def on_grant(self, sender: Incarnation, grant: Grant) -> None:
         """A target has blocks. A number counts once; the same number again only repeats what was announced."""
+        self._declined.discard(grant.key)
         record = self.live.get(grant.key)
         if record is not None and record.target == sender and record.grant_number == grant.grant:
             record.announced = 0
@@ -172,7 +175,9 @@ class SourceSide(SourceEffects):
         """The target has ended without delivery; a grant of that number that is still on its way is void."""
         is_unheard = stop.grant > 0 and self._windows.use(sender, stop.grant)
         record = self.live.get(stop.key)
-        if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop.grant, is_unheard):
+        if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, is_unheard):
+            if record is None and not stop.grant:
+                self._remember_declined(sender, stop)
             self._control.send(sender, Stopped(stop.key, stop.grant))
             return
         record.stop_asked = True
@@ -187,6 +192,8 @@ class SourceSide(SourceEffects):
             if record is not None and record.target in (None, sender) and self._speaks_of(record, grant):
                 record.target = sender
                 self.step(record, SourceEvent.HEARD)
+            elif record is None and self._declined.get(key) is not None:
+                self._declined.discard(key)
             elif record is None and (end := self._end_of(sender, key, grant)) is not None:
                 self._control.send(sender, end)
 
@@ -309,9 +316,29 @@ class SourceSide(SourceEffects):
         record = self.live.get(key)
         return record if record is not None and record.is_expected else None
 
-    def _is_stopped_by(self, record: SourceRecord, grant: int, is_unheard: bool) -> bool:
-        """Whether a stop of that grant is about this record: it holds the grant, or would have, had it not been overtaken."""
-        return record.grant_number == grant or (record.grant is None and is_unheard)
+    def _is_stopped_by(self, record: SourceRecord, stop: Stop, is_unheard: bool) -> bool:
+        """Whether a stop is about this record: it holds the grant, or would have, had it not been overtaken.
+
+        Without a grant it is about whatever of the same prompt has none, or still waits for the engine.
+        """
+        if stop.grant:
+            return record.grant_number == stop.grant or (record.grant is None and is_unheard)
+        is_early = record.grant is None or record.state is SourceState.PARKED
+        return is_early and (not stop.prompt or self.same_prompt(record, stop.prompt))
+
+    def _remember_declined(self, sender: Incarnation, stop: Stop) -> None:
+        """The engine may still be asked for it; what has ended here before is no news."""
+        if self._end_of(sender, stop.key, 0) is None:
+            until = self._clock() + self._limits.defer_timeout
+            self._declined.add(stop.key, Declined(stop.prompt, f"the target {stop.outcome}: {stop.reason}", until))
+
+    def _taken_as_declined(self, key: HandoffKey, prompt: str) -> Declined | None:
+        """The word of a target that will not come for this, which is used up with it."""
+        declined = self._declined.get(key)
+        if declined is None or declined.prompt != prompt or declined.until < self._clock():
+            return None
+        self._declined.discard(key)
+        return declined
 
     def _end_of(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over | None:
         """How it ended for this target, or before there was any."""

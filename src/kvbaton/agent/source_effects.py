@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvbaton.agent.engine_port import Drained, Granted, SourceEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks, SumAsk
-from kvbaton.agent.records import SourceRecord
+from kvbaton.agent.records import Declined, SourceRecord
 from kvbaton.config import Limits
 from kvbaton.core.alarms import Alarms
 from kvbaton.core.checks import SpanSum
@@ -58,6 +58,7 @@ class SourceEffects:
         self.live: dict[HandoffKey, SourceRecord] = {}
         self._windows = GrantWindows()
         self._ended: Tombstones[tuple[Incarnation | None, HandoffKey, int], Over] = Tombstones()
+        self._declined: Tombstones[HandoffKey, Declined] = Tombstones()
         self._generation = 0
         self._parked = 0
         self._alarms: Alarms[HandoffKey] = Alarms()

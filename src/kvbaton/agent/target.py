@@ -57,13 +57,14 @@ class TargetSide(TargetSteps):
         if problem:
             self._engine(TargetEnded(wanted.key, Outcome.FAILED, problem))
             return
+        self.farewells.forget(wanted.key)
         now = self._clock()
         retry_s = self._limits.retry
         record = TargetRecord(wanted, now + self._limits.transfer_timeout, now + retry_s, retry_s)
         self.live[wanted.key] = record
         self._watch(record)
         if source is None:
-            self._greet(record)
+            self._greet(record.wanted.source)
         else:
             self._meet(record, source)
 
@@ -77,6 +78,13 @@ class TargetSide(TargetSteps):
         self.step(record, TargetEvent.ALLOCATED)
         if record.source is not None:
             self.step(record, TargetEvent.PEER_KNOWN)
+
+    def decline(self, wanted: SourceWanted, source: Card | None, reason: str) -> None:
+        """The engine does not take a request: its source need not wait. A live hand-off of the same key is another request."""
+        if wanted.key in self.live or key_problem(wanted.key):
+            self.late_total["decline"] += 1
+        else:
+            self.farewells.say(wanted, Outcome.FAILED, reason, None if source is None else source.incarnation)
 
     def cancel(self, key: HandoffKey, reason: str) -> None:
         """The engine gives it up; its blocks come back once nobody writes to them."""
@@ -95,20 +103,25 @@ class TargetSide(TargetSteps):
         self._greeted_at.pop(address, None)
         for record in self._strangers(address):
             self._meet(record, card)
+        self.farewells.on_card(card, address)
 
     def on_forgotten(self, source: Incarnation) -> None:
         """A source asks who we are, so it has not taken in what we said before: say it again, now that it knows."""
         for record in [record for record in self.live.values() if record.source == source and self._asks_again(record)]:
             self._ask_again(record, self._clock())
+        self.farewells.on_forgotten(source)
 
     def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
         """The peer at `address` does not want us, or we do not want it: whoever waited for it fails with the reason."""
         self._greeted_at.pop(address, None)
+        self.farewells.on_refused_peer(address)
         for record in self._strangers(address):
+            record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
 
     def on_peer_gone(self, source: Incarnation, reason: str) -> None:
         """A source is provably gone: it will not write any more, and what was wanted of it fails."""
+        self.farewells.on_peer_gone(source)
         for record in [record for record in self.live.values() if record.source == source]:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
@@ -220,6 +233,8 @@ class TargetSide(TargetSteps):
     def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
         """The source will not touch our blocks for this grant again."""
         record = self.current(sender, stopped.key, stopped.grant)
+        if not stopped.grant and self.farewells.on_stopped(sender, stopped.key):
+            return
         if record is None or record.state not in CLOSING:
             self.late_total["stopped"] += 1
         else:
@@ -285,6 +300,7 @@ class TargetSide(TargetSteps):
     def tick(self) -> None:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         now = self._clock()
+        self.farewells.tick()
         for record in [self.live[key] for key in self._alarms.ring(now)]:
             if record.state in CLOSING and record.stop_until <= now:
                 record.stop_until = now + self._limits.stop_timeout
@@ -309,7 +325,8 @@ class TargetSide(TargetSteps):
 
     def next_deadline(self) -> float | None:
         """When something here will want to be looked at; may be early."""
-        return self._alarms.next()
+        moments = (self._alarms.next(), self.farewells.next_deadline())
+        return min((when for when in moments if when is not None), default=None)
 
     def peers(self) -> set[Incarnation]:
         """Sources that we wait for."""
@@ -343,6 +360,7 @@ class TargetSide(TargetSteps):
     def _meet(self, record: TargetRecord, card: Card) -> None:
         expected = record.wanted.source_incarnation
         if expected is not None and expected != card.incarnation:
+            record.peer_is_quiet = True
             reason = f"the source restarted: incarnation {expected} is gone, {card.incarnation} answers in its place"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         else:

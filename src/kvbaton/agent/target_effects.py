@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 
 from kvbaton.agent.engine_port import HandoffStats, Landed, Pull, TargetEnded
+from kvbaton.agent.farewells import Farewells
 from kvbaton.agent.ports import (
     Clock,
     Control,
@@ -32,6 +34,7 @@ from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetTable
 from kvbaton.core.messages import (
     ConfirmAsk,
     Grant,
+    Hello,
     Message,
     Release,
     Stop,
@@ -43,6 +46,7 @@ __all__ = ["TargetEffects"]
 log = logging.getLogger(__name__)
 
 _MAX_ANSWERED = 2048
+_MAX_GREETED = 4096
 
 
 class TargetEffects:
@@ -83,6 +87,7 @@ class TargetEffects:
         """Blocks that wait until somebody is provably quiet."""
         self.late_total: Counter[str] = Counter()
         self.mismatches_total = 0
+        self.farewells = Farewells(limits, clock, control, self._greet)
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
             TargetEffect.SEND_GRANT: self.send_grant,
@@ -158,8 +163,9 @@ class TargetEffects:
             self._ranks.stop_leg(rank, leg)
 
     def tell_stop(self, record: TargetRecord) -> None:
-        """Tell the source to stop, and to say so."""
-        self._tell(record, Stop(record.key, record.grant, record.verdict, record.reason))
+        """Tell the source to stop, and to say so; one that had no grant is told with a farewell, when our side has ended."""
+        if record.grant:
+            self._tell(record, Stop(record.key, record.grant, record.verdict, record.reason))
 
     def revoke_peer(self, record: TargetRecord) -> None:
         """The source does not say that it has stopped: end its right to write here."""
@@ -188,6 +194,8 @@ class TargetEffects:
         """The other ends: the engine may have its blocks back."""
         self._forget(record)
         outcome = Outcome(record.state.value)
+        if not record.grant and not record.peer_is_quiet:
+            self.farewells.say(record.wanted, outcome, record.reason, record.source)
         self._note(record, Stage.ENDED, outcome=outcome)
         log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
         self._engine(TargetEnded(record.key, outcome, record.reason))
@@ -197,6 +205,15 @@ class TargetEffects:
     def _note(self, record: TargetRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
         text = record.reason if outcome is not None else ""
         self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
+
+    def _greet(self, address: ControlAddress) -> None:
+        """Ask who answers at a source's address; one question does for everybody who waits for the answer."""
+        now = self._clock()
+        if now - self._greeted_at.get(address, -math.inf) >= self._limits.retry / 2:
+            if len(self._greeted_at) >= _MAX_GREETED:
+                self._greeted_at.clear()
+            self._greeted_at[address] = now
+            self._control.dial(address, Hello(self._card, wants_answer=True))
 
     def _drop_sums(self, record: TargetRecord) -> None:
         if record.summing:

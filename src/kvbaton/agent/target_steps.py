@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from kvbaton.agent.records import TargetRecord
 from kvbaton.agent.target_checks import TargetChecks
 from kvbaton.core.handoff import Executor, Outcome
 from kvbaton.core.lifecycle import TargetEvent, TargetState
-from kvbaton.core.messages import MAX_REASON, Hello
+from kvbaton.core.messages import MAX_REASON
 from kvbaton.core.timeline import Stage
 
 __all__ = ["CLOSING", "TargetSteps"]
@@ -16,7 +14,6 @@ __all__ = ["CLOSING", "TargetSteps"]
 CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 """States in which the end is certain, and somebody may still write."""
 
-_MAX_GREETED = 4096
 _QUIET = {
     Outcome.FAILED: TargetEvent.QUIET_FAILED,
     Outcome.CANCELLED: TargetEvent.QUIET_CANCELLED,
@@ -65,15 +62,6 @@ class TargetSteps(TargetChecks):
                 self._settle(record)
         return True
 
-    def _greet(self, record: TargetRecord) -> None:
-        """Ask who answers at the source's address; one question does for everybody who waits for the answer."""
-        address, now = record.wanted.source, self._clock()
-        if now - self._greeted_at.get(address, -math.inf) >= self._limits.retry / 2:
-            if len(self._greeted_at) >= _MAX_GREETED:
-                self._greeted_at.clear()
-            self._greeted_at[address] = now
-            self._control.dial(address, Hello(self._card, wants_answer=True))
-
     def _asks_again(self, record: TargetRecord) -> bool:
         if record.state is TargetState.FILLING and self._knows_all(record):
             return False
@@ -103,7 +91,7 @@ class TargetSteps(TargetChecks):
         elif record.state in CLOSING:
             self.tell_stop(record)
         elif record.source is None:
-            self._greet(record)
+            self._greet(record.wanted.source)
         else:
             self.send_grant(record)
 

@@ -160,12 +160,16 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Target to source: it has ended here without delivery. Stop, and say so."""
+    """Target to source: it has ended here without delivery. Stop, and say so.
+
+    Without a grant (0) it is about the hand-off of this key and this `prompt`, whether the source knows it yet or not.
+    """
 
     key: HandoffKey
     grant: Number
     outcome: Outcome
     reason: Reason = ""
+    prompt: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

@@ -233,6 +233,7 @@ class TargetEngine:
         self.memories = memories
         self.layers = layers
         self.decode_s = 0.02
+        self.refuse_next = 0
         self.is_checked = False
         """Whether checksums guard every byte, so that not even a corrupt one may be served."""
         self.coordinator: Coordinator
@@ -249,6 +250,12 @@ class TargetEngine:
             ended(prompt.key, Outcome.FAILED, "live already")
             return
         wanted = SourceWanted(prompt.key, prompt.digest, source, incarnation, prompt.mode)
+        if self.refuse_next > 0:
+            self.refuse_next -= 1
+            self._record(prompt, Outcome.FAILED)
+            self.coordinator.decline(wanted, "the queue is full")
+            ended(prompt.key, Outcome.FAILED, "refused")
+            return
         self.requests[prompt.key] = Fetch(prompt, wanted, ended)
         self.waiting.append(self.requests[prompt.key])
         self.coordinator.expect_source(wanted)

@@ -243,6 +243,8 @@ class Run:
             case FaultKind.PREEMPT if isinstance(instance.engine, SourceEngine):
                 engine = instance.engine
                 self.world.at(self.world.now, instance.process, lambda: instance.guarded(engine.preempt))
+            case FaultKind.REFUSE if isinstance(instance.engine, TargetEngine):
+                instance.engine.refuse_next += 1
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
 
@@ -296,6 +298,9 @@ class Run:
             out = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)
             if out:
                 self.world.violate("every block is back", f"{instance.process.name}: {out} blocks are still out")
+            if coordinator.target.farewells:
+                detail = f"{instance.process.name}: {len(coordinator.target.farewells)} farewells have no end"
+                self.world.violate("everything ends", detail)
             legs = sum(len(agent.legs) for agent in instance.agents)
             if legs:
                 self.world.violate("everything ends", f"{instance.process.name}: {legs} legs are still open")

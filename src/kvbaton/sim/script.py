@@ -35,6 +35,7 @@ class FaultKind(enum.StrEnum):
     CANCEL_SOURCE = "cancel at source"
     LOSE_REVOKE = "lose revoke"
     CORRUPT = "corrupt"
+    REFUSE = "refuse at target"
 
 
 class RequestScript(msgspec.Struct, frozen=True):

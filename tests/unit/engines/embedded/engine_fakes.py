@@ -179,6 +179,7 @@ class FakePort:
         self.expected_targets: dict[HandoffKey, str] = {}
         self.expected_sources: dict[HandoffKey, SourceWanted] = {}
         self.cancelled: list[HandoffKey] = []
+        self.declined: list[tuple[SourceWanted, str]] = []
         self.news: list[EngineEvent] = []
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
@@ -198,6 +199,9 @@ class FakePort:
 
     def pull(self, pull: Pull) -> None:
         self.pulls[pull.key] = pull
+
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        self.declined.append((wanted, reason))
 
     def cancel(self, key: HandoffKey) -> None:
         self.cancelled.append(key)
