@@ -10,7 +10,8 @@ KVBatonError
 │   ├── ConfigError           a setting is wrong; names the setting
 │   ├── ModelError            a model file is missing or broken
 │   └── TransportError        a copy failed
-│       └── RangeError        a run lies outside the registered memory
+│       ├── RangeError        a run lies outside the registered memory
+│       └── QueueFull         a transport takes no more just now; post again when something has completed
 ├── RequestError              the caller asked for something impossible
 │   ├── AddressError          a control address or request id that cannot be parsed
 │   └── BadRequest            a field of an API request is wrong; names the field
@@ -38,6 +39,7 @@ __all__ = [
     "PeerLost",
     "PeerRefused",
     "ProtocolError",
+    "QueueFull",
     "RangeError",
     "RequestError",
     "TransportError",
@@ -104,6 +106,10 @@ class RangeError(TransportError):
     """A run lies outside the memory that was registered for it."""
 
     retryable = False
+
+
+class QueueFull(TransportError):
+    """A transport has as much in flight as it takes; the same batch can be posted again a little later."""
 
 
 class RequestError(KVBatonError):

@@ -14,7 +14,7 @@ from transport_peer import POISON
 from transport_rig import Rig, Source, Target, make_runs, wait_until
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import RangeError, TransportError
+from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs, Ticket
 from kvbaton.transport.faulty import Faults
 
@@ -398,7 +398,7 @@ def test_the_queue_is_bounded(rig: Rig, source: Source) -> None:
     target = rig.target(MIB, max_in_flight=3)
     target.transport.connect(source.peer, source.endpoint)
     tickets = [target.post(source, make_runs((0, n * KIB, KIB)), lambda: False) for n in range(3)]
-    with pytest.raises(TransportError, match="queue full") as refusal:
+    with pytest.raises(QueueFull, match="queue full") as refusal:
         target.post(source, make_runs((0, 0, 1)))
     assert refusal.value.retryable
     target.transport.cancel(tickets[0])

@@ -285,6 +285,18 @@ def test_one_rank_fails(flow: Flow) -> None:
     assert max(worst.back.values()) < NORMAL_S
 
 
+@every_flow
+def test_transport_queue_full(flow: Flow) -> None:
+    """What is refused is posted again; only when nothing is taken for transfer_timeout, both sides fail."""
+    writer = "p0" if flow.source_writes else "d0"
+    short = _worst(flow, *(Fault(FaultKind.QUEUE_FULL, who=writer, number=rank, for_s=0.5) for rank in range(2)))
+    assert short.ends == {BOTH_DELIVERED}
+    assert max(short.back.values()) < 0.5 + 0.05 + NORMAL_S
+    long = _worst(flow, *(Fault(FaultKind.QUEUE_FULL, who=writer, number=rank, for_s=LONG_S) for rank in range(2)))
+    assert long.ends == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
+    assert max(long.back.values()) < GIVE_UP_S + 0.05 + NORMAL_S
+
+
 @every_write
 def test_source_that_does_not_stop(flow: Flow) -> None:
     """Its session is torn down after stop_timeout, the memory registered anew after as much again; not a write lands late."""

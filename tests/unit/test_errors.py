@@ -38,7 +38,7 @@ def test_all_errors_are_public() -> None:
 
 
 def test_a_retry_helps_only_where_the_world_may_have_changed() -> None:
-    assert {name for name, kind in TREE.items() if kind.retryable} == {"PeerLost", "TransportError"}
+    assert {name for name, kind in TREE.items() if kind.retryable} == {"PeerLost", "QueueFull", "TransportError"}
 
 
 @pytest.mark.parametrize("name", sorted(TREE))

@@ -133,7 +133,11 @@ class Driver(HandoffPort):
         self._events: deque[EngineEvent] = deque()
         self._reports: deque[RankReport] = deque()
         region = None if memory is None else RegionMemory(memory)
-        self._agents = [RankAgent(0, layout, transport, self._reports.append, memory=region)]
+        patience_s = limits.transfer_timeout
+        agent = RankAgent(
+            0, layout, transport, self._reports.append, clock=time.monotonic, patience_s=patience_s, memory=region
+        )
+        self._agents = [agent]
         self._coordinator = Coordinator(
             card,
             transport.name,
@@ -254,9 +258,15 @@ class Driver(HandoffPort):
             log.exception("the agent goes on after an error of its own")
 
     def _wait(self) -> None:
-        deadline = 0.0 if any(agent.has_work for agent in self._agents) else self._coordinator.next_deadline()
-        timeout_s = _IDLE_S if deadline is None else min(_IDLE_S, deadline - time.monotonic())
-        self._sockets.wait(timeout_s, [self._wake_fd, self._transport.wakeup_fd])
+        self._sockets.wait(self._timeout_s(), [self._wake_fd, self._transport.wakeup_fd])
+
+    def _timeout_s(self) -> float:
+        """How long nothing has to be done unless somebody says something."""
+        if any(agent.has_work for agent in self._agents):
+            return 0.0
+        deadlines = [self._coordinator.next_deadline(), *(agent.next_deadline() for agent in self._agents)]
+        now = time.monotonic()
+        return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
     def _turn(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvbaton.agent.backlog import Backlog, Part
 from kvbaton.agent.ports import (
+    Clock,
     LegFailed,
     LegId,
     LegMoved,
@@ -26,7 +28,7 @@ from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
 from kvbaton.core.plan import BlockRuns, Pair, Runs, pair_layouts, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
-from kvbaton.errors import KVBatonError, TransportError
+from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
 
 __all__ = ["RankAgent"]
@@ -41,6 +43,7 @@ class _Moving:
     spans: tuple[Span, ...]
     planned: int = 0
     moved: int = 0
+    unposted: int = 0
     open: set[Ticket] = field(default_factory=set)
 
 
@@ -57,12 +60,19 @@ class _Leg:
     plan: BlockRuns = ()
 
     @property
+    def peer(self) -> PeerRank:
+        return PeerRank(self.start.peer, self.start.peer_rank)
+
+    @property
     def is_drained(self) -> bool:
-        return not any(moving.open for moving in self.moving.values())
+        return not any(moving.open or moving.unposted for moving in self.moving.values())
 
 
 class RankAgent:
-    """Owns the legs of one rank. Batches are bounded in size, so that a long span stops promptly."""
+    """Owns the legs of one rank. Batches are bounded in size, so that a long span stops promptly.
+
+    `patience_s` is how long a transport whose queue is full may take nothing before the legs that wait for it fail.
+    """
 
     table: LegTable = LEG
 
@@ -73,6 +83,8 @@ class RankAgent:
         transport: Transport,
         report: Callable[[RankReport], None],
         *,
+        clock: Clock,
+        patience_s: float,
         memory: Memory | None = None,
         unfenced_writes: bool = False,
     ) -> None:
@@ -81,6 +93,8 @@ class RankAgent:
         self._layout = layout
         self._transport = transport
         self._report = report
+        self._clock = clock
+        self._backlog = Backlog(patience_s, self._post_part)
         self._summer = Summer(rank, layout, memory, report)
         self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
         self.legs: dict[LegId, _Leg] = {}
@@ -115,6 +129,7 @@ class RankAgent:
         for peer in [peer for peer in self._pairs if peer.incarnation == incarnation]:
             del self._pairs[peer]
             self._transport.revoke(peer)
+        self._offer_again(at_once=True)
 
     def revoke(self, incarnation: Incarnation, epoch: int) -> None:
         """Tear the session with a peer down, and report that; nothing is done where the transport cannot fence a peer.
@@ -180,32 +195,68 @@ class RankAgent:
         """Whether `poll` should be called again at once."""
         return self._summer.has_work
 
+    def next_deadline(self) -> float | None:
+        """When `poll` should be called again at the latest, whatever completes."""
+        return self._backlog.next_deadline()
+
     def poll(self) -> None:
-        """Take what the transport has completed and report it; sum a little of what is to be summed."""
-        for completion in self._transport.poll():
+        """Take what the transport has completed and report it, post what it had no room for, and sum a little."""
+        completions = self._transport.poll()
+        for completion in completions:
             owner = self._owners.pop(completion.ticket, None)
             if owner is not None and (leg := self.legs.get(owner[0])) is not None:
                 self._complete(leg, leg.moving[owner[1]], completion)
+        self._offer_again(at_once=bool(completions))
         self._summer.work()
 
     def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        start = leg.start
-        peer = PeerRank(start.peer, start.peer_rank)
-        direction = Direction.READ if start.executor is Executor.TARGET_READS else Direction.WRITE
         moving = leg.moving[spans[0].number] = _Moving(spans)
         try:
-            runs = self._plan(peer, leg, source_blocks, spans)
-            moving.planned = int(runs[:, 2].sum())
-            for part in _batches(runs):
-                ticket = self._transport.post(Batch(peer, direction, part, start.epoch))
-                moving.open.add(ticket)
-                self._owners[ticket] = (start.leg, spans[0].number)
+            runs = self._plan(leg.peer, leg, source_blocks, spans)
+            parts = [Part(leg.start.leg, spans[0].number, part) for part in _batches(runs)]
+            moving.planned, moving.unposted = int(runs[:, 2].sum()), len(parts)
         except KVBatonError as error:
-            leg.error = leg.error or str(error)
-            self._step(leg, LegEvent.ERROR)
+            self._fail(leg, str(error))
         else:
-            self._step(leg, LegEvent.POSTED)
+            for part in parts:
+                if leg.state is LegState.OPEN:
+                    self._backlog.add(leg.peer, part, self._clock())
         self._finish(leg, moving)
+
+    def _post_part(self, peer: PeerRank, part: Part) -> None:
+        """Post one batch; raises QueueFull. Another error fails the leg, and what is left of that is not posted."""
+        leg = self.legs.get(part.leg)
+        moving = None if leg is None else leg.moving.get(part.span)
+        if leg is None or moving is None or leg.state is not LegState.OPEN:
+            return
+        reads = leg.start.executor is Executor.TARGET_READS
+        batch = Batch(peer, Direction.READ if reads else Direction.WRITE, part.runs, leg.start.epoch)
+        try:
+            ticket = self.start(part.leg, batch)
+        except QueueFull:
+            raise
+        except KVBatonError as error:
+            self._fail(leg, str(error))
+            return
+        moving.unposted -= 1
+        moving.open.add(ticket)
+        self._owners[ticket] = (part.leg, part.span)
+        self._step(leg, LegEvent.POSTED)
+
+    def start(self, leg_id: LegId, batch: Batch) -> Ticket:
+        """Hand one batch of a leg to the transport."""
+        del leg_id
+        return self._transport.post(batch)
+
+    def _offer_again(self, *, at_once: bool) -> None:
+        for leg_id, reason in self._backlog.offer_again(self._clock(), at_once=at_once):
+            if (leg := self.legs.get(leg_id)) is not None:
+                self._fail(leg, reason)
+
+    def _fail(self, leg: _Leg, reason: str) -> None:
+        leg.error = leg.error or reason
+        self._step(leg, LegEvent.ERROR)
+        self._settle(leg)
 
     def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
         """The runs of spans; what is the same for all layers is worked out once for those that follow each other."""
@@ -229,7 +280,7 @@ class RankAgent:
         self._finish(leg, moving)
 
     def _finish(self, leg: _Leg, moving: _Moving) -> None:
-        if not moving.open:
+        if not moving.open and not moving.unposted:
             leg.moving.pop(moving.spans[0].number, None)
             if leg.state is LegState.OPEN and moving.moved != moving.planned:
                 leg.error = (
@@ -265,6 +316,7 @@ class RankAgent:
         match effect:
             case LegEffect.CANCEL_POSTED:
                 for moving in leg.moving.values():
+                    moving.unposted = 0
                     for ticket in tuple(moving.open):
                         self._transport.cancel(ticket)
             case LegEffect.REPORT_FAILED:

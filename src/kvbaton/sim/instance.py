@@ -20,7 +20,7 @@ from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import BlockPool, RankMemory, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.transport import Fabric, SimTransport
+from kvbaton.sim.transport import Fabric, SimRank, SimTransport
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
@@ -43,7 +43,7 @@ class Bugs:
     """Which classes to build an instance from; planted bugs replace some of them."""
 
     coordinator: type[Coordinator] = Coordinator
-    rank: type[RankAgent] = RankAgent
+    rank: type[RankAgent] = SimRank
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
 
@@ -126,7 +126,6 @@ class _Ranks:
         self._instance.agents[rank].open_leg(start)
 
     def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self._instance.transports[rank].context = leg
         self._instance.agents[rank].move(leg, source_blocks, spans)
 
     def close_leg(self, rank: int, leg: LegId) -> None:
@@ -175,7 +174,14 @@ class SimInstance:
         ]
         self.agents = [
             cluster.bugs.rank(
-                rank, layout, transport, self._report, memory=transport.memory, unfenced_writes=cluster.unfenced_writes
+                rank,
+                layout,
+                transport,
+                self._report,
+                clock=self.local_now,
+                patience_s=cluster.limits.transfer_timeout,
+                memory=transport.memory,
+                unfenced_writes=cluster.unfenced_writes,
             )
             for rank, transport in enumerate(self.transports)
         ]
@@ -293,7 +299,8 @@ class SimInstance:
         self._arm()
 
     def _arm(self) -> None:
-        deadline = self.coordinator.next_deadline()
+        moments = [self.coordinator.next_deadline(), *(agent.next_deadline() for agent in self.agents)]
+        deadline = min((moment for moment in moments if moment is not None), default=None)
         if deadline is None:
             return
         when = max(self.cluster.world.now + 1e-6, self.process.clock.world(deadline))
@@ -305,4 +312,8 @@ class SimInstance:
         if self.cluster.world.now + 1e-9 < self._tick_at:
             return
         self._tick_at = math.inf
-        self.guarded(self.coordinator.tick)
+        self.guarded(self._turn)
+
+    def _turn(self) -> None:
+        self._poll()
+        self.coordinator.tick()

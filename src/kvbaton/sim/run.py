@@ -238,6 +238,8 @@ class Run:
                 instance.transports[fault.number % len(instance.transports)].fail_next += 1
             case FaultKind.CORRUPT:
                 instance.transports[fault.number % len(instance.transports)].corrupt_next += 1
+            case FaultKind.QUEUE_FULL:
+                instance.transports[fault.number % len(instance.transports)].refuse_until = until
             case FaultKind.STALL:
                 instance.transports[fault.number % len(instance.transports)].stall_until = until
             case FaultKind.PREEMPT if isinstance(instance.engine, SourceEngine):

@@ -36,6 +36,7 @@ class FaultKind(enum.StrEnum):
     LOSE_REVOKE = "lose revoke"
     CORRUPT = "corrupt"
     REFUSE = "refuse at target"
+    QUEUE_FULL = "queue full"
 
 
 class RequestScript(msgspec.Struct, frozen=True):

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.agent.ports import LegId
+from kvbaton.agent.rank import RankAgent
 from kvbaton.core.card import Endpoint
+from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import Cell, RankMemory
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
-__all__ = ["Fabric", "SimTransport"]
+__all__ = ["Fabric", "SimRank", "SimTransport"]
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class SimTransport:
         self.context: LegId | None = None
         self.fail_next = 0
         self.corrupt_next = 0
+        self.refuse_until = 0.0
         self.stall_until = 0.0
         fabric.ranks[me] = self
 
@@ -104,6 +107,8 @@ class SimTransport:
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving cells, one event each."""
         del after
+        if self.refuse_until > self._fabric.world.now:
+            raise QueueFull("queue full: refused by the simulation; post again")
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
         moves = [
@@ -208,3 +213,13 @@ class SimTransport:
         error = posted.error or ("cancelled" if posted.cancelled and posted.moved < len(posted.moves) else "")
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
+
+
+class SimRank(RankAgent):
+    """A rank agent that tells its simulated transport which leg a batch belongs to."""
+
+    def start(self, leg_id: LegId, batch: Batch) -> Ticket:
+        """Hand one batch of a leg to the transport."""
+        if isinstance(self._transport, SimTransport):
+            self._transport.context = leg_id
+        return super().start(leg_id, batch)

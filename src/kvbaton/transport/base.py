@@ -9,7 +9,7 @@ What every implementation promises:
   never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
 - The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
   a batch without bytes completes with success and 0 bytes.
-- `post` refuses (TransportError, retryable) what is beyond `max_in_flight`; a batch counts until `poll` handed it out.
+- `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out.
 - `after` is asked from the mover's thread and must not wait; when it raises, or is not true within `timeout_s`, the
   batch completes with an error and was never started.
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
@@ -189,7 +189,7 @@ class Transport(Protocol):
         """Make `peer` known; cheap, does not wait for the peer. Raises TransportError when it cannot be reached from here."""
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
+        """Start moving `batch`; raises RangeError, QueueFull or TransportError, and then nothing was started."""
 
     def poll(self) -> list[Completion]:
         """Hand out what has completed since the last call; never waits."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvbaton.errors import TransportError
+from kvbaton.errors import QueueFull, TransportError
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -34,6 +34,7 @@ class Faults:
     """What goes wrong.
 
     drop_writes: success is reported, nothing is moved
+    refuse_posts: so many posts are refused, as if the queue were full
     fail_after:  so many more batches go well, every later one completes with an error (None: all go well)
     corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out
     stall:       batches are accepted and do not complete until cancelled, revoked or closed
@@ -41,6 +42,7 @@ class Faults:
     """
 
     drop_writes: bool = False
+    refuse_posts: int = 0
     fail_after: int | None = None
     corrupt: bool = False
     stall: bool = False
@@ -106,6 +108,9 @@ class FaultyTransport:
         """Post to the inner transport what the faults leave of `batch`; its ranges are checked in any case."""
         with self._lock:
             faults = self._faults
+            if faults.refuse_posts:
+                self._faults = replace(faults, refuse_posts=faults.refuse_posts - 1)
+                raise QueueFull("queue full: refused on command (refuse_posts); post again")
             if batch.peer in self._peer_bytes:
                 self._check(batch)
             ticket = Ticket(self._last_ticket + 1)

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvbaton.errors import Bug, KVBatonError, TransportError
+from kvbaton.errors import Bug, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Ticket, TransportSettings
 from kvbaton.transport.runs import RunCursor, check_runs
 from kvbaton.transport.wakeup import Wakeup
@@ -109,7 +109,7 @@ class Ledger(Generic[L]):
         with self._lock:
             known = self._known(batch.peer)
             if len(self._jobs) + len(self._completions) >= self._settings.max_in_flight:
-                raise TransportError(
+                raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
             self._last_ticket += 1

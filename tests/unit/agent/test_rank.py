@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from agent_rig import card_of, key_of, layout_of_tokens
+from agent_rig import Clock, card_of, key_of, layout_of_tokens
 
 from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, PeerFenced, RankReport, RegionFenced
 from kvbaton.agent.rank import RankAgent
@@ -62,7 +63,7 @@ class Rig:
         inner = MemoryTransport(region, hub, TransportSettings(incarnation=Incarnation("target")))
         self.transport = FaultyTransport(inner, region, Faults())
         self.reports: list[RankReport] = []
-        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append)
+        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=time.monotonic, patience_s=30.0)
         self.agent.connect(card_with("source", self.source.endpoint()))
 
     def close(self) -> None:
@@ -262,7 +263,8 @@ class Fencing(Scripted):
 def scripted(transport: Scripted, *, unfenced_writes: bool = False) -> tuple[RankAgent, list[RankReport]]:
     """An agent over a scripted transport, connected to one peer."""
     reports: list[RankReport] = []
-    agent = RankAgent(0, LAYOUT, transport, reports.append, unfenced_writes=unfenced_writes)
+    clock = Clock()
+    agent = RankAgent(0, LAYOUT, transport, reports.append, clock=clock, patience_s=30.0, unfenced_writes=unfenced_writes)
     agent.connect(card_with("source", transport.endpoint()))
     return agent, reports
 

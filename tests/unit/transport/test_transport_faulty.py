@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import RangeError, TransportError
+from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
@@ -70,6 +70,16 @@ def test_fail_after_counts_batches(pair: Pair) -> None:
     assert ["on command" in completion.error for completion in completions] == [False, False, True, True]
     assert [completion.moved_bytes for completion in completions] == [8, 8, 0, 0]
     assert [completion.ticket for completion in completions] == [1, 2, 3, 4]
+
+
+def test_refuse_posts_counts_posts_and_starts_nothing(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(refuse_posts=2))
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="refuse_posts"):
+            pair.faulty.post(BATCH)
+    assert pair.faulty.poll() == []
+    assert pair.faulty.post(BATCH) == 1
+    assert (pair.wait().error, bytes(pair.memory)) == ("", bytes(8) + b"\1" * 8)
 
 
 def test_corrupt_flips_one_byte_of_what_was_moved(pair: Pair) -> None:
