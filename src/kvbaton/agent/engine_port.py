@@ -5,11 +5,12 @@ An engine calls the methods of `HandoffPort` from its own thread; none of them w
 
 A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it has to give blocks
 up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `pull` (pull and push alike:
-"I have blocks, fill them"). Both may `cancel` at any time.
+"I have blocks, fill them"). Both may `cancel` at any time. A target that never takes a request on calls `decline`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,7 @@ __all__ = [
     "Pull",
     "SourceEnded",
     "SourceWanted",
+    "SpansReady",
     "TargetEnded",
 ]
 
@@ -39,6 +41,15 @@ class Offer:
     blocks: BlockLists
     tokens: int
     aux: Aux
+
+
+@dataclass(frozen=True, slots=True)
+class SpansReady:
+    """Spans of one hand-off that are computed and lie in `blocks`."""
+
+    key: HandoffKey
+    blocks: BlockLists
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,9 @@ class HandoffPort(Protocol):
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """These spans are computed and lie in `blocks`, until `retract` or the end."""
 
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
+        """`spans_ready` of many hand-offs at once, at the price of one call."""
+
     def retract(self, key: HandoffKey) -> None:
         """Everything said about `key` is void; its blocks may be reused after `Drained`. Computing starts over."""
 
@@ -150,6 +164,12 @@ class HandoffPort(Protocol):
 
     def pull(self, pull: Pull) -> None:
         """Blocks are there; they belong to the hand-off until `Landed` or `TargetEnded`."""
+
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        """A request for this hand-off was refused before admission: let its source go at once. No event follows.
+
+        `wanted.prompt` is empty where the request could not be read so far.
+        """
 
     def cancel(self, key: HandoffKey) -> None:
         """Give a hand-off up, on whichever side it is; unknown keys are ignored. The usual event still follows."""
