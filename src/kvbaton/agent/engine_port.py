@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -43,8 +43,7 @@ class Offer:
     aux: Aux
 
 
-@dataclass(frozen=True, slots=True)
-class SpansReady:
+class SpansReady(NamedTuple):
     """Spans of one hand-off that are computed and lie in `blocks`."""
 
     key: HandoffKey

@@ -44,4 +44,4 @@ def _prompts(prompt: object) -> int:
 
 
 def _samples(n: object) -> int:
-    return n if isinstance(n, int) and n > 0 else 1
+    return min(n, _MAX_CHOICES) if isinstance(n, int) and n > 0 else 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
@@ -20,7 +19,7 @@ from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import HandoffSettings, Limits, OnFailure
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Incarnation, Mode, RequestId
-from kvbaton.core.timeline import Note
+from kvbaton.core.timeline import Note, Stage
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.request import FromSource, GenerationRequest, RequestRecord, Sampling, TokenOutput, ToTarget
@@ -31,10 +30,10 @@ from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from watching import wait_until
 
-__all__ = ["BLOCK_TOKENS", "EnginePair", "Instance", "Waiter", "alone", "assert_equal", "prompt_of"]
+__all__ = ["BLOCK_TOKENS", "EnginePair", "Instance", "PausingWaiter", "Waiter", "alone", "assert_equal", "prompt_of"]
 
 BLOCK_TOKENS = 4
-WAIT_S = 60.0
+WAIT_S = 30.0
 LIMITS = Limits(transfer_timeout=20.0, defer_timeout=40.0)
 _LOGPROB_TOLERANCE = 1e-3
 
@@ -62,6 +61,19 @@ class Waiter(Answer):
         return record
 
 
+class PausingWaiter(Waiter):
+    """Keeps the engine's thread after its n-th output until the n-th condition holds."""
+
+    def __init__(self, *conditions: Callable[[], bool]) -> None:
+        super().__init__()
+        self._conditions = conditions
+
+    def __call__(self, output: TokenOutput) -> None:
+        super().__call__(output)
+        for condition in self._conditions[len(self.outputs) - 1 : len(self.outputs)]:
+            wait_until(condition, "the engine may go on", WAIT_S)
+
+
 class Instance:
     """One engine with its agents, on real threads."""
 
@@ -81,7 +93,7 @@ class Instance:
             card, self.cache.layout(), self.transport, limits, sockets, self._wake, settings.handoff, self.notes.append
         )
         self.engine = Engine(loaded, self.cache, self.driver, settings, time.monotonic, self.notes.append)
-        self._names = itertools.count()
+        self.requests: list[GenerationRequest] = []
 
     def __enter__(self) -> Self:
         self.driver.start()
@@ -92,18 +104,29 @@ class Instance:
         self.engine.close()
         self.driver.close()
 
-    def submit(self, prompt: Sequence[int], handoff: ToTarget | FromSource | None = None, **sampling: Any) -> Waiter:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        handoff: ToTarget | FromSource | None = None,
+        waiter: Waiter | None = None,
+        **sampling: Any,
+    ) -> Waiter:
         """Ask for an answer; greedy, with logprobs, unless told otherwise."""
         sampling = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1} | sampling
-        waiter = Waiter()
-        name = RequestId(f"request-{next(self._names)}")
-        self.engine.submit(GenerationRequest(name, tuple(prompt), Sampling(**sampling), handoff), waiter)
+        waiter = Waiter() if waiter is None else waiter
+        name = RequestId(f"request-{len(self.requests)}")
+        self.requests.append(GenerationRequest(name, tuple(prompt), Sampling(**sampling), handoff))
+        self.engine.submit(self.requests[-1], waiter)
         return waiter
 
     def wait_empty(self) -> None:
         """Wait until nothing is live and every block is free, then recount."""
         wait_until(self._is_empty, f"everything is given back: {self.engine.stats()}")
         assert self.driver.errors_total == 0
+
+    def has_noted(self, stage: Stage) -> bool:
+        """Whether something has come to that stage."""
+        return any(note.stage is stage for note in tuple(self.notes))
 
     def _is_empty(self) -> bool:
         stats = self.engine.stats()
