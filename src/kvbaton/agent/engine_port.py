@@ -5,7 +5,8 @@ An engine calls the methods of `HandoffPort` from its own thread; none of them w
 
 A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it has to give blocks
 up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `pull` (pull and push alike:
-"I have blocks, fill them"). Both may `cancel` at any time. A target that never takes a request on calls `decline`.
+"I have blocks, fill them"). Both may `cancel` at any time. A target that does not even take a request says `decline`, so that
+its source need not wait for it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class SourceWanted:
     """A request whose cache will come from the source at `source`, of the named incarnation where the router knew it.
 
     `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, whatever
-    their transfer ids say.
+    their transfer ids say. It is empty when a request is declined that could not be read so far.
     """
 
     key: HandoffKey
@@ -165,10 +166,7 @@ class HandoffPort(Protocol):
         """Blocks are there; they belong to the hand-off until `Landed` or `TargetEnded`."""
 
     def decline(self, wanted: SourceWanted, reason: str) -> None:
-        """A request for this hand-off was refused before admission: let its source go at once. No event follows.
-
-        `wanted.prompt` is empty where the request could not be read so far.
-        """
+        """A request for this hand-off was refused before admission: let its source go at once. No event follows."""
 
     def cancel(self, key: HandoffKey) -> None:
         """Give a hand-off up, on whichever side it is; unknown keys are ignored. The usual event still follows."""
