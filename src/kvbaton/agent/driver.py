@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted
+from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted, SpansReady
 from kvbaton.agent.ports import LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
@@ -186,6 +186,10 @@ class Driver(HandoffPort):
         """Spans are computed."""
         self._submit(partial(self._coordinator.spans_ready, key, blocks, spans))
 
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
+        """Spans of many hand-offs are computed."""
+        self._submit(partial(self._take_spans, ready))
+
     def retract(self, key: HandoffKey) -> None:
         """What was said about a prefill is void."""
         self._submit(partial(self._coordinator.retract, key))
@@ -304,6 +308,10 @@ class Driver(HandoffPort):
             self._guarded(self._commands.popleft())
             if number % _COMMANDS_PER_BEAT == 0:
                 self._guarded(self._coordinator.beat)
+
+    def _take_spans(self, ready: Sequence[SpansReady]) -> None:
+        for each in ready:
+            self._guarded(partial(self._coordinator.spans_ready, each.key, each.blocks, each.spans))
 
     def _take_reports(self) -> None:
         while self._reports:

@@ -11,8 +11,9 @@ its source need not wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -28,6 +29,7 @@ __all__ = [
     "Pull",
     "SourceEnded",
     "SourceWanted",
+    "SpansReady",
     "TargetEnded",
 ]
 
@@ -42,12 +44,20 @@ class Offer:
     aux: Aux
 
 
+class SpansReady(NamedTuple):
+    """Spans of one hand-off that are computed and lie in `blocks`."""
+
+    key: HandoffKey
+    blocks: BlockLists
+    spans: tuple[Span, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SourceWanted:
     """A request whose cache will come from the source at `source`, of the named incarnation where the router knew it.
 
     `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, whatever
-    their transfer ids say.
+    their transfer ids say. It is empty when a request is declined that could not be read so far.
     """
 
     key: HandoffKey
@@ -139,6 +149,9 @@ class HandoffPort(Protocol):
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """These spans are computed and lie in `blocks`, until `retract` or the end."""
+
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
+        """`spans_ready` of many hand-offs at once, at the price of one call."""
 
     def retract(self, key: HandoffKey) -> None:
         """Everything said about `key` is void; its blocks may be reused after `Drained`. Computing starts over."""

@@ -335,7 +335,7 @@ class SourceSide(SourceEffects):
     def _taken_as_declined(self, key: HandoffKey, prompt: str) -> Declined | None:
         """The word of a target that will not come for this, which is used up with it."""
         declined = self._declined.get(key)
-        if declined is None or declined.prompt != prompt or declined.until < self._clock():
+        if declined is None or declined.prompt not in ("", prompt) or declined.until < self._clock():
             return None
         self._declined.discard(key)
         return declined

@@ -19,8 +19,9 @@ from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
 from kvbaton.core.timeline import Observer, nobody
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.engine_core import EngineCore, EngineSettings
+from kvbaton.engines.embedded.engine_core import EngineCore
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sink
+from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import EngineStats
 from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import LocalError
@@ -49,6 +50,15 @@ class _Submission:
     submitted_s: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Declined:
+    request: GenerationRequest
+    reason: str
+
+
+_Item = _Submission | _Declined | RequestId
+
+
 class Engine:
     """Runs requests on one thread of its own: `start` it, `submit` to it from anywhere, `close` it."""
 
@@ -66,7 +76,7 @@ class Engine:
         self._settings = settings
         self._clock = clock
         self._condition = threading.Condition()
-        self._inbox: deque[_Submission | RequestId] = deque()
+        self._inbox: deque[_Item] = deque()
         self._submissions = 0
         self._is_woken = False
         self._is_stopping = False
@@ -99,6 +109,15 @@ class Engine:
         with self._condition:
             if not self._is_stopping:
                 self._put(request_id)
+
+    def decline(self, request: GenerationRequest, reason: str) -> None:
+        """A request was refused before it got here: let its source go, if it has one.
+
+        When very many come at once, some are left to the patience of their sources.
+        """
+        with self._condition:
+            if not self._is_stopping and len(self._inbox) < 2 * self._settings.max_waiting:
+                self._put(_Declined(request, reason))
 
     def wake(self) -> None:
         """Have the engine look at its port's events now."""
@@ -176,7 +195,7 @@ class Engine:
                 self._condition.wait(self._settings.idle_wait_s)
             self._is_woken = False
 
-    def _put(self, item: _Submission | RequestId) -> None:
+    def _put(self, item: _Item) -> None:
         self._inbox.append(item)
         self._is_woken = True
         self._condition.notify()
@@ -188,6 +207,8 @@ class Engine:
         for item in items:
             if isinstance(item, _Submission):
                 self._core.add(item.request, item.sink, item.submitted_s)
+            elif isinstance(item, _Declined):
+                self._core.decline(item.request, item.reason)
             else:
                 self._core.cancel(item)
         with self._condition:

@@ -24,44 +24,28 @@ from kvbaton.agent.engine_port import (
     Pull,
     SourceEnded,
     SourceWanted,
+    TargetEnded,
 )
-from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
-from kvbaton.core.handoff import HandoffKey, Outcome, RequestId
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.config import OnFailure
+from kvbaton.core.handoff import HandoffKey, Mode, Outcome, RequestId
+from kvbaton.core.timeline import Note, Observer, Side, Stage, nobody
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
 from kvbaton.engines.embedded.sampling import Sampled, sample
 from kvbaton.engines.embedded.scheduler import Chunk, Scheduler
-from kvbaton.engines.embedded.sequence import Phase, Sequence
+from kvbaton.engines.embedded.sequence import Phase, Sequence, prompt_digest
+from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import Counters, EngineStats
+from kvbaton.engines.embedded.streaming import StepStream, tell_cached
 from kvbaton.engines.embedded.weights import LoadedModel
-from kvbaton.errors import BadRequest, Bug, ConfigError
+from kvbaton.errors import BadRequest, Bug
 
-__all__ = ["EngineCore", "EngineSettings"]
+__all__ = ["EngineCore"]
 
 _logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """How much an engine takes on at once. `step_tokens` bounds a step, so that prefill does not starve decode."""
-
-    step_tokens: int = 256
-    max_sequences: int = 64
-    max_waiting: int = 4096
-    poison: bool = False
-    """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
-    handoff: HandoffSettings = DEFAULT_HANDOFF
-    idle_wait_s: float = 0.5
-    """How long an idle engine waits before it looks round again without having been woken."""
-    close_s: float = 30.0
-    """How long `close` waits for the step under way."""
-
-    def __post_init__(self) -> None:
-        for name in ("step_tokens", "max_sequences", "max_waiting", "idle_wait_s", "close_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+_NOT_STARTED = "the hand-off could not be started; see the log"
 
 
 class EngineCore:
@@ -83,8 +67,14 @@ class EngineCore:
         self._settings = settings
         self._clock = clock
         pool = BlockPool(cache.blocks, cache.block_tokens)
-        self._scheduler = Scheduler(pool, max_sequences=settings.max_sequences, step_tokens=settings.step_tokens)
         self._limit = min(loaded.config.context_tokens, pool.capacity_tokens)
+        self._pushes = settings.handoff.mode is Mode.PUSH
+        self._scheduler = Scheduler(
+            pool,
+            max_sequences=settings.max_sequences,
+            step_tokens=settings.step_tokens,
+            reserved_blocks=pool.blocks_for(self._limit) if self._pushes else None,
+        )
         self._counters = Counters()
         self._numbers = itertools.count()
         self._live: dict[RequestId, Sequence] = {}
@@ -125,17 +115,13 @@ class EngineCore:
             submitted_s=submitted_s,
         )
         if request.request_id in self._live:
-            self._emit(sequence, sequence.end(FinishReason.ERROR, f"request {request.request_id} is under way already"))
+            error = f"request {request.request_id} is under way already"
+            self.decline(request, error)
+            self._emit(sequence, sequence.end(FinishReason.ERROR, error))
             return
-        if request.handoff is not None:
-            side = self._sources if sequence.is_source else self._targets
-            if side.setdefault(sequence.key, sequence) is not sequence:
-                self._emit(sequence, sequence.end(FinishReason.ERROR, f"hand-off {sequence.key} is under way already"))
-                return
-            if not self._tell_port(sequence.key, lambda port: _expect(port, sequence)):
-                del side[sequence.key]
-                self._emit(sequence, sequence.end(FinishReason.ERROR, "the hand-off could not be started; see the log"))
-                return
+        if request.handoff is not None and (problem := self._expect(sequence)):
+            self._emit(sequence, sequence.end(FinishReason.ERROR, problem))
+            return
         self._live[request.request_id] = sequence
         self._counters.prompt_tokens += sequence.prompt_tokens
         self._scheduler.add(sequence)
@@ -145,6 +131,13 @@ class EngineCore:
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._give_up(sequence, FinishReason.CANCELLED, "cancelled by the caller")
+
+    def decline(self, request: GenerationRequest, reason: str) -> None:
+        """A request was refused before it got here: let its source go, unless another request lives under the same key."""
+        handoff = request.handoff
+        if isinstance(handoff, FromSource) and handoff.key not in self._targets:
+            wanted = self._wanted(request)
+            self._tell_port(handoff.key, lambda port: port.decline(wanted, reason))
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """Give every live request up."""
@@ -158,12 +151,16 @@ class EngineCore:
             self._take(event)
         while self._sinkless:
             self._give_up(self._sinkless.pop(), FinishReason.CANCELLED, "its outputs could not be delivered")
-        for sequence in self._scheduler.admit(self._clock()):
-            self._pull(sequence)
-        chunks = self._scheduler.plan()
-        if chunks:
-            self._run(chunks)
-        return bool(chunks or events or self._sinkless)
+        now = self._clock()
+        for sequence in self._scheduler.admit(now):
+            self._start(sequence, now)
+        is_late = self._end_ungranted(now)
+        plan = self._scheduler.plan()
+        for sequence in plan.retracted:
+            self._retract(sequence)
+        if plan.chunks:
+            self._run(plan.chunks)
+        return bool(plan.chunks or events or is_late or self._sinkless)
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters and of the pool."""
@@ -180,10 +177,58 @@ class EngineCore:
             f"and the cache holds {capacity}; send at most {self._limit - 1}"
         )
 
+    def _expect(self, sequence: Sequence) -> str:
+        """Tell the agents of a hand-off to come; returns why that is not possible."""
+        key, request = sequence.key, sequence.request
+        side = self._sources if sequence.is_source else self._targets
+        if side.setdefault(key, sequence) is not sequence:
+            return f"hand-off {key} is under way already"
+        self._note(sequence, Stage.ARRIVED, sequence.submitted_s)
+        digest, wanted = prompt_digest(request), None if sequence.is_source else self._wanted(request)
+        if not self._tell_port(
+            key, lambda port: port.expect_target(key, digest) if wanted is None else port.expect_source(wanted)
+        ):
+            del side[key]
+            return _NOT_STARTED
+        return ""
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        """A sequence has left the queue: its cache is fetched, or its prefill begins with what is cached of it."""
+        if sequence.phase is Phase.FETCHING:
+            self._note(sequence, Stage.ALLOCATED, now)
+            self._pull(sequence)
+        elif sequence.is_source:
+            self._note(sequence, Stage.STARTED, now)
+            if self._pushes and sequence.computed:
+                self._tell_cached(sequence)
+
+    def _tell_cached(self, sequence: Sequence) -> None:
+        layers = self._loaded.config.layers
+        if not self._tell_port(sequence.key, lambda port: tell_cached(port, sequence, layers)):
+            self._give_up(sequence, FinishReason.ERROR, _NOT_STARTED)
+
+    def _end_ungranted(self, now: float) -> bool:
+        """End the source that has waited too long for a grant; whether there was one."""
+        sequence, limit_s = self._scheduler.first_ungranted, self._settings.defer_timeout_s
+        if sequence is None or sequence.ungranted_since is None or now - sequence.ungranted_since < limit_s:
+            return False
+        reserve = self._scheduler.pool.blocks_for(self._limit)
+        error = (
+            f"no grant of a target for {limit_s:g} s (defer_timeout), and without one {reserve} blocks have to stay free; "
+            "see whether the decode instance has the request, or give this one more blocks"
+        )
+        self._give_up(sequence, FinishReason.ERROR, error)
+        return True
+
+    def _retract(self, sequence: Sequence) -> None:
+        if not self._tell_port(sequence.key, lambda port: port.retract(sequence.key)):
+            self._give_up(sequence, FinishReason.ERROR, "the hand-off could not be taken back; see the log")
+
     def _run(self, chunks: list[Chunk]) -> None:
         self._counters.steps += 1
+        stream = self._stream(chunks)
         try:
-            logits = self._loaded.model.forward([chunk.span() for chunk in chunks], self._cache)
+            logits = self._loaded.model.forward([chunk.span() for chunk in chunks], self._cache, stream)
         except Exception as error:
             _logger.exception("the model failed in a step of %d sequences", len(chunks))
             for chunk in chunks:
@@ -191,9 +236,21 @@ class EngineCore:
             return
         for chunk, row in zip(chunks, logits, strict=True):
             completes = chunk.completes
+            self._note_computed(chunk)
             self._scheduler.complete(chunk)
-            if completes:
+            if stream is not None and stream.failed and chunk.sequence.is_source:
+                self._give_up(chunk.sequence, FinishReason.ERROR, "the hand-off could not go on; see the log")
+            elif completes:
                 self._choose(chunk.sequence, row)
+
+    def _stream(self, chunks: list[Chunk]) -> StepStream | None:
+        """Who tells the agents of each layer of this step; nobody, when nothing of it is pushed."""
+        for chunk in chunks:
+            if chunk.sequence.record.handed_off and not chunk.sequence.is_first_step_noted:
+                chunk.sequence.is_first_step_noted = True
+                self._note(chunk.sequence, Stage.FIRST_STEP, self._clock())
+        pushed = [chunk for chunk in chunks if chunk.sequence.is_source] if self._pushes else []
+        return StepStream(self._port, pushed) if self._port is not None and pushed else None
 
     def _choose(self, sequence: Sequence, row: npt.NDArray[np.float32]) -> None:
         sampling = sequence.request.sampling
@@ -221,10 +278,11 @@ class EngineCore:
         """The offer stands before the caller hears of the token, so that a target which comes at once finds it."""
         output = sequence.append(sampled, self._clock())
         self._scheduler.hold(sequence)
-        offer = Offer(sequence.key, (tuple(sequence.blocks),), sequence.prompt_tokens, sequence.aux(sampled))
+        offer = Offer(sequence.key, sequence.block_lists, sequence.prompt_tokens, sequence.aux(sampled))
         if not self._tell_port(sequence.key, lambda port: port.offer(offer)):
-            del self._sources[sequence.key]
-            self._drop(sequence)
+            self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
+            if not sequence.spans_told:
+                self._drop(sequence)
         self._emit(sequence, output)
 
     def _pull(self, sequence: Sequence) -> None:
@@ -232,12 +290,10 @@ class EngineCore:
         fresh = sequence.blocks[cached_tokens // self._cache.block_tokens :]
         if self._settings.poison and fresh:
             self._cache.poison(fresh)
-        blocks = (tuple(sequence.blocks),)
-        pull = Pull(_wanted(sequence), blocks, sequence.prompt_tokens, cached_tokens)
+        pull = Pull(self._wanted(sequence.request), sequence.block_lists, sequence.prompt_tokens, cached_tokens)
         if not self._tell_port(sequence.key, lambda port: port.pull(pull)):
-            del self._targets[sequence.key]
-            self._drop(sequence)
-            self._emit(sequence, sequence.end(FinishReason.ERROR, "the hand-off could not be started; see the log"))
+            self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
+            self._end(sequence, FinishReason.ERROR, _NOT_STARTED)
 
     def _tell_port(self, key: HandoffKey, call: Callable[[HandoffPort], None]) -> bool:
         try:
@@ -249,9 +305,19 @@ class EngineCore:
         return True
 
     def _take(self, event: EngineEvent) -> None:
+        match event:
+            case Granted():
+                if (sequence := self._sources.get(event.key)) is not None:
+                    self._scheduler.granted(sequence)
+            case Drained():
+                sequence = self._sources.get(event.key)
+                if sequence is not None and sequence.phase is Phase.RETRACTING:
+                    (self._drop if sequence.has_ended else self._scheduler.drained)(sequence)
+            case _:
+                self._take_end(event)
+
+    def _take_end(self, event: SourceEnded | Landed | TargetEnded) -> None:
         """Every hand-off ends with one event; until then its key stays taken, even if its request is long over."""
-        if isinstance(event, Granted | Drained):
-            return
         side = self._sources if isinstance(event, SourceEnded) else self._targets
         sequence = side.pop(event.key, None)
         if sequence is None:
@@ -264,16 +330,16 @@ class EngineCore:
         if isinstance(event, Landed):
             self._land(sequence, event)
             return
-        self._drop(sequence)
-        ending = FinishReason.CANCELLED if outcome is Outcome.CANCELLED else FinishReason.ERROR
-        self._emit(sequence, sequence.end(ending, event.reason or f"the hand-off ended as {outcome}"))
+        reason = event.reason or f"the hand-off ended as {outcome}"
+        if outcome is Outcome.CANCELLED or sequence.is_source:
+            self._end(sequence, FinishReason.CANCELLED if outcome is Outcome.CANCELLED else FinishReason.ERROR, reason)
+        else:
+            self._fail(sequence, reason)
 
     def _land(self, sequence: Sequence, event: Landed) -> None:
         aux, vocabulary = event.aux, self._loaded.config.vocab_size
         if not 0 <= aux.token_id < vocabulary:
-            self._drop(sequence)
-            error = f"the source's first token is {aux.token_id}; the model has 0 to {vocabulary - 1}"
-            self._emit(sequence, sequence.end(FinishReason.ERROR, error))
+            self._fail(sequence, f"the source's first token is {aux.token_id}; the model has 0 to {vocabulary - 1}")
             return
         sequence.landed(aux, event.stats, self._clock())
         self._scheduler.land(sequence)
@@ -282,11 +348,25 @@ class EngineCore:
         else:
             self._append(sequence, Sampled(aux.token_id, aux.logprob, aux.top_logprobs))
 
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        """The cache of this request will not come: it fails, or is computed here, as the settings say."""
+        if self._settings.handoff.on_failure is OnFailure.RECOMPUTE and not sequence.has_ended:
+            _logger.warning("hand-off %s failed, its prompt is computed here: %s", sequence.key, reason)
+            self._scheduler.compute_here(sequence)
+        else:
+            self._end(sequence, FinishReason.ERROR, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
+        self._drop(sequence)
+        self._emit(sequence, sequence.end(reason, error))
+
     def _give_up(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
         """End a request early; blocks that a peer may touch stay held until the port says that the hand-off is over."""
         if self._has_open_handoff(sequence):
             self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
-        if sequence.phase not in (Phase.FETCHING, Phase.HELD, Phase.FINISHED):
+        if sequence.spans_told and sequence.phase in (Phase.PREFILLING, Phase.DECODING):
+            self._scheduler.hold(sequence)
+        elif sequence.phase not in (Phase.FETCHING, Phase.HELD, Phase.RETRACTING, Phase.FINISHED):
             self._drop(sequence)
         self._emit(sequence, sequence.end(reason, error))
 
@@ -316,16 +396,29 @@ class EngineCore:
                 sequence.has_ended = True
                 self._counters.finished[FinishReason.CANCELLED.value] += 1
 
+    def _wanted(self, request: GenerationRequest) -> SourceWanted:
+        handoff = request.handoff
+        if not isinstance(handoff, FromSource):
+            raise Bug(f"request {request.request_id} has no source to pull from")
+        mode = self._settings.handoff.mode
+        digest = prompt_digest(request) if request.prompt_ids else ""
+        return SourceWanted(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
 
-def _expect(port: HandoffPort, sequence: Sequence) -> None:
-    if sequence.is_source:
-        port.expect_target(sequence.key, sequence.prompt_digest)
-    else:
-        port.expect_source(_wanted(sequence))
+    def _note(self, sequence: Sequence, stage: Stage, at: float) -> None:
+        side = Side.SOURCE if sequence.is_source else Side.TARGET
+        self._observe(Note(sequence.key, side, stage, at))
 
-
-def _wanted(sequence: Sequence) -> SourceWanted:
-    handoff = sequence.request.handoff
-    if not isinstance(handoff, FromSource):
-        raise Bug(f"request {sequence.request.request_id} has no source to pull from")
-    return SourceWanted(handoff.key, sequence.prompt_digest, handoff.source, handoff.source_incarnation)
+    def _note_computed(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        if sequence.is_source:
+            first, layers = sequence.computed, self._loaded.config.layers
+            note = Note(
+                sequence.key,
+                Side.SOURCE,
+                Stage.COMPUTED,
+                self._clock(),
+                first_token=first,
+                end_token=first + chunk.count,
+                end_layer=layers,
+            )
+            self._observe(note)

@@ -9,7 +9,7 @@ layer only the last token of each span goes on after its keys and values are wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,12 @@ from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import Bug
 
-__all__ = ["LayerWeights", "LlamaModel", "ModelWeights", "Span"]
+__all__ = ["LayerWeights", "LlamaModel", "ModelWeights", "Span", "Written"]
 
 Array = npt.NDArray[np.float32]
+
+Written = Callable[[int], None]
+"""Told the number of a layer once this step's keys and values of it are in the cache; the step does not write there again."""
 
 _GATED_ROWS = 32
 _ONE = np.float32(1.0)
@@ -70,16 +73,18 @@ class LlamaModel:
         self._length_epsilon = np.float32(config.norm_epsilon * config.hidden_size)
         self._rotations = np.empty((0, config.head_size // 2), np.complex64)
 
-    def forward(self, spans: Sequence[Span], cache: PagedCache) -> Array:
+    def forward(self, spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> Array:
         """Run every token of `spans`, write their keys and values into `cache`, and return the logits that follow each span.
 
-        The result has the shape (len(spans), vocab_size).
+        The result has the shape (len(spans), vocab_size). `written` is told of each layer while the rest of it computes.
         """
         step = _Step(spans, cache)
         hidden = self._embed(step.token_ids)
         rotation = self._rotation(step.positions)
         for layer, weights in enumerate(self.weights.layers):
             queries = self._project(hidden, weights, cache.data[layer], step.slots, rotation)
+            if written is not None:
+                written(layer)
             sequences = step.sequences
             if layer == self.config.layers - 1:
                 hidden, queries, sequences = hidden[step.last_rows], queries[step.last_rows], step.last_sequences

@@ -84,6 +84,7 @@ class _CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     kv_transfer_params: KVTransferParams | None = None
 
 
@@ -212,6 +213,10 @@ def _of_sample(sampling: Sampling, room: int, sample_index: int) -> Sampling:
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None, default_max: int) -> Sampling:
     _within("max_tokens", body.max_tokens, 1, None)
+    if body.prompt_logprobs is not None:
+        _bad(
+            "prompt_logprobs", f"{body.prompt_logprobs} is not supported: only tokens of the answer have logprobs; leave it out"
+        )
     temperature = 1.0 if body.temperature is None else body.temperature
     if not (math.isfinite(temperature) and temperature >= 0):
         _bad("temperature", f"{temperature} is not possible; send 0 for greedy, or a number above it")

@@ -112,7 +112,15 @@ class BlockPool:
 
     def can_allocate(self, count: int, acquired: Sequence[int] = ()) -> bool:
         """Whether `count` blocks would be free once the cached blocks `acquired` are pinned."""
-        return self.free - sum(not self._is_referenced(block) for block in acquired) >= count
+        return self.free_beside(acquired) >= count
+
+    def free_beside(self, acquired: Sequence[int]) -> int:
+        """How many blocks could still be given out once the cached blocks `acquired` are pinned."""
+        return self.free - sum(not self._is_referenced(block) for block in acquired)
+
+    def held_once(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks would be free if the one hand-off that refers to them let go."""
+        return sum(self._holds[block] == 1 and not self._uses[block] for block in blocks)
 
     def acquire(self, blocks: Sequence[int], *, held: bool = False) -> None:
         """Add one reference to each of these cached or referenced blocks, so that they stay as they are."""

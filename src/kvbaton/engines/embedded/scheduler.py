@@ -2,12 +2,15 @@
 
 Owns the block pool. Every live sequence is in exactly one place, named by its phase:
 
-- *waiting* in a queue, first come first served; a preempted sequence goes back to the head.
+- *waiting* in a queue, first come first served; a preempted sequence goes back to the head. A source in push that may not
+  start without a grant steps aside into a queue of its own, so that it keeps nobody from starting.
 - *prefilling* or *decoding* among the running ones, oldest first. All blocks of the tokens known so far are allocated at
   admission, so only decoding can run out of blocks; then the youngest running sequence is preempted. The oldest is
   never the victim of another, so somebody always gets on.
 - *fetching*: its blocks are held for a hand-off that fills them. Takes no place among the running ones until it has landed.
-- *held*: a finished prefill whose blocks wait for the target.
+- *held*: a finished prefill whose blocks wait for the target, or one that was given up and waits for the end of its hand-off.
+- *retracting*: a preempted source of which something was told to a target. Its blocks stay as they are until `drained`. Who
+  needed one of them waits, and comes before anybody new.
 """
 
 from __future__ import annotations
@@ -15,17 +18,18 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 
+from kvbaton.core.lease import may_start_prefill
 from kvbaton.engines.embedded.model import Span
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.sequence import Phase, Sequence
 from kvbaton.errors import Bug
 
-__all__ = ["Chunk", "Scheduler"]
+__all__ = ["Chunk", "Plan", "Scheduler"]
 
 _by_number = attrgetter("number")
 
@@ -52,79 +56,103 @@ class Chunk:
         )
 
 
-class Scheduler:
-    """Moves sequences between their phases, and with them their blocks."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run in the next step, and the sources whose announcements have to be taken back first."""
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int) -> None:
+    chunks: list[Chunk] = field(default_factory=list)
+    retracted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Moves sequences between their phases, and with them their blocks.
+
+    With `reserved_blocks` (push), a source without a grant starts only while so many blocks stay free.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int, reserved_blocks: int | None = None) -> None:
         self.pool = pool
         self.preemptions_total = 0
         self.cached_tokens_total = 0
         self._max_sequences = max_sequences
         self._step_tokens = step_tokens
+        self._reserved_blocks = reserved_blocks
+        self._owed_blocks = 0
         self._waiting: deque[Sequence] = deque()
+        self._ungranted: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._landed: deque[Sequence] = deque()
         self._fetching: dict[int, Sequence] = {}
         self._held: dict[int, Sequence] = {}
+        self._retracting: dict[int, Sequence] = {}
 
     @property
     def queued(self) -> int:
         """Requests that have no place among the running ones yet."""
-        return len(self._waiting) + len(self._fetching) + len(self._landed)
+        return sum(map(len, (self._waiting, self._ungranted, self._fetching, self._landed, self._retracting)))
+
+    @property
+    def first_ungranted(self) -> Sequence | None:
+        """The source that has waited longest for a grant which it needs to start."""
+        return self._ungranted[0] if self._ungranted else None
 
     def sequences(self) -> Iterator[Sequence]:
         """Every live sequence."""
-        for place in (self._waiting, self._running, self._landed, self._fetching.values(), self._held.values()):
-            yield from tuple(place)
+        yield from (*self._waiting, *self._ungranted, *self._running, *self._landed)
+        yield from (*self._fetching.values(), *self._held.values(), *self._retracting.values())
 
     def counts(self) -> dict[Phase, int]:
         """How many live sequences there are in each phase."""
         prefilling = sum(sequence.phase is Phase.PREFILLING for sequence in self._running)
         return {
-            Phase.WAITING: len(self._waiting),
+            Phase.WAITING: len(self._waiting) + len(self._ungranted),
             Phase.PREFILLING: prefilling,
             Phase.FETCHING: len(self._fetching),
             Phase.DECODING: len(self._running) - prefilling + len(self._landed),
             Phase.HELD: len(self._held),
+            Phase.RETRACTING: len(self._retracting),
         }
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence at the end of the queue."""
         self._waiting.append(sequence)
 
+    def granted(self, sequence: Sequence) -> None:
+        """A target has blocks for this source: it may take the last ones here, and waits among the others from now on."""
+        sequence.has_grant, sequence.ungranted_since = True, None
+        if sequence in self._ungranted:
+            self._ungranted.remove(sequence)
+            _insert(self._waiting, sequence)
+
     def admit(self, now: float) -> list[Sequence]:
-        """Admit from the head of the queue what fits; return those whose cache is now to be fetched from their source."""
-        while self._landed and len(self._running) < self._max_sequences:
+        """Start what may start and fits; return it. Some of it runs now, the cache of the rest is to come from a source."""
+        while self._landed and self._has_place:
             self._run(self._landed.popleft())
-        fetching = []
-        while self._waiting:
-            sequence = self._waiting[0]
-            has_place = sequence.awaits_source or len(self._running) < self._max_sequences
-            if not has_place or not self._allocate(sequence):
-                break
-            self._waiting.popleft()
+        admitted = []
+        while (sequence := self._next(now)) is not None:
             self._note_admission(sequence, now)
             if sequence.awaits_source:
                 sequence.phase = Phase.FETCHING
                 self._fetching[sequence.number] = sequence
-                fetching.append(sequence)
             else:
                 sequence.phase = Phase.PREFILLING
                 self._run(sequence)
-        return fetching
+            admitted.append(sequence)
+        return admitted
 
-    def plan(self) -> list[Chunk]:
+    def plan(self) -> Plan:
         """Choose what to run next: a token of every decoding sequence, then prefill chunks within the token budget."""
-        chunks = [
-            Chunk(sequence, 1) for sequence in tuple(self._running) if sequence.phase is Phase.DECODING and self._grow(sequence)
-        ]
-        budget = max(self._step_tokens - len(chunks), self.pool.block_tokens)
+        plan, self._owed_blocks = Plan(), 0
+        for sequence in tuple(self._running):
+            if sequence.phase is Phase.DECODING and self._grow(sequence, plan):
+                plan.chunks.append(Chunk(sequence, 1))
+        budget = max(self._step_tokens - len(plan.chunks), self.pool.block_tokens)
         for sequence in self._running:
             if sequence.phase is Phase.PREFILLING and budget:
                 count = min(budget, sequence.uncomputed)
-                chunks.append(Chunk(sequence, count))
+                plan.chunks.append(Chunk(sequence, count))
                 budget -= count
-        return chunks
+        return plan
 
     def complete(self, chunk: Chunk) -> None:
         """The model has run `chunk`: its full blocks enter the prefix cache, and a finished prefill turns to decoding."""
@@ -136,7 +164,7 @@ class Scheduler:
         self._register(sequence, first)
 
     def hold(self, sequence: Sequence) -> None:
-        """The prefill is complete and will be offered: its blocks stay as they are until `finish`."""
+        """A running source is offered, or given up after something of it was told: its blocks stay untouched until `finish`."""
         self._running.remove(sequence)
         self.pool.hold(sequence.blocks)
         sequence.phase = Phase.HELD
@@ -151,9 +179,24 @@ class Scheduler:
         self._register(sequence, 0)
         self._landed.append(sequence)
 
+    def drained(self, sequence: Sequence) -> None:
+        """Nobody reads a retracted source any more: its blocks are free, and it starts over from the head of the queue."""
+        self._leave(sequence)
+        self.pool.release(sequence.blocks, held=True)
+        sequence.preempted()
+        self._waiting.appendleft(sequence)
+
+    def compute_here(self, sequence: Sequence) -> None:
+        """Nothing will come from the source: the prompt is computed here, as soon as there is room for it."""
+        if sequence.phase is Phase.FETCHING:
+            self._leave(sequence)
+            self.pool.release(sequence.blocks, held=True)
+            self._waiting.appendleft(sequence)
+        sequence.compute_here()
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever its phase, and its blocks back."""
-        is_held = sequence.phase in (Phase.FETCHING, Phase.HELD)
+        is_held = sequence.phase in (Phase.FETCHING, Phase.HELD, Phase.RETRACTING)
         self._leave(sequence)
         self.pool.release(sequence.blocks, held=is_held)
         sequence.blocks, sequence.phase = [], Phase.FINISHED
@@ -161,18 +204,46 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         match sequence.phase:
             case Phase.WAITING:
-                self._waiting.remove(sequence)
+                (self._ungranted if sequence in self._ungranted else self._waiting).remove(sequence)
             case Phase.FETCHING:
                 del self._fetching[sequence.number]
             case Phase.HELD:
                 del self._held[sequence.number]
+            case Phase.RETRACTING:
+                del self._retracting[sequence.number]
             case Phase.PREFILLING | Phase.DECODING:
                 (self._running if sequence in self._running else self._landed).remove(sequence)
             case Phase.FINISHED:
                 raise Bug(f"request {sequence.request.request_id} is finished twice")
 
+    @property
+    def _has_place(self) -> bool:
+        return len(self._running) < self._max_sequences
+
     def _run(self, sequence: Sequence) -> None:
         bisect.insort(self._running, sequence, key=_by_number)
+
+    def _next(self, now: float) -> Sequence | None:
+        """Take the next sequence that may start out of its queue, with blocks allocated to it."""
+        if self._ungranted and self._has_place:
+            if self._allocate(self._ungranted[0]):
+                return self._ungranted.popleft()
+            if self._ungranted[0].ungranted_since is None:
+                self._ungranted[0].ungranted_since = now
+        while self._waiting:
+            sequence = self._waiting[0]
+            if not (sequence.awaits_source or self._has_place):
+                return None
+            steps_aside = self._lacks_grant(sequence) and self._ungranted
+            if not steps_aside and self._allocate(sequence):
+                return self._waiting.popleft()
+            if not self._lacks_grant(sequence):
+                return None
+            _insert(self._ungranted, self._waiting.popleft())
+        return None
+
+    def _lacks_grant(self, sequence: Sequence) -> bool:
+        return self._reserved_blocks is not None and sequence.is_source and not sequence.has_grant
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.admitted_s is None:
@@ -186,7 +257,12 @@ class Scheduler:
         cached = self.pool.match_prefix(sequence.digests(tokens if held else tokens - 1))
         needed = self.pool.blocks_for(tokens) - len(cached)
         spare = 0 if sequence.is_source or len(cached) + needed == self.pool.total else 1
-        if not self.pool.can_allocate(needed + spare, cached):
+        if not may_start_prefill(
+            free_blocks=self.pool.free_beside(cached) - self._owed_blocks,
+            needed_blocks=needed + spare,
+            reserved_blocks=self._reserved_blocks or 0,
+            has_grant=not self._lacks_grant(sequence),
+        ):
             return False
         self.pool.acquire(cached, held=held)
         room = self.pool.blocks_for(sequence.limit) - self.pool.blocks_for(tokens)
@@ -195,26 +271,47 @@ class Scheduler:
         sequence.computed = len(cached) * self.pool.block_tokens
         return True
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the next token; false when the sequence itself had to give way."""
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """Make room for the next token; false when the sequence has to wait for it, or had to give way itself."""
         if len(sequence.blocks) * self.pool.block_tokens >= len(sequence.tokens):
             return True
         while not self.pool.can_allocate(1):
+            if self._coming() > self._owed_blocks:
+                self._owed_blocks += 1
+                return False
             victim = max((*self._running, *self._landed), key=_by_number)
-            self._preempt(victim)
+            self._preempt(victim, plan)
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.allocate(1, after=sequence.blocks[-1])
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _coming(self) -> int:
+        """Blocks that will be free when what is being retracted is drained."""
+        return sum(self.pool.held_once(sequence.blocks) for sequence in self._retracting.values())
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         self._leave(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.preempted()
-        self._waiting.appendleft(sequence)
         self.preemptions_total += 1
+        if sequence.spans_told:
+            self.pool.hold(sequence.blocks)
+            sequence.phase = Phase.RETRACTING
+            self._retracting[sequence.number] = sequence
+            plan.retracted.append(sequence)
+        else:
+            self.pool.release(sequence.blocks)
+            sequence.preempted()
+            self._waiting.appendleft(sequence)
 
     def _register(self, sequence: Sequence, first: int) -> None:
         """Enter the computed full blocks from the `first` on into the prefix cache."""
         digests = sequence.digests(sequence.computed)
         self.pool.register(sequence.blocks[first : len(digests)], digests[first:])
+
+
+def _insert(queue: deque[Sequence], sequence: Sequence) -> None:
+    """Put a sequence before the first that came later."""
+    if not queue or queue[-1].number < sequence.number:
+        queue.append(sequence)
+    else:
+        queue.insert(next(index for index, other in enumerate(queue) if other.number > sequence.number), sequence)

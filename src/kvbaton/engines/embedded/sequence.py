@@ -8,7 +8,7 @@ import secrets
 from array import array
 
 from kvbaton.agent.engine_port import HandoffStats
-from kvbaton.core.handoff import Aux, HandoffKey
+from kvbaton.core.handoff import Aux, BlockLists, HandoffKey
 from kvbaton.engines.embedded.pool import PrefixDigests
 from kvbaton.engines.embedded.request import (
     FinishReason,
@@ -24,7 +24,7 @@ from kvbaton.engines.embedded.stops import StopFilter
 from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer
 from kvbaton.errors import Bug
 
-__all__ = ["Phase", "Sequence", "choose_seed"]
+__all__ = ["Phase", "Sequence", "choose_seed", "prompt_digest"]
 
 
 class Phase(enum.StrEnum):
@@ -35,13 +35,16 @@ class Phase(enum.StrEnum):
     FETCHING = "fetching"
     DECODING = "decoding"
     HELD = "held"
+    RETRACTING = "retracting"
     FINISHED = "finished"
 
 
 class Sequence:
     """The tokens of one request, prompt first; the cache of the first `computed` of them lies in `blocks`.
 
-    `number` is the order of arrival. `limit` is the most tokens, prompt included, that the sequence may grow to.
+    `number` is the order of arrival. `limit` is the most tokens, prompt included, that the sequence may grow to. Of a source
+    in push, `spans_told` counts what the agents were told of this attempt, `has_grant` says whether a target has blocks for
+    it, and `ungranted_since` when it came to be the first to wait for that.
     """
 
     def __init__(
@@ -67,6 +70,11 @@ class Sequence:
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.has_ended = False
+        self.has_grant = False
+        self.ungranted_since: float | None = None
+        self.spans_told = 0
+        self.is_first_step_noted = False
+        self._is_local = False
         self.limit = min(limit, self.prompt_tokens + (1 if self.is_source else request.sampling.max_tokens))
         self._digests = PrefixDigests(block_tokens)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else tokenizer.eos_ids
@@ -103,13 +111,12 @@ class Sequence:
     @property
     def awaits_source(self) -> bool:
         """Whether the cache of the prompt is still to come from a prefill instance."""
-        return isinstance(self.request.handoff, FromSource) and not self.record.handed_off
+        return isinstance(self.request.handoff, FromSource) and not (self.record.handed_off or self._is_local)
 
     @property
-    def prompt_digest(self) -> str:
-        """What the prompt is, in short: both sides of a hand-off must have the same."""
-        ids = array("q", self.request.prompt_ids).tobytes()
-        return hashlib.blake2b(ids, digest_size=16).hexdigest()
+    def block_lists(self) -> BlockLists:
+        """The blocks as agents want them; costs time in proportion to their number."""
+        return (tuple(self.blocks),)
 
     def digests(self, tokens: int) -> list[bytes]:
         """The prefix digests of the full blocks within the first `tokens` tokens."""
@@ -132,8 +139,14 @@ class Sequence:
 
     def preempted(self) -> None:
         """Forget the blocks; the tokens so far are run again when the request is admitted anew."""
-        self.blocks, self.computed, self.phase = [], 0, Phase.WAITING
+        self.blocks, self.computed, self.phase, self.spans_told = [], 0, Phase.WAITING, 0
         self.record.recomputed |= self.record.handed_off
+
+    def compute_here(self) -> None:
+        """Nothing will come from the source: from now on this is a plain request, whose prompt is computed here."""
+        self.blocks, self.computed, self.phase = [], 0, Phase.WAITING
+        self.admitted_s, self._is_local = None, True
+        self.record.recomputed = True
 
     def append(self, sampled: Sampled, now: float) -> TokenOutput:
         """Add a chosen token; the output says what to show of it, and whether the answer ends here."""
@@ -180,6 +193,12 @@ class Sequence:
 
     def _last_text(self) -> str:
         return self._stops.feed(self._text.finish()) + self._stops.finish()
+
+
+def prompt_digest(request: GenerationRequest) -> str:
+    """What the prompt is, in short: both sides of a hand-off must have the same."""
+    ids = array("q", request.prompt_ids).tobytes()
+    return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
 
 def choose_seed(request: GenerationRequest) -> int:

@@ -18,6 +18,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvbaton.engines.embedded.config import ModelConfig
+from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_params import HandoffInfo, SourceWish, answer_params
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
 from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
@@ -171,9 +172,14 @@ class _Face:
             raise HttpError(408, "timeout", f"the body did not arrive within {self._progress_timeout_s:g} s") from error
         except (web.RequestPayloadError, ValueError) as error:
             raise BadRequest("body", f"the body cannot be read: {error}") from error
-        if len(raw) <= _INLINE_BODY_BYTES:
-            return self._check(raw, kind, check, request_id)
-        return await asyncio.to_thread(self._check, raw, kind, check, request_id)
+        try:
+            if len(raw) <= _INLINE_BODY_BYTES:
+                return self._check(raw, kind, check, request_id)
+            return await asyncio.to_thread(self._check, raw, kind, check, request_id)
+        except KVBatonError as error:
+            for request in declined_requests(raw, request_id):
+                self._engine.decline(request, str(error))
+            raise
 
     def _check(self, raw: bytes, kind: type[Body], check: Check[Body], request_id: str | None) -> ApiRequest:
         body = decode_body(raw, kind)

@@ -23,7 +23,7 @@ class EngineStats:
     blocks_held: int
     blocks_cached: int
     requests: Mapping[str, int]
-    """Live requests by state: waiting, prefilling, fetching, decoding, held."""
+    """Live requests by state: waiting, prefilling, fetching, decoding, held, retracting."""
     requests_total: Mapping[str, int]
     """Finished requests by finish reason."""
     handoffs_total: Mapping[tuple[str, str], int]

@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What a submission needs of an engine; both methods may be called from any thread and do not wait."""
+    """What a submission needs of an engine; its methods may be called from any thread and do not wait."""
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Start `request`; its outputs go to `sink`."""
@@ -25,9 +25,15 @@ class Runner(Protocol):
     def cancel(self, request_id: RequestId) -> None:
         """Give a running request up."""
 
+    def decline(self, request: GenerationRequest, reason: str) -> None:
+        """A request was refused before it ran: let its source go, if it has one."""
+
 
 class Submission:
-    """Owns its requests in the engine: entering submits all or none, leaving cancels those that have not finished."""
+    """Owns its requests in the engine: entering submits all or none, leaving cancels those that have not finished.
+
+    The sources of those that could not be submitted are let go at once.
+    """
 
     def __init__(self, engine: Runner, requests: tuple[GenerationRequest, ...], *, progress_timeout_s: float) -> None:
         self._engine = engine
@@ -39,17 +45,16 @@ class Submission:
         self._running: set[int] = set()
 
     def __enter__(self) -> Submission:
-        try:
-            for index, request in enumerate(self._requests):
-                self._running.add(index)
-                try:
-                    self._engine.submit(request, self._sink(index))
-                except BaseException:
-                    self._running.discard(index)
-                    raise
-        except BaseException:
-            self._cancel_running()
-            raise
+        for index, request in enumerate(self._requests):
+            self._running.add(index)
+            try:
+                self._engine.submit(request, self._sink(index))
+            except BaseException as error:
+                self._running.discard(index)
+                self._cancel_running()
+                for declined in self._requests[index:]:
+                    self._engine.decline(declined, str(error))
+                raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

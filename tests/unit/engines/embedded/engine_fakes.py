@@ -10,14 +10,28 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.agent.engine_port import EngineEvent, HandoffStats, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import (
+    Drained,
+    EngineEvent,
+    Granted,
+    HandoffStats,
+    Landed,
+    Offer,
+    Pull,
+    SourceEnded,
+    SourceWanted,
+    SpansReady,
+    TargetEnded,
+)
+from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, RequestId, TransferId
+from kvbaton.core.handoff import BlockLists, HandoffKey, Mode, Outcome, RequestId, TransferId
 from kvbaton.core.handoff import Span as HandoffSpan
+from kvbaton.core.timeline import Note
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import Span, Written
 from kvbaton.engines.embedded.request import FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import LoadedModel
@@ -26,6 +40,8 @@ VOCABULARY = 97
 EOS = 96
 BLOCK_TOKENS = 4
 SOURCE = ControlAddress.of("127.0.0.1", 5000)
+PULL = HandoffSettings(mode=Mode.PULL)
+PUSH = HandoffSettings(mode=Mode.PUSH)
 
 
 def make_config(context_tokens: int = 256) -> ModelConfig:
@@ -51,19 +67,26 @@ class FakeModel:
     def __init__(self) -> None:
         self.steps: list[list[tuple[int, int]]] = []
         self.before_step: Callable[[], None] = lambda: None
+        self.on_write: Callable[[int, int, int], None] | None = None
 
-    def forward(self, spans: Sequence[Span], cache: PagedCache) -> npt.NDArray[np.float32]:
+    def forward(self, spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
         self.steps.append([(span.start, len(span.token_ids)) for span in spans])
         self.before_step()
-        for span in spans:
-            self._write(span, cache)
+        for layer in range(2):
+            for span in spans:
+                self._write(span, cache, layer)
+            if written is not None:
+                written(layer)
         return np.stack([self._logits(span, cache) for span in spans])
 
-    def _write(self, span: Span, cache: PagedCache) -> None:
+    def _write(self, span: Span, cache: PagedCache, layer: int) -> None:
         for offset, token_id in enumerate(span.token_ids):
             block, slot = divmod(span.start + offset, cache.block_tokens)
-            cache.data[:, :, span.blocks[block], slot] = int(token_id) + 1
-            cache.data[1, :, span.blocks[block], slot, 0, 0] = span.start + offset
+            if self.on_write is not None:
+                self.on_write(layer, int(span.blocks[block]), slot)
+            cache.data[layer, :, span.blocks[block], slot] = int(token_id) + 1
+            if layer:
+                cache.data[layer, :, span.blocks[block], slot, 0, 0] = span.start + offset
 
     def _logits(self, span: Span, cache: PagedCache) -> npt.NDArray[np.float32]:
         tokens = span.start + len(span.token_ids)
@@ -125,7 +148,7 @@ class Answer:
 
 
 class Bench:
-    """One engine with a fake model, stepped by the test."""
+    """One engine with a fake model, stepped by the test; it pulls, unless told to push."""
 
     def __init__(self, blocks: int = 64, port: Any = None, context_tokens: int = 256, **settings: Any) -> None:
         self.model = FakeModel()
@@ -135,7 +158,11 @@ class Bench:
             config=make_config(context_tokens), model=self.model, tokenizer=FakeTokenizer(), name="fake", fingerprint="f"
         )
         self.port = port
-        self.engine = Engine(cast(LoadedModel, loaded), self.cache, port, EngineSettings(**settings), self.clock)
+        settings.setdefault("handoff", PULL)
+        self.notes: list[Note] = []
+        self.engine = Engine(
+            cast(LoadedModel, loaded), self.cache, port, EngineSettings(**settings), self.clock, self.notes.append
+        )
         self._names = 0
 
     def submit(
@@ -174,6 +201,11 @@ class FakePort:
     """Records what the engine asks for, and tells it what the test says."""
 
     def __init__(self) -> None:
+        self.calls: list[tuple[str, HandoffKey]] = []
+        self.spans: dict[HandoffKey, list[HandoffSpan]] = {}
+        self.span_blocks: dict[HandoffKey, BlockLists] = {}
+        self.retracted: list[HandoffKey] = []
+        self.declined: list[tuple[SourceWanted, str]] = []
         self.offers: dict[HandoffKey, Offer] = {}
         self.pulls: dict[HandoffKey, Pull] = {}
         self.expected_targets: dict[HandoffKey, str] = {}
@@ -186,15 +218,29 @@ class FakePort:
         self.expected_targets[key] = prompt
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[HandoffSpan, ...]) -> None:
-        raise AssertionError(f"{key}: {blocks} {spans}: the engine only pulls so far")
+        assert key in self.expected_targets
+        assert key not in self.offers
+        assert key not in self.retracted
+        self.calls.append(("spans", key))
+        self.spans.setdefault(key, []).extend(spans)
+        assert self.span_blocks.setdefault(key, blocks) == blocks
+
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
+        for each in ready:
+            self.spans_ready(each.key, each.blocks, each.spans)
 
     def retract(self, key: HandoffKey) -> None:
-        raise AssertionError(f"{key}: the engine only pulls so far")
+        self.calls.append(("retract", key))
+        self.retracted.append(key)
+
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        self.declined.append((wanted, reason))
 
     def expect_source(self, wanted: SourceWanted) -> None:
         self.expected_sources[wanted.key] = wanted
 
     def offer(self, offer: Offer) -> None:
+        self.calls.append(("offer", offer.key))
         self.offers[offer.key] = offer
 
     def pull(self, pull: Pull) -> None:
@@ -213,6 +259,14 @@ class FakePort:
     def events(self) -> list[EngineEvent]:
         news, self.news = self.news, []
         return news
+
+    def grant(self, key: HandoffKey) -> None:
+        self.news.append(Granted(key))
+
+    def drain(self, key: HandoffKey) -> None:
+        self.retracted.remove(key)
+        del self.spans[key], self.span_blocks[key]
+        self.news.append(Drained(key))
 
     def end_source(self, key: HandoffKey, outcome: Outcome = Outcome.DELIVERED) -> None:
         del self.offers[key]

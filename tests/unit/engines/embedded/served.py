@@ -79,6 +79,7 @@ class ScriptedEngine:
         self.loaded = FakeModel(config, CharTokenizer())
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[RequestId] = []
+        self.declined: list[tuple[GenerationRequest, str]] = []
         self.refuse = refuse
         self.refuse_after = 0
         self._script = script
@@ -99,6 +100,11 @@ class ScriptedEngine:
     def cancel(self, request_id: RequestId) -> None:
         with self._changed:
             self.cancelled.append(request_id)
+            self._changed.notify_all()
+
+    def decline(self, request: GenerationRequest, reason: str) -> None:
+        with self._changed:
+            self.declined.append((request, reason))
             self._changed.notify_all()
 
     def stats(self) -> EngineStats:

@@ -16,7 +16,7 @@ from engine_fakes import SOURCE, VOCABULARY, Answer, Bench, FakePort, alone, key
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineBusy, EngineSettings, EngineStopped
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import Span, Written
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import BadRequest, ConfigError
@@ -101,7 +101,7 @@ def test_a_seed_repeats_an_answer_and_other_seeds_do_not() -> None:
 
 
 def test_every_output_draws_anew() -> None:
-    def flat(spans: Sequence[Span], cache: PagedCache) -> npt.NDArray[np.float32]:
+    def flat(spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
         return np.zeros((len(spans), VOCABULARY), np.float32)
 
     bench = Bench()
@@ -117,7 +117,7 @@ def test_statistics_count() -> None:
     assert bench.engine.stats().requests["waiting"] == 2
     bench.step()
     stats = bench.engine.stats()
-    assert stats.requests == {"waiting": 1, "prefilling": 0, "fetching": 0, "decoding": 1, "held": 0}
+    assert stats.requests == {"waiting": 1, "prefilling": 0, "fetching": 0, "decoding": 1, "held": 0, "retracting": 0}
     assert (stats.blocks_in_use, stats.blocks_held, stats.blocks_free) == (2, 0, 62)
     bench.run(first, second)
     stats = bench.engine.stats()

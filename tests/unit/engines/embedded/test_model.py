@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference_llama import ReferenceLlama
 
 from kvbaton.engines.embedded.attention import Extent, block_extents
-from kvbaton.engines.embedded.cache import PagedCache
+from kvbaton.engines.embedded.cache import POISON_BYTE, PagedCache
 from kvbaton.engines.embedded.model import Span
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
@@ -175,3 +175,18 @@ def test_table_that_is_too_short_is_a_bug(subject: Subject) -> None:
 def test_extents_join_consecutive_blocks() -> None:
     assert block_extents(table(3, 4, 5, 1, 7, 8), 90, 16) == [Extent(0, 48, 48), Extent(48, 64, 16), Extent(64, 90, 112)]
     assert block_extents(table(2, 9), 7, 8) == [Extent(0, 7, 16)]
+
+
+def test_a_layer_is_told_when_its_keys_and_values_are_there_and_do_not_change_any_more(subject: Subject) -> None:
+    cache, told = PagedCache(subject.loaded.config, 8, 16), []
+    cache.poison(range(8))
+
+    def written(layer: int) -> None:
+        told.append((layer, cache.data[layer].copy(), cache.data[layer + 1 :].copy()))
+
+    spans = [Span(prompt(40), 0, table(0, 1, 2)), Span(prompt(20, 1), 0, table(5, 4))]
+    subject.loaded.model.forward(spans, cache, written)
+    assert [layer for layer, _, _ in told] == list(range(subject.loaded.config.layers))
+    for layer, contents, rest in told:
+        assert np.array_equal(contents, cache.data[layer])
+        assert (rest.view(np.uint8) == POISON_BYTE).all()
