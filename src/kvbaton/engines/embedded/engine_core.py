@@ -132,7 +132,7 @@ class EngineCore:
             if side.setdefault(sequence.key, sequence) is not sequence:
                 self._emit(sequence, sequence.end(FinishReason.ERROR, f"hand-off {sequence.key} is under way already"))
                 return
-            if not self._tell_port(sequence.key, lambda port: _expect(port, sequence)):
+            if not self._tell_port(sequence.key, lambda port: self._expect(port, sequence)):
                 del side[sequence.key]
                 self._emit(sequence, sequence.end(FinishReason.ERROR, "the hand-off could not be started; see the log"))
                 return
@@ -233,7 +233,7 @@ class EngineCore:
         if self._settings.poison and fresh:
             self._cache.poison(fresh)
         blocks = (tuple(sequence.blocks),)
-        pull = Pull(_wanted(sequence), blocks, sequence.prompt_tokens, cached_tokens)
+        pull = Pull(self._wanted(sequence), blocks, sequence.prompt_tokens, cached_tokens)
         if not self._tell_port(sequence.key, lambda port: port.pull(pull)):
             del self._targets[sequence.key]
             self._drop(sequence)
@@ -316,16 +316,15 @@ class EngineCore:
                 sequence.has_ended = True
                 self._counters.finished[FinishReason.CANCELLED.value] += 1
 
+    def _expect(self, port: HandoffPort, sequence: Sequence) -> None:
+        if sequence.is_source:
+            port.expect_target(sequence.key, sequence.prompt_digest)
+        else:
+            port.expect_source(self._wanted(sequence))
 
-def _expect(port: HandoffPort, sequence: Sequence) -> None:
-    if sequence.is_source:
-        port.expect_target(sequence.key, sequence.prompt_digest)
-    else:
-        port.expect_source(_wanted(sequence))
-
-
-def _wanted(sequence: Sequence) -> SourceWanted:
-    handoff = sequence.request.handoff
-    if not isinstance(handoff, FromSource):
-        raise Bug(f"request {sequence.request.request_id} has no source to pull from")
-    return SourceWanted(handoff.key, sequence.prompt_digest, handoff.source, handoff.source_incarnation)
+    def _wanted(self, sequence: Sequence) -> SourceWanted:
+        handoff = sequence.request.handoff
+        if not isinstance(handoff, FromSource):
+            raise Bug(f"request {sequence.request.request_id} has no source to pull from")
+        mode = self._settings.handoff.mode
+        return SourceWanted(handoff.key, sequence.prompt_digest, handoff.source, handoff.source_incarnation, mode)
