@@ -59,8 +59,8 @@ def instance_part(
     command += ["--control-port", str(ports.pick()), "--transport", options.transport]
     for router in routers:
         command += ["--router", router]
-    for name, value in msgspec.structs.asdict(options.handoff).items():
-        command += [f"--{name.replace('_', '-')}", value]
+    for setting, value in msgspec.structs.asdict(options.handoff).items():
+        command += [f"--{setting.replace('_', '-')}", value]
     command += options.extra
     url = f"http://127.0.0.1:{port}"
     environment = core_share(options.engines) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
