@@ -82,7 +82,8 @@ class Dispatcher:
             return _unavailable(missing_sides(live), "no_instance")
         pair = self._policy.choose(RouteRequest(request.path, body.fields), pools)
         try:
-            return await self._serve_with(request, _job(request, body, pair, arrived))
+            job = _job(request, body, pair, arrived)
+            return await self._serve_with(request, job)
         finally:
             self._policy.finished(pair)
 
