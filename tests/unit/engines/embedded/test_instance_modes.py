@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvbaton.config import HandoffSettings, Limits, Trust
-from kvbaton.core.addresses import in_url
+from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.discovery.advertise import advertised_host, numeric_host
+from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.embedded.engine import EngineSettings
 from kvbaton.engines.embedded.instance import InstanceSettings, Role, serve_instance
 from kvbaton.launch.ports import PortPicker
@@ -129,12 +132,21 @@ async def until_healthy(session: aiohttp.ClientSession, address: str) -> None:
         await asyncio.sleep(0.02)
 
 
+async def _is_idle(session: aiohttp.ClientSession, address: str) -> bool:
+    async with session.get(f"http://{address}/metrics") as metrics:
+        text = await metrics.text()
+    return all(f'kvbaton_blocks{{state="{state}"}} 0.0' in text for state in ("in_use", "held"))
+
+
 async def until_idle(session: aiohttp.ClientSession, address: str) -> None:
     """Wait until all blocks are back."""
-    text = ""
-    while not all(f'kvbaton_blocks{{state="{state}"}} 0.0' in text for state in ("in_use", "held")):
-        async with session.get(f"http://{address}/metrics") as metrics:
-            text = await metrics.text()
+    while not await _is_idle(session, address):
+        await asyncio.sleep(0.02)
+
+
+async def until_busy(session: aiohttp.ClientSession, address: str) -> None:
+    """Wait until some blocks are taken."""
+    while await _is_idle(session, address):
         await asyncio.sleep(0.02)
 
 
@@ -191,5 +203,48 @@ def test_a_target_without_a_source_fails_in_bounded_time_and_says_whom_it_waited
             assert f"hand-off tx-1/0.0 from host:127.0.0.1,handshake:{port}" in answer["error"]["message"]
             await until_idle(session, decode.http_address)
             assert (await complete(session, decode.http_address))[0] == 200
+
+    asyncio.run(test())
+
+
+@asynccontextmanager
+async def refusing_prefill(system: Setup, refuse_when: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """A prefill instance that says 400 once `refuse_when` is over, and whose control port nobody listens on."""
+
+    async def refuse(request: web.Request) -> web.Response:
+        await refuse_when()
+        return web.json_response({"error": {"message": "not today"}}, status=400)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", refuse)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    port, control = system.ports.pick(), ControlAddress.of("127.0.0.1", system.ports.pick())
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    registration = Registration(
+        type=InstanceType.PREFILL,
+        http_address=f"127.0.0.1:{port}",
+        zmq_address=str(control),
+        transfer_mode=TransferMode.WRITE,
+    )
+    try:
+        with Announcer(registration, [f"127.0.0.1:{system.router.discovery_port}"]):
+            yield
+    finally:
+        await runner.cleanup()
+
+
+def test_a_prefill_that_fails_frees_the_target_long_before_its_patience_ends() -> None:
+    patient = Limits(transfer_timeout=10 * DEADLINE_S, defer_timeout=20 * DEADLINE_S)
+
+    async def test() -> None:
+        async with setup(Host("127.0.0.1"), Mode.PUSH) as system, aiohttp.ClientSession() as session:
+            decode = system.start("decode", patient)
+            router = f"127.0.0.1:{system.router.port}"
+            async with refusing_prefill(system, lambda: until_busy(session, decode.http_address)):
+                await until_healthy(session, router)
+                status, answer = await complete(session, router)
+            assert (status, answer) == (400, {"error": {"message": "not today"}})
+            await until_idle(session, decode.http_address)
 
     asyncio.run(test())
