@@ -202,7 +202,7 @@ async def routing(*instances: FakeInstance, **settings: Any) -> AsyncIterator[Ro
         await _ready(task, ready)
         for announcer in announcers:
             announcer.start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(DEADLINE_S)) as client:
             router = Router(chosen, client)
             await _registered(router, len(instances))
             yield router
