@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 import kvbaton
-from kvbaton.cli.options import LimitOptions, TransportName
+from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, handoff_settings
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
 from kvbaton.cli.verify import verify
-from kvbaton.config import Limits
+from kvbaton.config import HandoffSettings, Limits
+from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.router.settings import RouterSettings
 from kvbaton.transport.choose import TRANSPORTS
@@ -47,10 +48,23 @@ def test_defaults_of_serve_are_those_of_the_limits() -> None:
 
 def test_defaults_of_verify_are_those_of_its_settings() -> None:
     defaults = _defaults(verify)
-    settings = VerifySettings()
-    assert {name: defaults[name] for name in VerifySettings.__slots__} == {
-        name: getattr(settings, name) for name in VerifySettings.__slots__
-    }
+    assert defaults.pop("handoff") == HandoffOptions()
+    settings = VerifySettings().shown()
+    for name in msgspec.structs.asdict(HandoffSettings()):
+        del settings[name]
+    assert {name: defaults[name] for name in settings} == settings
+
+
+def test_options_of_a_handoff_are_its_settings_with_the_same_choices() -> None:
+    assert handoff_settings(HandoffOptions()) == HandoffSettings()
+    offered = typing.get_type_hints(HandoffOptions)
+    for name, kind in typing.get_type_hints(HandoffSettings).items():
+        assert set(typing.get_args(offered[name])) == {member.value for member in kind}
+
+
+def test_router_offers_exactly_the_modes_there_are() -> None:
+    offered = typing.get_args(typing.get_type_hints(router)["transfer_mode"])
+    assert set(offered) == {*TransferMode, "auto"}
 
 
 def test_defaults_of_router_are_those_of_its_settings() -> None:

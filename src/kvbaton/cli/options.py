@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-__all__ = ["HandoffOptions", "LimitOptions", "TransportName", "TrustOptions"]
+if TYPE_CHECKING:
+    from kvbaton.config import HandoffSettings
+
+__all__ = ["HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
 
 TransportName = Literal["local", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""
@@ -50,6 +53,15 @@ class HandoffOptions:
     integrity: Literal["off", "sampled", "full"] = "off"
     aux_way: Literal["control", "data"] = "control"
     on_failure: Literal["fail", "recompute"] = "fail"
+
+
+def handoff_settings(options: HandoffOptions) -> HandoffSettings:
+    """The options as settings."""
+    import msgspec
+
+    from kvbaton.config import HandoffSettings
+
+    return msgspec.convert(asdict(options), HandoffSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 __all__ = ["router"]
 
@@ -13,6 +14,7 @@ def router(
     port: int = 8000,
     discovery_host: str | None = None,
     discovery_port: int = 8001,
+    transfer_mode: Literal["READ", "WRITE", "auto"] = "auto",
     expire_after_s: float = 5.0,
     verbose: bool = False,
 ) -> int:
@@ -28,6 +30,8 @@ def router(
         where to listen for registrations; the same as `host` when not given.
     discovery_port
         port on which instances register.
+    transfer_mode
+        `READ` takes pull instances only, `WRITE` push instances only; `auto` takes both, and pairs those of the same mode.
     expire_after_s
         an instance that was silent for so long is no longer used.
     verbose
@@ -35,6 +39,7 @@ def router(
     """
     from kvbaton.cli.running import run_server, set_up_logging
     from kvbaton.config import is_loopback
+    from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
     from kvbaton.router.settings import RouterSettings
 
@@ -44,6 +49,7 @@ def router(
         port=port,
         discovery_host=discovery_host or host,
         discovery_port=discovery_port,
+        transfer_mode=None if transfer_mode == "auto" else TransferMode(transfer_mode),
         expire_after_s=expire_after_s,
     )
     log = logging.getLogger("kvbaton")

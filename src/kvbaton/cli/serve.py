@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, TrustOptions
+from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, TrustOptions, handoff_settings
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import check_port
 
@@ -31,6 +31,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8100,
     control_port: int = 8101,
+    advertise_host: str | None = None,
     router: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     transport: TransportName = "local",
     blocks: int = 2048,
@@ -59,6 +60,9 @@ def serve(
         port of the OpenAI-compatible API.
     control_port
         port on which other instances reach this one.
+    advertise_host
+        host name or IP address under which others reach this instance; `host` when not given. Needed when `host` is
+        0.0.0.0 or ::, unless a router tells which of this machine's addresses it is.
     router
         discovery address (host:port) of a router to register with; may be repeated.
     transport
@@ -80,24 +84,24 @@ def serve(
     """
     _check_ports(port, control_port)
     _share_cores(threads)
-    import msgspec
-
     from kvbaton.cli.running import run_server, set_up_logging
-    from kvbaton.config import HandoffSettings, parse_limits, parse_trust
+    from kvbaton.config import parse_limits, parse_trust
+    from kvbaton.discovery.advertise import advertised_host, numeric_host
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
 
     set_up_logging(verbose)
     trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
     trusted.check_bind(host)
-    handing = msgspec.convert(asdict(handoff), HandoffSettings)
+    handing = handoff_settings(handoff)
     settings = InstanceSettings(
         role=role,
         model=model,
         host=host,
         port=port,
-        control_host=host,
+        control_host=numeric_host(host),
         control_port=control_port,
+        advertise_host=advertised_host(host, advertise_host, router),
         transport=transport,
         routers=router,
         blocks=blocks,

@@ -6,16 +6,18 @@ import json
 import os
 import signal
 import time
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.panel import Panel
 
-from kvbaton.cli.options import TransportName
-from kvbaton.launch.local import in_url
+from kvbaton.cli.options import HandoffOptions, TransportName, handoff_settings
+from kvbaton.core.addresses import in_url
 
 __all__ = ["up"]
 
+_DEFAULT_HANDOFF = HandoffOptions()
 _HEALTHY_WITHIN_S = 180.0
 _WATCH_S = 0.2
 _LAST_WORDS_S = 1.0
@@ -30,6 +32,7 @@ def up(
     transport: TransportName = "local",
     host: str = "127.0.0.1",
     port: int = 8000,
+    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     verbose: bool = False,
 ) -> int:
     """Start a router, prefill and decode instances on this machine, and a chat page to talk to them.
@@ -72,7 +75,7 @@ def up(
     discovery_port = ports.pick()
     parse_trust(None, os.environ)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
-    options = InstanceOptions(model, transport, prefill + decode, cluster_key=cluster_key)
+    options = InstanceOptions(model, transport, prefill + decode, handoff=handoff_settings(handoff), cluster_key=cluster_key)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     started = time.monotonic()

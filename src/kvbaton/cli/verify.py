@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import TransportName
+from kvbaton.cli.options import HandoffOptions, TransportName, handoff_settings
 
 if TYPE_CHECKING:
     from kvbaton.verify.report import Report, RequestRow
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
+_DEFAULT_HANDOFF = HandoffOptions()
 _FOUND = 1
 
 
@@ -33,6 +34,7 @@ def verify(
     longest_prompt: int = 1500,
     seed: int = 0,
     drop_writes: bool = False,
+    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
@@ -83,6 +85,7 @@ def verify(
         longest_prompt=longest_prompt,
         seed=seed,
         drop_writes=drop_writes,
+        handoff=handoff_settings(handoff),
     )
     report = _run(settings)
     if json:

@@ -9,7 +9,7 @@ import msgspec
 
 from kvbaton.errors import AddressError
 
-__all__ = ["ControlAddress", "make_request_id", "parse_request_id"]
+__all__ = ["ControlAddress", "in_url", "make_request_id", "parse_request_id"]
 
 _KEYS = ("host", "handshake", "notify")
 _PREFILL_MARK = "___prefill_addr_"
@@ -52,11 +52,15 @@ class ControlAddress(msgspec.Struct, frozen=True, order=True):
     @property
     def zmq_url(self) -> str:
         """Where to connect a socket to."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.handshake}"
+        return f"tcp://{in_url(self.host)}:{self.handshake}"
 
     def __str__(self) -> str:
         return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
+
+
+def in_url(host: str) -> str:
+    """A host as it is written in a URL."""
+    return f"[{host}]" if ":" in host else host
 
 
 def make_request_id(prefill: str, decode: str, tail: str) -> str:

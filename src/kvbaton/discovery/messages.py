@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Mode
 from kvbaton.errors import AddressError
 
 __all__ = [
@@ -50,6 +51,16 @@ class TransferMode(enum.StrEnum):
 
     READ = "READ"
     WRITE = "WRITE"
+
+    @classmethod
+    def of(cls, mode: Mode) -> TransferMode:
+        """What an instance registers that hands over in `mode`."""
+        return cls.WRITE if mode is Mode.PUSH else cls.READ
+
+    @property
+    def mode(self) -> Mode:
+        """The name for people: `push` or `pull`."""
+        return Mode.PUSH if self is TransferMode.WRITE else Mode.PULL
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,11 @@ class Instance:
         """Which side it takes."""
         return self.registration.type
 
+    @property
+    def transfer_mode(self) -> TransferMode:
+        """How it hands over."""
+        return self.registration.transfer_mode
+
 
 @dataclass(frozen=True, slots=True)
 class RefusedInstance:
@@ -103,11 +108,14 @@ Outcome = Registered | Refreshed | Replaced | Refused | Left
 
 
 class Registry:
-    """The instances that were heard of within `expire_after_s`, at most `max_instances` of them."""
+    """The instances that were heard of within `expire_after_s`, at most `max_instances` of them.
+
+    Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side.
+    """
 
     def __init__(
         self,
-        transfer_mode: TransferMode = TransferMode.READ,
+        transfer_mode: TransferMode | None = None,
         expire_after_s: float = 5.0,
         max_instances: int = 1024,
         max_refused: int = 64,
@@ -185,10 +193,10 @@ class Registry:
         return earlier
 
     def _objection(self, message: Registration) -> str | None:
-        if message.transfer_mode is not self.transfer_mode:
+        if self.transfer_mode not in (None, message.transfer_mode):
             return (
                 f"transfer_mode is {message.transfer_mode} there and {self.transfer_mode} here; start the instance with"
-                f" {self.transfer_mode}, or use a router of mode {message.transfer_mode}"
+                f" --mode {self.transfer_mode.mode}, or the router with --transfer-mode auto"
             )
         for field in ("fingerprint", "model"):
             objection = self._mismatch(message, field)

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE
+import msgspec
+
+from kvbaton.config import CLUSTER_KEY_VARIABLE, DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.core.addresses import in_url
 from kvbaton.launch.fleet import Part, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["InstanceOptions", "in_url", "instance_part", "kvbaton_command", "new_cluster_key", "pair_parts", "router_part"]
+__all__ = ["InstanceOptions", "instance_part", "kvbaton_command", "new_cluster_key", "pair_parts", "router_part"]
 
 
 def new_cluster_key() -> str:
@@ -31,6 +34,8 @@ class InstanceOptions:
     """More arguments for `kvbaton serve`."""
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
     """Lets the instances of this set-up know each other; travels in the environment, because everybody can read commands."""
+    handoff: HandoffSettings = DEFAULT_HANDOFF
+    """How the instances hand over."""
 
 
 def kvbaton_command(*arguments: str) -> list[str]:
@@ -39,7 +44,7 @@ def kvbaton_command(*arguments: str) -> list[str]:
 
 
 def router_part(host: str, port: int, discovery_port: int, health_path: str = "/health") -> Part:
-    """A router for READ instances of this machine: wherever it serves, registrations are only taken on loopback."""
+    """A router for instances of this machine, of either mode: wherever it serves, registrations are only taken on loopback."""
     command = kvbaton_command("router", "--host", host, "--port", str(port))
     command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
     return Part("router", command, f"http://{in_url(host)}:{port}{health_path}")
@@ -54,6 +59,8 @@ def instance_part(
     command += ["--control-port", str(ports.pick()), "--transport", options.transport]
     for router in routers:
         command += ["--router", router]
+    for setting, value in msgspec.structs.asdict(options.handoff).items():
+        command += [f"--{setting.replace('_', '-')}", value]
     command += options.extra
     url = f"http://127.0.0.1:{port}"
     environment = core_share(options.engines) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
@@ -68,8 +75,3 @@ def pair_parts(prefill: int, decode: int, options: InstanceOptions, ports: PortP
         for role, count in (("prefill", prefill), ("decode", decode))
         for index in range(count)
     ]
-
-
-def in_url(host: str) -> str:
-    """A host as it is written in a URL."""
-    return f"[{host}]" if ":" in host else host

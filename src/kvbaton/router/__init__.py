@@ -1,1 +1,1 @@
-"""The OpenAI-compatible P/D router and its page: it chooses a pair of instances per request and runs prefill, then decode."""
+"""The OpenAI-compatible P/D router and its page: it chooses a pair of instances per request, and runs prefill and decode."""

@@ -21,9 +21,9 @@ from kvbaton.discovery.messages import InstanceType, Registration
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import BadRequest, ConfigError, PeerError
 from kvbaton.router.answers import error_response, json_response
-from kvbaton.router.dispatch import Dispatcher, missing_sides
+from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.metrics import RouterMetrics
-from kvbaton.router.policy import RoundRobin
+from kvbaton.router.policy import RoundRobin, missing_sides
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.upstream import Upstream
 
@@ -87,7 +87,7 @@ class RouterApp:
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         live = self._registry.live(self._clock())
         if not live:
-            return error_response(503, missing_sides(0, 0), code="no_instance", headers={"Retry-After": "2"})
+            return error_response(503, missing_sides(live), code="no_instance", headers={"Retry-After": "2"})
         names = sorted({instance.registration.model for instance in live} - {""})
         if names:
             entries = [{"id": n, "object": "model", "created": self._started, "owned_by": "kvbaton"} for n in names]
@@ -96,11 +96,11 @@ class RouterApp:
         return web.Response(status=answer.status, body=answer.content, headers={"Content-Type": answer.content_type})
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        now = self._clock()
-        counts = {kind: len(self._registry.live(now, kind)) for kind in InstanceType}
-        missing = missing_sides(counts[InstanceType.PREFILL], counts[InstanceType.DECODE])
+        live = self._registry.live(self._clock())
+        missing = missing_sides(live)
         if missing:
             return error_response(503, missing, code="no_instance", headers={"Retry-After": "2"})
+        counts = {kind: sum(instance.type is kind for instance in live) for kind in InstanceType}
         return json_response({"status": "ok", **{kind.word: count for kind, count in counts.items()}})
 
     async def _instances(self, _request: web.Request) -> web.StreamResponse:
@@ -113,7 +113,7 @@ class RouterApp:
             {**_described(r.registration), "reason": r.reason, "since_s": now - r.since, "age_s": now - r.last_seen}
             for r in self._registry.refused(now)
         ]
-        return json_response({"transfer_mode": self._registry.transfer_mode, "live": live, "refused": refused})
+        return json_response({"transfer_mode": self._registry.transfer_mode or "auto", "live": live, "refused": refused})
 
     async def _show_metrics(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,15 @@ import msgspec
 
 from kvbaton.errors import BadRequest, ProtocolError
 
-__all__ = ["ClientBody", "Fields", "decode_body", "parse_body", "prefill_body", "transfer_params"]
+__all__ = ["ClientBody", "Fields", "decode_body", "parse_body", "prefill_body", "push_params", "transfer_params"]
 
 Fields = dict[str, msgspec.Raw]
 """The top-level fields of a JSON object, each still encoded."""
 
 _CHOOSES_PEERS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _REMOTE_DP_SIZE = 1
+_DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
+_PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
 _MAX_SHOWN = 100
 
 
@@ -59,8 +62,11 @@ def _shown(value: Any) -> str:
     return repr(value)[:_MAX_SHOWN]
 
 
-def prefill_body(body: ClientBody, transfer_id: str) -> bytes:
-    """The prefill leg: one token, no stream, and the order to keep the cache for a remote decode."""
+def prefill_body(body: ClientBody, transfer_id: str, target_tp_size: int | None = None) -> bytes:
+    """The prefill leg: one token, no stream, and the order to keep the cache for a remote decode.
+
+    `target_tp_size` is told in push, where the source must know it before the target speaks.
+    """
     fields: dict[str, Any] = dict(body.fields)
     fields.pop("stream_options", None)
     if "max_completion_tokens" in fields:
@@ -68,15 +74,13 @@ def prefill_body(body: ClientBody, transfer_id: str) -> bytes:
     least = _value(body.fields, "min_tokens")
     if isinstance(least, int):
         fields["min_tokens"] = min(least, 1)
-    params = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "transfer_id": transfer_id,
-        "remote_dp_size": _REMOTE_DP_SIZE,
-    }
+    params = _params(_DECODES_ELSEWHERE, transfer_id, target_tp_size)
     return msgspec.json.encode({**fields, "max_tokens": 1, "stream": False, "kv_transfer_params": params})
+
+
+def push_params(transfer_id: str, source_tp_size: int) -> dict[str, Any]:
+    """What the decode leg is told in push, where prefill has not answered yet: only the request id names the source."""
+    return _params(_PREFILLS_ELSEWHERE, transfer_id, source_tp_size)
 
 
 def transfer_params(answer: bytes) -> Fields:
@@ -93,9 +97,14 @@ def transfer_params(answer: bytes) -> Fields:
         raise ProtocolError(f"kv_transfer_params in the prefill answer is no object: {error}") from error
 
 
-def decode_body(body: ClientBody, params: Fields) -> bytes:
+def decode_body(body: ClientBody, params: Mapping[str, Any]) -> bytes:
     """The decode leg: the client's body, and where its cache is."""
     return msgspec.json.encode({**body.fields, "kv_transfer_params": {**params, "remote_dp_size": _REMOTE_DP_SIZE}})
+
+
+def _params(sides: dict[str, bool], transfer_id: str, peer_tp_size: int | None) -> dict[str, Any]:
+    known = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": transfer_id, "remote_dp_size": _REMOTE_DP_SIZE}
+    return {**sides, **known} if peer_tp_size is None else {**sides, **known, "remote_tp_size": peer_tp_size}
 
 
 def _value(fields: Fields, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counted
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvbaton.discovery.listener import Listener
-from kvbaton.discovery.messages import InstanceType
+from kvbaton.discovery.messages import InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
 
 __all__ = ["RouterMetrics"]
@@ -28,9 +29,11 @@ class _Discovery(Collector):
 
     def collect(self) -> Iterable[Metric]:
         now = self._clock()
-        live = GaugeMetricFamily("kvbaton_router_instances", "Live instances", labels=["type"])
+        live = GaugeMetricFamily("kvbaton_router_instances", "Live instances", labels=["type", "mode"])
+        counts = Counted((instance.type, instance.transfer_mode) for instance in self._registry.live(now))
         for kind in InstanceType:
-            live.add_metric([kind.word], len(self._registry.live(now, kind)))
+            for transfer_mode in TransferMode:
+                live.add_metric([kind.word, transfer_mode.mode], counts[kind, transfer_mode])
         yield live
         yield GaugeMetricFamily("kvbaton_router_refused_instances", "Refused instances", len(self._registry.refused(now)))
         taken = "Messages that reached the discovery socket"

@@ -15,6 +15,7 @@ __all__ = ["RouterSettings"]
 class RouterSettings:
     """Where the router listens and how long it waits. Raises ConfigError for a value that cannot work.
 
+    transfer_mode:          instances of the other mode are refused; None takes both, and pairs instances of the same mode
     expire_after_s:         an instance that was silent for so long is no longer used
     connect_timeout_s:      a connection to an instance must stand within this time
     prefill_timeout_s:      a prefill instance must have answered within this time
@@ -29,7 +30,7 @@ class RouterSettings:
     port: int = 8000
     discovery_host: str = "127.0.0.1"
     discovery_port: int = 8001
-    transfer_mode: TransferMode = TransferMode.READ
+    transfer_mode: TransferMode | None = None
     expire_after_s: float = 5.0
     connect_timeout_s: float = 5.0
     prefill_timeout_s: float = 600.0
@@ -54,5 +55,3 @@ class RouterSettings:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.transfer_mode is not TransferMode.READ:
-            raise ConfigError(f"transfer_mode {self.transfer_mode} is not supported by this router yet; use READ (pull)")

@@ -116,7 +116,7 @@ class TransportSettings:
 
     `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
     `slice_bytes` is moved for one peer before the next one has its turn. `host` and `port` are where `tcp` listens
-    (port 0: one below 32768 that is free).
+    (port 0: one below 32768 that is free), `advertise_host` the IP address at which peers reach that (empty: `host`).
     """
 
     incarnation: Incarnation | None = None
@@ -126,6 +126,7 @@ class TransportSettings:
     slice_bytes: int = 2 << 20
     host: str = "127.0.0.1"
     port: int = 0
+    advertise_host: str = ""
 
     def __post_init__(self) -> None:
         for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes"):

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
 from kvbaton.verify.compare import Answer
 
 __all__ = ["Reply", "ask"]
+
+_MAX_SHOWN = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,22 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tupl
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
-                raise PeerError(f"HTTP {response.status}: {(await response.text())[:300]}")
+                raise PeerError(f"HTTP {response.status}: {_said(await response.text())[:_MAX_SHOWN]}")
             document = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise PeerLost(f"{url}: {error or type(error).__name__}") from error
     except ValueError as error:
         raise ProtocolError(f"{url} answered 200 with something that is no JSON: {error}") from error
     return _read(document)
+
+
+def _said(text: str) -> str:
+    """What an error answer says: its kind and message, or its text when it has none."""
+    try:
+        error = msgspec.json.decode(text)["error"]
+        return f"{error['type']}: {error['message']}"
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return text
 
 
 def _read(document: Any) -> Reply:

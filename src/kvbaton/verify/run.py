@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 import aiohttp
+import msgspec
 
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import PeerError
 from kvbaton.launch.fleet import Fleet
@@ -38,6 +40,12 @@ class VerifySettings:
     longest_prompt: int = 1500
     seed: int = 0
     drop_writes: bool = False
+    handoff: HandoffSettings = DEFAULT_HANDOFF
+
+    def shown(self) -> dict[str, str | int | bool]:
+        """Every setting by its name, in one level."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "handoff"}
+        return {**own, **msgspec.structs.asdict(self.handoff)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
         servers = _start(fleet, settings, loaded.name)
         say(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
-    return make_report(asdict(settings), rows)
+    return make_report(settings.shown(), rows)
 
 
 def _start(fleet: Fleet, settings: VerifySettings, model: str) -> _Servers:
@@ -67,7 +75,7 @@ def _start(fleet: Fleet, settings: VerifySettings, model: str) -> _Servers:
     router_port, discovery_port = ports.pick(), ports.pick()
     engines = settings.prefill + settings.decode + 1
     extra = ("--poison", "--drop-writes") if settings.drop_writes else ("--poison",)
-    options = InstanceOptions(settings.model, settings.transport, engines, extra)
+    options = InstanceOptions(settings.model, settings.transport, engines, extra, handoff=settings.handoff)
     fleet.start(router_part("127.0.0.1", router_port, discovery_port))
     for part in pair_parts(settings.prefill, settings.decode, options, ports, discovery_port):
         fleet.start(part)

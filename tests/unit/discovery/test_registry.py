@@ -121,6 +121,13 @@ def test_a_differing_transfer_mode_is_refused_and_others_keep_working() -> None:
     assert [r.registration.http_address for r in registry.refused(0.1)] == ["127.0.0.1:8201"]
 
 
+def test_without_a_mode_of_its_own_a_registry_takes_both() -> None:
+    registry = Registry()
+    for port, mode in enumerate(TransferMode, 8101):
+        assert isinstance(registry.register(message(port=port, mode=mode), 0.0), Registered)
+    assert {i.transfer_mode for i in registry.live(0.0)} == set(TransferMode)
+
+
 def test_a_differing_model_is_refused_with_both_values() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
@@ -195,9 +202,11 @@ _STEPS = st.tuples(
 )
 
 
-@given(st.lists(_STEPS, max_size=25))
-def test_the_live_instances_always_agree(steps: list[tuple[str, int, str, int, str, TransferMode, bool, float]]) -> None:
-    registry, now = Registry(), 0.0
+@given(st.sampled_from([None, *TransferMode]), st.lists(_STEPS, max_size=25))
+def test_the_live_instances_always_agree(
+    fixed: TransferMode | None, steps: list[tuple[str, int, str, int, str, TransferMode, bool, float]]
+) -> None:
+    registry, now = Registry(fixed), 0.0
     for kind, port, incarnation, control, fingerprint, mode, bye, wait in steps:
         now += wait
         registry.register(
@@ -205,7 +214,7 @@ def test_the_live_instances_always_agree(steps: list[tuple[str, int, str, int, s
         )
         live = registry.live(now)
         assert len({i.registration.fingerprint for i in live} - {""}) <= 1
-        assert all(i.registration.transfer_mode is TransferMode.READ and not i.registration.bye for i in live)
+        assert all(fixed in (None, i.transfer_mode) and not i.registration.bye for i in live)
         assert all(now - i.last_seen < 5.0 for i in live)
         processes = {(i.http_address, i.registration.incarnation, i.zmq_address) for i in live}
         assert len({address for address, _, _ in processes}) == len(processes)

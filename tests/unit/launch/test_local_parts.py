@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
+from kvbaton.config import HandoffSettings, OnFailure
+from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command, pair_parts, router_part
 from kvbaton.launch.ports import PortPicker
 
-OPTIONS = InstanceOptions("tiny", "tcp", 5, ("--poison",))
+HANDOFF = HandoffSettings(Mode.PULL, Integrity.FULL, AuxWay.DATA, OnFailure.RECOMPUTE)
+OPTIONS = InstanceOptions("tiny", "tcp", 5, ("--poison",), handoff=HANDOFF)
 
 
 def _value(command: list[str], option: str) -> str:
@@ -32,6 +35,8 @@ def test_an_instance_gets_its_role_options_and_routers() -> None:
     assert part.health_url == f"{url}/health"
     assert url.endswith(":" + _value(command, "--port"))
     assert (_value(command, "--role"), _value(command, "--model"), _value(command, "--transport")) == ("decode", "tiny", "tcp")
+    assert (_value(command, "--mode"), _value(command, "--integrity")) == ("pull", "full")
+    assert (_value(command, "--aux-way"), _value(command, "--on-failure")) == ("data", "recompute")
     assert command.count("--router") == 2
     assert command[-1] == "--poison"
     assert part.environment

@@ -57,8 +57,15 @@ class FakeInstance:
     port: int = field(default_factory=free_port)
     model: str = "m"
     fingerprint: str = "f"
+    mode: TransferMode = TransferMode.READ
+    tp_size: int = 1
     seen: list[Seen] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    running: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.running == 0
 
     @property
     def http_address(self) -> str:
@@ -73,7 +80,8 @@ class FakeInstance:
             type=self.kind,
             http_address=self.http_address,
             zmq_address=self.zmq_address,
-            transfer_mode=TransferMode.READ,
+            transfer_mode=self.mode,
+            tp_size=self.tp_size,
             incarnation=f"inc-{self.port}",
             model=self.model,
             fingerprint=self.fingerprint,
@@ -94,11 +102,14 @@ class FakeInstance:
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, raw, body))
+        self.running += 1
         try:
             return await self.behave(request, body)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        finally:
+            self.running -= 1
 
 
 async def prefill_well(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -191,7 +202,7 @@ async def routing(*instances: FakeInstance, **settings: Any) -> AsyncIterator[Ro
         await _ready(task, ready)
         for announcer in announcers:
             announcer.start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(DEADLINE_S)) as client:
             router = Router(chosen, client)
             await _registered(router, len(instances))
             yield router

@@ -39,8 +39,8 @@ async def test_health_models_and_instances_with_both_sides_live() -> None:
         state = json.loads((await router.get("/instances"))[2])
         assert state["refused"] == []
         assert {(i["type"], i["http_address"]) for i in state["live"]} == {("P", p.http_address), ("D", d.http_address)}
-        assert all(i["age_s"] >= 0 for i in state["live"])
-        assert await router.metric('kvbaton_router_instances{type="prefill"}') == 1
+        assert all(i["age_s"] >= 0 and i["transfer_mode"] == "READ" for i in state["live"])
+        assert await router.metric('kvbaton_router_instances{mode="pull",type="prefill"}') == 1
 
 
 @run
@@ -53,7 +53,7 @@ async def test_with_nothing_registered_each_route_says_so() -> None:
             message = json.loads(content)["error"]["message"]
             assert "prefill" in message
             assert "decode" in message
-        assert json.loads((await router.get("/instances"))[2]) == {"transfer_mode": "READ", "live": [], "refused": []}
+        assert json.loads((await router.get("/instances"))[2]) == {"transfer_mode": "auto", "live": [], "refused": []}
 
 
 @run
@@ -82,6 +82,37 @@ async def test_an_instance_with_another_model_is_shown_as_refused() -> None:
         assert len(refused) == 1
         assert "'other'" in refused[0]["reason"]
         assert "'f'" in refused[0]["reason"]
+
+
+@pytest.mark.parametrize("ours", list(TransferMode))
+def test_a_router_of_one_mode_refuses_the_other_by_name(ours: TransferMode) -> None:
+    (theirs,) = set(TransferMode) - {ours}
+
+    async def test() -> None:
+        odd = decode(mode=theirs).registration()
+        async with prefill(mode=ours) as p, decode(mode=ours) as d, routing(p, d, transfer_mode=ours) as router:
+            with Announcer(odd, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+                (refused,) = await _refused(router)
+            assert f"transfer_mode is {theirs} there and {ours} here" in refused["reason"]
+            assert f"--mode {ours.mode}" in refused["reason"]
+            assert json.loads((await router.get("/instances"))[2])["transfer_mode"] == ours
+            assert (await router.post({"prompt": "x"}))[0] == 200
+
+    asyncio.run(test())
+
+
+@run
+async def test_two_sides_of_different_modes_are_no_pair_and_it_is_said() -> None:
+    async with prefill(mode=TransferMode.WRITE) as p, decode() as d, routing(p, d) as router:
+        for status, headers, content in (await router.get("/health"), await router.post({"prompt": "x"})):
+            assert status == 503
+            assert "retry-after" in headers
+            message = json.loads(content)["error"]["message"]
+            assert "prefill instances hand over by push (WRITE) and decode instances by pull (READ)" in message
+            assert "--mode" in message
+        assert await router.metric('kvbaton_router_instances{mode="push",type="prefill"}') == 1
+        assert await router.metric('kvbaton_router_instances{mode="pull",type="decode"}') == 1
+    assert p.seen == d.seen == []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +214,6 @@ def test_a_router_process_ends_cleanly_on_sigterm() -> None:
         ("expire_after_s", 0.0),
         ("prefill_timeout_s", float("inf")),
         ("max_in_flight", 0),
-        ("transfer_mode", TransferMode.WRITE),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(setting: str, value: object) -> None:

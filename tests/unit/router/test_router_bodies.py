@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.errors import BadRequest, ProtocolError
-from kvbaton.router.bodies import decode_body, parse_body, prefill_body, transfer_params
+from kvbaton.router.bodies import decode_body, parse_body, prefill_body, push_params, transfer_params
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -78,6 +78,15 @@ def test_max_completion_tokens_is_only_sent_where_it_was_given() -> None:
     assert "max_completion_tokens" not in parse(prompt="x")
     assert parse(max_completion_tokens=5)["max_completion_tokens"] == 1
     assert parse(max_completion_tokens=5)["max_tokens"] == 1
+
+
+def test_in_push_both_legs_know_the_transfer_and_the_size_of_the_other_side() -> None:
+    body = parse_body(b'{"prompt":"x"}')
+    first = json.loads(prefill_body(body, "tx-1", 4))["kv_transfer_params"]
+    second = json.loads(decode_body(body, push_params("tx-1", 2)))["kv_transfer_params"]
+    common = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": "tx-1", "remote_dp_size": 1}
+    assert first == {"do_remote_decode": True, "do_remote_prefill": False, "remote_tp_size": 4, **common}
+    assert second == {"do_remote_decode": False, "do_remote_prefill": True, "remote_tp_size": 2, **common}
 
 
 def test_what_prefill_answered_goes_to_decode_byte_for_byte() -> None:

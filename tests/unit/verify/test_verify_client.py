@@ -71,6 +71,12 @@ def test_an_error_is_told_with_its_status_and_text() -> None:
         _ask(503, b'{"error": "no live decode instance"}')
 
 
+def test_an_error_object_is_told_with_its_kind_and_message() -> None:
+    content = {"error": {"message": "hand-off t failed: checksum", "type": "handoff_failed", "param": None, "code": None}}
+    with pytest.raises(PeerError, match=r"^HTTP 502: handoff_failed: hand-off t failed: checksum$"):
+        _ask(502, json.dumps(content).encode())
+
+
 WRONG: dict[str, Any] = {
     "no choices": {"choices": []},
     "no logprobs": {"choices": [{"finish_reason": "length", "logprobs": None}]},

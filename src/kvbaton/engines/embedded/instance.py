@@ -14,8 +14,10 @@ from kvbaton.agent.driver import Driver
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
+from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Incarnation
+from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.embedded.cache import PagedCache
@@ -38,7 +40,10 @@ _TYPES = {"prefill": InstanceType.PREFILL, "decode": InstanceType.DECODE}
 
 @dataclass(frozen=True, slots=True)
 class InstanceSettings:
-    """Everything that `kvbaton serve` can be told."""
+    """Everything that `kvbaton serve` can be told.
+
+    `advertise_host` is where others reach this instance; `control_host`, an IP address, when it is empty.
+    """
 
     role: Role
     model: str
@@ -55,6 +60,17 @@ class InstanceSettings:
     trust: Trust
     handoff: HandoffSettings = DEFAULT_HANDOFF
     drop_writes: bool = False
+    advertise_host: str = ""
+
+    @property
+    def control_address(self) -> ControlAddress:
+        """Where other instances reach this one."""
+        return ControlAddress.of(self.advertise_host or self.control_host, self.control_port)
+
+    @property
+    def http_address(self) -> str:
+        """Where routers and clients reach this instance."""
+        return f"{in_url(self.advertise_host or self.host)}:{self.port}"
 
 
 class _Instance:
@@ -72,7 +88,7 @@ class _Instance:
         self.engine = Engine(loaded, cache, self.driver, settings.engine)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
-        self.handoff = HandoffInfo(self.driver.address, incarnation)
+        self.handoff = HandoffInfo(settings.control_address, incarnation)
         self.loaded = loaded
 
     def _wake(self) -> None:
@@ -105,8 +121,8 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
             ) from error
         announcer = _announcer(settings, instance)
         announcer.start()
-        where = f"http://{settings.host}:{settings.port}, control {instance.driver.address}"
-        say(f"{settings.role} instance of {loaded.name} on {where}")
+        where = f"http://{settings.http_address}, control {settings.control_address}"
+        say(f"{settings.role} instance of {loaded.name} on {where}, {settings.handoff.mode} mode")
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -116,7 +132,10 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
 
 def _open_transport(settings: InstanceSettings, incarnation: Incarnation, cache: PagedCache) -> Transport:
     transport_settings = TransportSettings(
-        incarnation=incarnation, timeout_s=settings.limits.transfer_timeout, host=settings.control_host
+        incarnation=incarnation,
+        timeout_s=settings.limits.transfer_timeout,
+        host=settings.control_host,
+        advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
     )
     region = Region.of(cache.data)
     transport = open_transport(settings.transport, region, transport_settings)
@@ -143,9 +162,9 @@ def _announcer(settings: InstanceSettings, instance: _Instance) -> Announcer:
     kind = _TYPES.get(settings.role, InstanceType.DECODE)
     registration = Registration(
         type=kind,
-        http_address=f"{settings.host}:{settings.port}",
-        zmq_address=str(instance.driver.address),
-        transfer_mode=TransferMode.READ,
+        http_address=settings.http_address,
+        zmq_address=str(settings.control_address),
+        transfer_mode=TransferMode.of(settings.handoff.mode),
         incarnation=instance.handoff.incarnation,
         model=instance.loaded.name,
         fingerprint=instance.loaded.fingerprint,

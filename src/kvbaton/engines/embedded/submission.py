@@ -77,7 +77,8 @@ class Submission:
         if output.finish_reason is FinishReason.ERROR:
             handoff = self._requests[index].handoff
             if isinstance(handoff, FromSource):
-                raise HttpError(502, "handoff_failed", f"hand-off {handoff.key} failed: {output.error or 'no reason given'}")
+                reason = output.error or "no reason given"
+                raise HttpError(502, "handoff_failed", f"hand-off {handoff.key} from {handoff.source} failed: {reason}")
             raise HttpError(500, "server_error", output.error or "the engine failed and gave no reason")
 
     def _sink(self, index: int) -> Sink:

@@ -4,6 +4,7 @@ import { element } from "./dom.js";
 const EVERY_MS = 2000;
 const LATE_S = 3;
 const WORDS = { P: "prefill", D: "decode" };
+const MODES = { READ: "pull", WRITE: "push" };
 
 const missing = (word) =>
   element("span", "instance missing", element("span", "", element("b", "", `No ${word} instance`), ` · start one: kvbaton serve --role ${word}`));
@@ -11,7 +12,7 @@ const missing = (word) =>
 function live(instance) {
   const node = element("span", `instance${instance.age_s > LATE_S ? " late" : ""}`,
     element("b", "", WORDS[instance.type] ?? instance.type), element("code", "", instance.http_address));
-  node.title = `${instance.model || "model unknown"} · ${instance.zmq_address} · last heard of ${instance.age_s.toFixed(1)} s ago`;
+  node.title = `${instance.model || "model unknown"} · ${MODES[instance.transfer_mode]} · ${instance.zmq_address} · last heard of ${instance.age_s.toFixed(1)} s ago`;
   return node;
 }
 

@@ -248,8 +248,11 @@ def _listen(settings: TransportSettings) -> socket.socket:
             f"transport setting host is {settings.host!r}, which is no address of this machine: {error}"
         ) from error
     host = str(address[0])
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - refused, not bound
-        raise ConfigError(f"transport setting host is {settings.host!r}; name the address under which peers reach this machine")
+    if host in ("0.0.0.0", "::") and not settings.advertise_host:  # noqa: S104 - refused, not bound
+        raise ConfigError(
+            f"transport setting host is {settings.host!r}; name the address under which peers reach this machine in"
+            " advertise_host"
+        )
     start = secrets.randbelow(len(_PORTS))
     ports = [settings.port] if settings.port else [_PORTS[(start + n) % len(_PORTS)] for n in range(_PORT_TRIES)]
     reason = ""

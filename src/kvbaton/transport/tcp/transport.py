@@ -40,7 +40,8 @@ class TcpTransport(QueuedTransport[TcpLink]):
         return self._server.refused_total
 
     def _details(self) -> dict[str, str | int]:
-        return {"host": self._server.host, "port": self._server.port, "token": self._server.token.hex()}
+        host = self._settings.advertise_host or self._server.host
+        return {"host": host, "port": self._server.port, "token": self._server.token.hex()}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> TcpLink:
         host, port = detail(endpoint, "host", str), detail(endpoint, "port", int)

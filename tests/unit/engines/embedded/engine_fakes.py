@@ -205,7 +205,6 @@ class FakePort:
         self.spans: dict[HandoffKey, list[HandoffSpan]] = {}
         self.span_blocks: dict[HandoffKey, BlockLists] = {}
         self.retracted: list[HandoffKey] = []
-        self.declined: list[tuple[SourceWanted, str]] = []
         self.offers: dict[HandoffKey, Offer] = {}
         self.pulls: dict[HandoffKey, Pull] = {}
         self.expected_targets: dict[HandoffKey, str] = {}
@@ -232,9 +231,6 @@ class FakePort:
     def retract(self, key: HandoffKey) -> None:
         self.calls.append(("retract", key))
         self.retracted.append(key)
-
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
-        self.declined.append((wanted, reason))
 
     def expect_source(self, wanted: SourceWanted) -> None:
         self.expected_sources[wanted.key] = wanted
