@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbaton.core.handoff import Outcome
 from kvbaton.observe.phases import Bar, Phase
 
-__all__ = ["duration", "end_words", "part_words", "row_words", "size", "waited_for"]
+__all__ = ["duration", "end_words", "row_words", "size", "waited_for"]
 
 _WAITED = {
     Phase.ROUTER: "the router",
@@ -57,10 +57,3 @@ def end_words(outcome: Outcome) -> str:
 def row_words(bar: Bar) -> str:
     """What the row of a phase is called."""
     return f"{bar.phase} at the {bar.side}" if bar.phase is Phase.QUEUE else str(bar.phase)
-
-
-def part_words(bar: Bar) -> str:
-    """Which tokens and layers a chunk, a layer or a span holds."""
-    is_one = bar.end_layer - bar.first_layer == 1
-    layers = f"layer {bar.first_layer}" if is_one else f"layers {bar.first_layer} to {bar.end_layer - 1}"
-    return f"tokens {bar.first_token} to {bar.end_token - 1}, {layers}"

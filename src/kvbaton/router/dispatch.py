@@ -23,6 +23,7 @@ from kvbaton.router.answers import error_event, error_response
 from kvbaton.router.bodies import ClientBody, decode_body, parse_body, prefill_body, transfer_params
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import Pair, Policy, RouteRequest
+from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.upstream import Answer, StreamedAnswer, Upstream
 
@@ -50,7 +51,7 @@ class _Job:
 
 
 class Dispatcher:
-    """Serves completion requests with the live instances of `registry`, as `policy` chooses them."""
+    """Serves completion requests with the live instances of `registry`, as `policy` chooses them; `routed` remembers them."""
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class Dispatcher:
         policy: Policy,
         upstream: Upstream,
         metrics: RouterMetrics,
+        routed: RoutedTransfers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._routed = routed
         self._settings = settings
         self._registry = registry
         self._policy = policy
@@ -97,7 +100,9 @@ class Dispatcher:
             return _unavailable(missing, "no_instance")
         pair = self._policy.choose(RouteRequest(request.path, body.fields), prefills, decodes)
         try:
-            return await self._both_legs(request, _job(request, body, pair, arrived))
+            job = _job(request, body, pair, arrived)
+            self._routed.add(job.transfer_id, pair, arrived)
+            return await self._both_legs(request, job)
         finally:
             self._policy.finished(pair)
 

@@ -1,17 +1,6 @@
 // The bar under an answer: where the time until its first token went.
 import { element } from "./dom.js";
-
-const milliseconds = (seconds) => {
-  const ms = seconds * 1000;
-  return ms < 10 ? `${ms.toFixed(1)} ms` : `${Math.round(ms).toLocaleString("en")} ms`;
-};
-
-const bytes = (count) => {
-  const units = ["B", "KiB", "MiB", "GiB"];
-  let step = 0;
-  while (count >= 1024 && step < units.length - 1) { count /= 1024; step += 1; }
-  return `${step ? count.toFixed(1) : count} ${units[step]}`;
-};
+import { bytes, milliseconds } from "./units.js";
 
 const positive = (value) => (Number.isFinite(value) && value > 0 ? value : 0);
 
