@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side, Stage
 from kvbaton.observe.records import NoteRecord
 from kvbaton.observe.tracks import Moment, Track
@@ -88,10 +89,10 @@ class Sides:
         track = self._of(side)
         return None if track is None else track.first(stage)
 
-    def last(self, side: Side, stage: Stage) -> float | None:
-        """When a side last reached a stage."""
+    def settled(self, side: Side, stage: Stage) -> float | None:
+        """When a side first reached a stage for good, after whatever was retracted."""
         track = self._of(side)
-        return None if track is None else track.last(stage)
+        return None if track is None else track.settled(stage)
 
     def moments(self, side: Side, stage: Stage) -> list[Moment]:
         """Every note of a stage of a side."""
@@ -101,12 +102,19 @@ class Sides:
     @property
     def first_token_s(self) -> float | None:
         """When the source chose its first token; of a source that nobody tells of, when the target heard of it."""
-        return _either(self.last(Side.SOURCE, Stage.PREFILLED), self.last(Side.TARGET, Stage.PREFILLED))
+        return _either(self.settled(Side.SOURCE, Stage.PREFILLED), self.settled(Side.TARGET, Stage.PREFILLED))
 
     @property
     def ready_s(self) -> float | None:
         """When the target's engine took the cache into a step; of a request that needed no step, when it was confirmed."""
-        return _either(self.first(Side.TARGET, Stage.FIRST_STEP), self.last(Side.TARGET, Stage.CONFIRMED))
+        return _either(self.first(Side.TARGET, Stage.FIRST_STEP), self.confirmed_s)
+
+    @property
+    def confirmed_s(self) -> float | None:
+        """When the target knew that what it has is right; where the source writes, that is when it was delivered."""
+        ended = self.moments(Side.TARGET, Stage.ENDED)
+        delivered = next((at for at, note in ended if note.outcome is Outcome.DELIVERED), None)
+        return _either(self.settled(Side.TARGET, Stage.CONFIRMED), delivered)
 
     @property
     def moved(self) -> list[Moment]:
@@ -142,9 +150,9 @@ def _milestones(sides: Sides) -> Iterator[tuple[Phase, float | None]]:
     yield Phase.QUEUE, sides.first(target, Stage.ALLOCATED)
     yield Phase.GREETING, sides.first(target, Stage.GRANT_SENT)
     yield Phase.GRANT, sides.first(source, Stage.GRANTED)
-    yield Phase.ANNOUNCEMENT, _latest(sides.last(target, Stage.ANNOUNCED), sides.last(target, Stage.PREFILLED))
-    yield Phase.WIRE, _either(sides.last(target, Stage.FILLED), sides.last(target, Stage.MOVED))
-    yield Phase.CONFIRMATION, sides.last(target, Stage.CONFIRMED)
+    yield Phase.ANNOUNCEMENT, sides.settled(target, Stage.PREFILLED)
+    yield Phase.WIRE, _either(sides.settled(target, Stage.FILLED), max((at for at, _ in sides.moved), default=None))
+    yield Phase.CONFIRMATION, sides.confirmed_s
     yield Phase.FIRST_STEP, sides.first(target, Stage.FIRST_STEP)
 
 
@@ -159,8 +167,8 @@ def _all_bars(sides: Sides) -> Iterator[Bar | None]:
     heard = _either(sides.first(source, Stage.GRANTED), answered)
     yield _bar(sides, Phase.GRANT, target, sides.first(target, Stage.GRANT_SENT), heard)
     yield _wire(sides)
-    asked = _either(sides.last(target, Stage.FILLED), sides.last(source, Stage.CONFIRMED))
-    confirmed = sides.last(target, Stage.CONFIRMED)
+    asked = _either(sides.settled(target, Stage.FILLED), sides.settled(source, Stage.CONFIRMED))
+    confirmed = sides.confirmed_s
     yield _bar(sides, Phase.CONFIRMATION, target, asked, confirmed)
     stepped = sides.first(target, Stage.FIRST_STEP)
     if stepped is not None or sides.first(target, Stage.ENDED) is None:
@@ -194,14 +202,14 @@ def _started(sides: Sides) -> float | None:
 
 def _router(sides: Sides) -> Bar | None:
     """In pull the target is asked when the source has answered; in push it has the request long before."""
-    done, asked = sides.last(Side.SOURCE, Stage.PREFILLED), sides.first(Side.TARGET, Stage.ARRIVED)
+    done, asked = sides.settled(Side.SOURCE, Stage.PREFILLED), sides.first(Side.TARGET, Stage.ARRIVED)
     if done is None or asked is None or asked <= done:
         return None
     return _bar(sides, Phase.ROUTER, Side.TARGET, done, asked)
 
 
 def _prefill(sides: Sides) -> Bar | None:
-    whole = _bar(sides, Phase.PREFILL, Side.SOURCE, _started(sides), sides.last(Side.SOURCE, Stage.PREFILLED))
+    whole = _bar(sides, Phase.PREFILL, Side.SOURCE, _started(sides), sides.settled(Side.SOURCE, Stage.PREFILLED))
     if whole is None:
         return None
     return msgspec.structs.replace(whole, parts=tuple(_chunks(sides.moments(Side.SOURCE, Stage.COMPUTED), whole.start_s)))
@@ -247,7 +255,7 @@ def _wire(sides: Sides) -> Bar | None:
         return None
     start = min([span.start_s for span in spans] + ([] if announced is None else [announced]))
     done = max((span.end_s for span in spans), default=None)
-    is_in = _either(sides.first(Side.TARGET, Stage.FILLED), sides.first(Side.TARGET, Stage.CONFIRMED)) is not None
+    is_in = _either(sides.settled(Side.TARGET, Stage.FILLED), sides.confirmed_s) is not None
     whole = _bar(sides, Phase.WIRE, Side.TARGET, start, done)
     if whole is None:
         return None
@@ -315,7 +323,3 @@ def _merged(stretches: list[tuple[float, float]]) -> Iterator[tuple[float, float
 
 def _either(one: float | None, other: float | None) -> float | None:
     return other if one is None else one
-
-
-def _latest(one: float | None, other: float | None) -> float | None:
-    return max((moment for moment in (one, other) if moment is not None), default=None)

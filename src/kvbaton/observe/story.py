@@ -177,7 +177,7 @@ def _end(side: Side, track: Track | None) -> End:
 
 
 def _marks(sides: Sides) -> Iterator[Mark]:
-    token_s = sides.last(Side.SOURCE, Stage.PREFILLED)
+    token_s = sides.settled(Side.SOURCE, Stage.PREFILLED)
     if token_s is not None:
         yield Mark("first token", Side.SOURCE, token_s)
     for side in Side:
@@ -222,7 +222,9 @@ def _delivery(sides: Sides, waited: tuple[Wait, ...], clock: Clock) -> str:
     if exposed is None:
         return "The cache was delivered; when the first token was chosen is not known."
     heard = (
-        "the first token" if sides.last(Side.SOURCE, Stage.PREFILLED) is not None else "the target had heard of the first token"
+        "the first token"
+        if sides.settled(Side.SOURCE, Stage.PREFILLED) is not None
+        else "the target had heard of the first token"
     )
     stepped = sides.first(Side.TARGET, Stage.FIRST_STEP) is not None
     what = "The first decode step came" if stepped else "The cache had landed"

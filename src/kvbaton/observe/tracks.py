@@ -45,6 +45,12 @@ class Track:
         moments = self.moments(stage)
         return moments[0][0] if moments else None
 
+    def settled(self, stage: Stage) -> float | None:
+        """When a stage was first reached for good: after the last retraction, if there was one."""
+        retracted = self.last(Stage.RETRACTED)
+        since = float("-inf") if retracted is None else retracted
+        return next((at for at, _ in self.moments(stage) if at >= since), None)
+
     def last(self, stage: Stage) -> float | None:
         """When a stage was last reached; None when it was not."""
         moments = self.moments(stage)
