@@ -14,7 +14,7 @@ from rich.text import Text
 from kvbaton.core.timeline import Side
 from kvbaton.observe.phases import Bar, Phase
 from kvbaton.observe.story import HandoffStory, Story
-from kvbaton.observe.words import duration, row_words, size, waited_for
+from kvbaton.observe.words import duration, row_words, size
 
 __all__ = ["print_details", "print_story"]
 
@@ -60,8 +60,7 @@ def print_details(console: Console, story: Story) -> None:
 def _print_picture(console: Console, handoff: HandoffStory) -> None:
     end_s = max((bar.end_s for bar in handoff.bars), default=0.0)
     start_s = min((bar.start_s for bar in handoff.bars), default=0.0)
-    width = max(_LEAST_BAR, min(_MOST_BAR, console.width - _LABEL - _TIME - _REMARK - 4))
-    canvas = _Canvas(width, start_s, end_s, handoff.first_token_s)
+    canvas = _Canvas(_width(console), start_s, end_s, handoff.first_token_s)
     console.print(canvas.scale(), highlight=False, soft_wrap=True)
     for bar in handoff.bars:
         console.print(_row(canvas, bar), soft_wrap=True)
@@ -72,9 +71,23 @@ def _print_picture(console: Console, handoff: HandoffStory) -> None:
 
 
 def _print_waits(console: Console, handoff: HandoffStory) -> None:
-    if handoff.waits:
-        pieces = ", ".join(f"{duration(wait.seconds)} for {waited_for(wait.phase)}" for wait in handoff.waits)
-        console.print(f"waited after the first token: {pieces}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    """What was waited for after the first token, one after the other, on a scale of its own."""
+    if not handoff.waits or handoff.exposed_s is None:
+        return
+    canvas = _Canvas(_width(console), 0.0, handoff.exposed_s, 0.0)
+    console.print(
+        Text(f"{'after the first token':<{_LABEL + 2}}{'':<{_width(console)}} {duration(handoff.exposed_s):>{_TIME}}")
+    )
+    start_s = 0.0
+    for wait in handoff.waits:
+        end_s = start_s + wait.seconds
+        console.print(_row(canvas, Bar(wait.phase, Side.TARGET, start_s, end_s, exposed_s=wait.seconds)), soft_wrap=True)
+        start_s = end_s
+    console.print()
+
+
+def _width(console: Console) -> int:
+    return max(_LEAST_BAR, min(_MOST_BAR, console.width - _LABEL - _TIME - _REMARK - 4))
 
 
 def _row(canvas: _Canvas, bar: Bar) -> Text:
@@ -141,7 +154,7 @@ class _Canvas:
 
 
 def _details(handoff: HandoffStory) -> Iterator[tuple[Bar | None, Bar | None]]:
-    """Every computed part with the span that carried it, in the order of computing; then spans that match none."""
+    """Every computed part with the span that carried it, or followed by the spans that did; then spans that match none."""
     spans: dict[tuple[int, ...], Bar] = {}
     computed: list[Bar] = []
     for bar in handoff.bars:
@@ -153,6 +166,8 @@ def _details(handoff: HandoffStory) -> Iterator[tuple[Bar | None, Bar | None]]:
         span = spans.get(_place(part))
         carries = span is not None and span.first_token >= part.first_token
         yield part, spans.pop(_place(part)) if carries else None
+        for place in [place for place in spans if not carries and place[0] == part.end_token]:
+            yield None, spans.pop(place)
     for span in spans.values():
         yield None, span
 

@@ -6,27 +6,29 @@ const WIDTH = 720;
 const LABELS = 132;
 const TIMES = 66;
 const ROW = 20;
-const TALL = 46;
+const TALL = 60;
+const HEAD = 18;
 const MOST_PARTS = 4000;
 const MOST_HANDOFFS = 4;
 
 const isTall = (bar) => (bar.parts ?? []).length > 0;
 const height = (bar) => (isTall(bar) ? TALL : ROW);
-const label = (bar) => (bar.phase === "queue" ? `queue, ${bar.side}` : bar.phase);
+const label = (bar) => (bar.phase === "queue" ? `queue, ${bar.side ?? "target"}` : bar.phase);
 const range = (first, end) => (end - first > 1 ? `${first} to ${end - 1}` : `${first}`);
 
 // Layers of chunks, or spans: the smallest pieces that were told.
 const pieces = (bar) => (bar.parts ?? []).flatMap((part) => part.parts ?? [part]).slice(0, MOST_PARTS);
 
-function scale(handoff) {
-  const start = Math.min(...handoff.bars.map((bar) => bar.start_s));
-  const end = Math.max(...handoff.bars.map((bar) => bar.end_s), start + 1e-6);
+function scale(start, end) {
   const room = WIDTH - LABELS - TIMES;
-  return (seconds) => LABELS + room * Math.min(1, Math.max(0, (seconds - start) / (end - start)));
+  const length = Math.max(end - start, 1e-6);
+  return (seconds) => LABELS + room * Math.min(1, Math.max(0, (seconds - start) / length));
 }
 
+const wholeScale = ({ bars }) => scale(Math.min(...bars.map((bar) => bar.start_s)), Math.max(...bars.map((bar) => bar.end_s)));
+
 function rectangle(kind, x, from, to, y, tall, words) {
-  const node = shape("rect", { class: kind, x: x(from), y, width: Math.max(1.2, x(to) - x(from)), height: tall, rx: tall > 6 ? 2 : 0 });
+  const node = shape("rect", { class: kind, x: x(from), y, width: Math.max(2, x(to) - x(from)), height: tall, rx: tall > 6 ? 2 : 0 });
   node.append(shape("title", {}, words));
   return node;
 }
@@ -79,15 +81,33 @@ function drawToken(x, tokenS, bottom) {
   ];
 }
 
+// What was waited for after the first token, one after the other, on a scale of its own.
+function drawWaits(handoff, top) {
+  const x = scale(0, handoff.exposed_s);
+  const nodes = [shape("text", { x: 0, y: top + HEAD / 2, class: "strong" }, `after the first token: ${milliseconds(handoff.exposed_s)}`)];
+  let [y, from] = [top + HEAD, 0];
+  for (const wait of handoff.waits) {
+    nodes.push(...drawRow({ ...wait, start_s: from, end_s: from + wait.seconds, exposed_s: wait.seconds }, x, y, 0));
+    from += wait.seconds;
+    y += ROW;
+  }
+  return [nodes, y];
+}
+
 function picture(handoff) {
-  const x = scale(handoff);
+  const x = wholeScale(handoff);
   const nodes = [];
-  let y = 18;
+  let y = HEAD;
   for (const bar of handoff.bars) {
     nodes.push(...drawRow(bar, x, y, handoff.first_token_s));
     y += height(bar);
   }
   if (handoff.first_token_s !== null) nodes.push(...drawToken(x, handoff.first_token_s, y));
+  if (handoff.waits.length) {
+    const [rows, bottom] = drawWaits(handoff, y + 8);
+    nodes.push(...rows);
+    y = bottom;
+  }
   const node = shape("svg", { viewBox: `0 0 ${WIDTH} ${y + 4}`, role: "img", "aria-label": handoff.sentence });
   node.append(...nodes);
   return node;

@@ -6,8 +6,8 @@ export const milliseconds = (seconds) => {
 };
 
 export const bytes = (count) => {
-  const units = ["B", "KiB", "MiB", "GiB"];
+  const units = ["B", "kB", "MB", "GB"];
   let step = 0;
-  while (count >= 1024 && step < units.length - 1) { count /= 1024; step += 1; }
+  while (count >= 1000 && step < units.length - 1) { count /= 1000; step += 1; }
   return `${step ? count.toFixed(1) : count} ${units[step]}`;
 };
