@@ -80,7 +80,7 @@ def notes_of_pull(way: Way) -> Way:
     asked = way.target(Stage.ARRIVED, sampled + way.router_s)
     way.target(Stage.ALLOCATED, asked + way.allocate_s)
     sent = way.target(Stage.GRANT_SENT, asked + way.allocate_s + 0.0001)
-    granted = way.source(Stage.GRANTED, sent + way.message_s)
+    granted = sent + way.message_s
     whole = {**span(way, 0, 0, way.layers), "end_token": way.chunks * way.chunk_tokens}
     moved = _span_travels(way, granted, 0.0, whole)
     way.target(Stage.PREFILLED, granted + way.message_s)

@@ -105,6 +105,11 @@ class Sides:
         return _either(self.settled(Side.SOURCE, Stage.PREFILLED), self.settled(Side.TARGET, Stage.PREFILLED))
 
     @property
+    def granted_s(self) -> float | None:
+        """When the source had its grant; one that held its cache ready for it answers at once, by announcing."""
+        return _either(self.first(Side.SOURCE, Stage.GRANTED), self.first(Side.SOURCE, Stage.ANNOUNCED))
+
+    @property
     def ready_s(self) -> float | None:
         """When the target's engine took the cache into a step; of a request that needed no step, when it was confirmed."""
         return _either(self.first(Side.TARGET, Stage.FIRST_STEP), self.confirmed_s)
@@ -145,11 +150,11 @@ def waits(sides: Sides) -> tuple[Wait, ...]:
 
 
 def _milestones(sides: Sides) -> Iterator[tuple[Phase, float | None]]:
-    source, target = Side.SOURCE, Side.TARGET
+    target = Side.TARGET
     yield Phase.ROUTER, sides.first(target, Stage.ARRIVED)
     yield Phase.QUEUE, sides.first(target, Stage.ALLOCATED)
     yield Phase.GREETING, sides.first(target, Stage.GRANT_SENT)
-    yield Phase.GRANT, sides.first(source, Stage.GRANTED)
+    yield Phase.GRANT, sides.granted_s
     yield Phase.ANNOUNCEMENT, sides.settled(target, Stage.PREFILLED)
     yield Phase.WIRE, _either(sides.settled(target, Stage.FILLED), max((at for at, _ in sides.moved), default=None))
     yield Phase.CONFIRMATION, sides.confirmed_s
@@ -164,7 +169,7 @@ def _all_bars(sides: Sides) -> Iterator[Bar | None]:
     yield _bar(sides, Phase.QUEUE, target, sides.first(target, Stage.ARRIVED), sides.first(target, Stage.ALLOCATED))
     yield _bar(sides, Phase.GREETING, target, sides.first(target, Stage.ALLOCATED), sides.first(target, Stage.GRANT_SENT))
     answered = _either(sides.first(target, Stage.ANNOUNCED), sides.first(target, Stage.PREFILLED))
-    heard = _either(sides.first(source, Stage.GRANTED), answered)
+    heard = _either(sides.granted_s, answered)
     yield _bar(sides, Phase.GRANT, target, sides.first(target, Stage.GRANT_SENT), heard)
     yield _wire(sides)
     asked = _either(sides.settled(target, Stage.FILLED), sides.settled(source, Stage.CONFIRMED))
