@@ -21,10 +21,12 @@ from router_fakes import (
     prefill_well,
     reset_at_once,
     routing,
+    until,
     wait_for_ever,
 )
 
 from kvbaton.core.timeline import Side
+from kvbaton.discovery.announcer import Announcer
 from kvbaton.observe.story import Story
 from kvbaton.router.policy import Pair
 from kvbaton.router.routed import RoutedTransfers
@@ -153,6 +155,41 @@ async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
         message = json.loads(content)["error"]["message"]
         assert p.http_address in message
         assert d.http_address in message
+
+
+@run
+async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_know() -> None:
+    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+        transfer_id = await routed_one(router)
+        reborn = msgspec.structs.replace(d.registration(), incarnation="another")
+        with Announcer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+            async with asyncio.timeout(20):
+                while "it is gone, or was restarted" not in (await story_of(router, transfer_id)).tellers[1].problem:
+                    await asyncio.sleep(0.01)
+        seen = len(d.seen)
+        assert (await story_of(router, transfer_id)).handoffs
+        assert len(d.seen) == seen
+
+
+@run
+async def test_too_many_questions_at_once_are_turned_away_and_nothing_sticks() -> None:
+    gate = asyncio.Event()
+
+    async def told_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await gate.wait()
+        return web.Response(status=404)
+
+    async with telling_prefill() as p, telling_decode(told_late) as d, routing(p, d) as router:
+        transfer_id = await routed_one(router)
+        path = f"/handoffs/{transfer_id}"
+        waiting = [asyncio.create_task(router.get(path)) for _ in range(16)]
+        await until(lambda: sum(seen.path == path for seen in d.seen) == 16)
+        status, headers, content = await router.get(path)
+        assert (status, json.loads(content)["error"]["code"]) == (503, "overloaded")
+        assert "retry-after" in headers
+        gate.set()
+        assert {(await task)[0] for task in waiting} == {200}
+        assert (await router.get(path))[0] == 200
 
 
 def test_only_the_newest_transfers_are_remembered() -> None:
