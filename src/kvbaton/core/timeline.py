@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvbaton.core.handoff import HandoffKey, Outcome, Span
 
@@ -56,8 +57,7 @@ class Stage(enum.StrEnum):
     """Target: the engine takes the landed cache into its next step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, gc=False):
     """One fact about one side of one hand-off, at a moment of that side's monotonic clock."""
 
     key: HandoffKey

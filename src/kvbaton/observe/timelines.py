@@ -73,7 +73,10 @@ class Timelines:
             if transfer.count >= self._max_notes:
                 transfer.dropped += 1
                 return
-            transfer.sides.setdefault(side, []).append(note)
+            notes = transfer.sides.get(side)
+            if notes is None:
+                notes = transfer.sides[side] = []
+            notes.append(note)
             transfer.count += 1
             self._total += 1
             if self._total > self._max_total:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from true_notes import SPAN_BYTES, TRANSFER, Way, account, notes_of_pull, notes_of_push
 
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.observe.phases import Bar, Phase
 from kvbaton.observe.story import Account, HandoffStory, Story, tell_story
+from true_notes import SPAN_BYTES, TRANSFER, Way, account, notes_of_pull, notes_of_push
 
 SLACK_S = 1e-6
 UNKNOWN = Account("decode 127.0.0.1:1", problem="it does not answer")
@@ -198,7 +197,7 @@ def test_a_source_that_expired_after_the_delivery_is_told_beside_it() -> None:
 
 
 def _expired(note: Note) -> Note:
-    return dataclasses.replace(note, outcome=Outcome.EXPIRED)
+    return msgspec.structs.replace(note, outcome=Outcome.EXPIRED)
 
 
 def test_a_hand_off_under_way_says_what_is_open() -> None:
@@ -238,9 +237,10 @@ def test_several_hand_offs_share_one_timeline() -> None:
 
 def test_where_the_source_writes_it_tells_of_the_spans() -> None:
     way = notes_of_push(Way())
-    turned = [dataclasses.replace(n, side=Side.SOURCE) if n.stage is Stage.MOVED else n for n in way.notes]
+    turned = [msgspec.structs.replace(n, side=Side.SOURCE) if n.stage is Stage.MOVED else n for n in way.notes]
     way.notes = [
-        dataclasses.replace(n, at=n.at - way.target_clock + way.source_clock) if n.stage is Stage.MOVED else n for n in turned
+        msgspec.structs.replace(n, at=n.at - way.target_clock + way.source_clock) if n.stage is Stage.MOVED else n
+        for n in turned
     ]
     way.notes = [n for n in way.notes if (n.side, n.stage) != (Side.TARGET, Stage.FILLED)]
     handoff = joined(way).handoffs[0]

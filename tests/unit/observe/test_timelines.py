@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 
 import msgspec
 import pytest
-from true_notes import TRANSFER, Way, notes_of_push
 
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.errors import ConfigError
 from kvbaton.observe.records import MAX_TEXT, About, InstanceRecord
 from kvbaton.observe.timelines import Timelines
+from true_notes import TRANSFER, Way, notes_of_push
 
 ABOUT = About("prefill", "127.0.0.1:1", "inc-1")
 
@@ -105,7 +104,7 @@ def test_a_second_arrival_of_a_live_side_takes_nothing_away() -> None:
 
 def test_a_long_reason_is_cut() -> None:
     timelines = Timelines(ABOUT)
-    timelines.note(dataclasses.replace(note("tx"), text="x" * 10_000))
+    timelines.note(msgspec.structs.replace(note("tx"), text="x" * 10_000))
     assert len(kept(timelines, "tx").sides[0].notes[0].text) == MAX_TEXT
 
 
@@ -123,7 +122,7 @@ def test_a_summary_tells_the_worst_end(ends: tuple[Outcome | None, ...], expecte
     for sample, outcome in enumerate(ends):
         timelines.note(note("tx", Stage.ARRIVED, 1.0, sample=sample))
         if outcome is not None:
-            timelines.note(dataclasses.replace(note("tx", Stage.ENDED, 3.5, sample=sample), outcome=outcome))
+            timelines.note(msgspec.structs.replace(note("tx", Stage.ENDED, 3.5, sample=sample), outcome=outcome))
     (summary,) = timelines.newest(5)
     assert (summary.outcome, summary.handoffs, summary.total_s) == (expected, 2, 2.5)
 
