@@ -22,6 +22,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.timeline import Stage
 
 __all__ = ["SourceRecord", "SourceSide"]
 
@@ -85,6 +86,7 @@ class SourceSide(SourceEffects):
         record.offer = offer
         record.blocks = offer.blocks
         record.held_since = self._clock()
+        self._note(record, Stage.PREFILLED)
         if not record.spans:
             record.spans.append(whole())
         if problem := span_problem(record.spans, whole()):

@@ -97,9 +97,9 @@ class SourceEffects:
         if new:
             record.announced = len(record.spans)
             blocks = () if record.writes else record.blocks
-            self._tell(record, Announced(record.key, grant.grant, record.generation, blocks, new))
             for span in new:
                 self._note(record, Stage.ANNOUNCED, span)
+            self._tell(record, Announced(record.key, grant.grant, record.generation, blocks, new))
         if record.writes and (unmoved := tuple(record.spans[record.moving :])):
             self._open_legs(record, grant)
             record.moving = len(record.spans)
@@ -120,7 +120,6 @@ class SourceEffects:
         number = record.grant_number
         self._tell(record, Prefilled(record.key, number, record.generation, count, record.offer.tokens, waited))
         self._tell(record, AuxSent(record.key, number, record.offer.aux))
-        self._note(record, Stage.PREFILLED)
 
     def new_generation(self, record: SourceRecord) -> None:
         """What was announced is void; legs of the old generation, if any, are being stopped."""
@@ -134,8 +133,8 @@ class SourceEffects:
 
     def tell_retracted(self, record: SourceRecord) -> None:
         """Tell the target which generation counts now."""
-        self._tell(record, Retracted(record.key, record.grant_number, record.generation))
         self._note(record, Stage.RETRACTED)
+        self._tell(record, Retracted(record.key, record.grant_number, record.generation))
 
     def tell_drained(self, record: SourceRecord) -> None:
         """The engine may have the blocks."""

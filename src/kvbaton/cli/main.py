@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvbaton import __version__
 from kvbaton.cli.bench import bench_app
+from kvbaton.cli.explain import explain
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
 from kvbaton.cli.sim import sim
@@ -35,6 +36,7 @@ def make_app() -> App:
     app.command(sim)
     app.command(serve)
     app.command(router)
+    app.command(explain)
     app.command(bench_app)
     return app
 

@@ -1,14 +1,16 @@
 """What can be told about the way of one hand-off: notes that the layers emit, for whoever wants to draw a timeline.
 
-A note is a fact with a moment of its side's own clock; moments of two processes are never compared directly. Emitting one
-must cost next to nothing and must not fail: an `Observer` returns at once and does not raise.
+A note is a fact with a moment of its side's own clock; moments of two processes are never compared directly. What the other
+side is told is noted before it is sent, so that no effect is noted before its cause. Emitting a note must cost next to nothing
+and must not fail: an `Observer` returns at once and does not raise.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvbaton.core.handoff import HandoffKey, Outcome, Span
 
@@ -55,8 +57,7 @@ class Stage(enum.StrEnum):
     """Target: the engine takes the landed cache into its next step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, gc=False):
     """One fact about one side of one hand-off, at a moment of that side's monotonic clock."""
 
     key: HandoffKey

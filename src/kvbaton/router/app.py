@@ -22,8 +22,10 @@ from kvbaton.discovery.registry import Registry
 from kvbaton.errors import BadRequest, ConfigError, PeerError
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.handoffs import HandoffFace
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import RoundRobin, missing_sides
+from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.upstream import Upstream
 
@@ -50,12 +52,14 @@ class RouterApp:
         dispatcher: Dispatcher,
         upstream: Upstream,
         metrics: RouterMetrics,
+        handoffs: HandoffFace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._dispatcher = dispatcher
         self._upstream = upstream
         self._metrics = metrics
+        self._handoffs = handoffs
         self._clock = clock
         self._started = int(time.time())
         self._page = _load_page()
@@ -70,6 +74,7 @@ class RouterApp:
         app.router.add_get("/health", self._health)
         app.router.add_get("/instances", self._instances)
         app.router.add_get("/metrics", self._show_metrics)
+        self._handoffs.add_to(app)
         app.router.add_get("/", self._show_page)
         app.router.add_get("/page/{name}", self._show_page)
         return app
@@ -133,8 +138,10 @@ async def serve_router(settings: RouterSettings, ready: Callable[[], None] | Non
     with Listener(registry, settings.discovery_host, settings.discovery_port) as listener:
         async with Upstream(settings) as upstream:
             metrics = RouterMetrics(registry, listener)
-            dispatcher = Dispatcher(settings, registry, RoundRobin(), upstream, metrics)
-            app = RouterApp(settings, registry, dispatcher, upstream, metrics).build()
+            routed = RoutedTransfers()
+            dispatcher = Dispatcher(settings, registry, RoundRobin(), upstream, metrics, routed)
+            handoffs = HandoffFace(registry, upstream, routed)
+            app = RouterApp(settings, registry, dispatcher, upstream, metrics, handoffs).build()
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
             try:
                 await _open(runner, settings)

@@ -23,6 +23,7 @@ from kvbaton.router.bodies import ClientBody, parse_body
 from kvbaton.router.legs import Begun, Job, LegFailure, Legs
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import Pair, Policy, RouteRequest, missing_sides, pools_of
+from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.upstream import Answer, Upstream
 
@@ -37,7 +38,7 @@ _EVENT_END = b"\n\n"
 
 
 class Dispatcher:
-    """Serves completion requests with the live instances of `registry`, as `policy` chooses them."""
+    """Serves completion requests with the live instances of `registry`, as `policy` chooses them; `routed` remembers them."""
 
     def __init__(
         self,
@@ -46,8 +47,10 @@ class Dispatcher:
         policy: Policy,
         upstream: Upstream,
         metrics: RouterMetrics,
+        routed: RoutedTransfers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._routed = routed
         self._settings = settings
         self._registry = registry
         self._policy = policy
@@ -83,6 +86,7 @@ class Dispatcher:
         pair = self._policy.choose(RouteRequest(request.path, body.fields), pools)
         try:
             job = _job(request, body, pair, arrived)
+            self._routed.add(job.transfer_id, pair, arrived)
             return await self._serve_with(request, job)
         finally:
             self._policy.finished(pair)

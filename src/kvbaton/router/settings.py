@@ -21,6 +21,7 @@ class RouterSettings:
     prefill_timeout_s:      a prefill instance must have answered within this time
     decode_timeout_s:       a decode instance must send something at least this often
     client_timeout_s:       a client must send its body, and read what is written to it, at least this fast
+    explain_timeout_s:      an instance must tell of a hand-off within this time
     max_in_flight:          requests beyond this many at once are answered 503
     max_body_bytes:         larger requests are answered 413
     max_answer_bytes:       an instance's answer that is not streamed must be smaller than this
@@ -36,6 +37,7 @@ class RouterSettings:
     prefill_timeout_s: float = 600.0
     decode_timeout_s: float = 600.0
     client_timeout_s: float = 60.0
+    explain_timeout_s: float = 5.0
     max_in_flight: int = 4096
     max_body_bytes: int = 32 * 1024 * 1024
     max_answer_bytes: int = 64 * 1024 * 1024
@@ -47,7 +49,7 @@ class RouterSettings:
                 raise ConfigError(f"{name} is {value}; it must be between 1 and 65535")
         if self.port == self.discovery_port and self.host == self.discovery_host:
             raise ConfigError(f"port and discovery_port are both {self.port}; give each its own")
-        for name in ("expire_after_s", "connect_timeout_s", "prefill_timeout_s", "decode_timeout_s", "client_timeout_s"):
+        for name in (name for name in self.__dataclass_fields__ if name.endswith("_s")):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be a positive, finite number of seconds")

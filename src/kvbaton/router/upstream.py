@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -18,6 +19,7 @@ __all__ = ["Answer", "StreamedAnswer", "Upstream"]
 
 _KEEPALIVE_S = 4.0
 _MODELS_TIMEOUT_S = 10.0
+_HANDOFF_BYTES = 4 * 1024 * 1024
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -85,6 +87,7 @@ class Upstream:
         self._prefill = aiohttp.ClientTimeout(total=settings.prefill_timeout_s, sock_connect=connect)
         self._decode = aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=settings.decode_timeout_s)
         self._models = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S, sock_connect=connect)
+        self._handoff = aiohttp.ClientTimeout(total=settings.explain_timeout_s, sock_connect=connect)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -121,6 +124,12 @@ class Upstream:
         async with self._open("GET", instance, "/v1/models", None, {}, self._models) as answer:
             return await answer.read()
 
+    async def handoff(self, instance: Instance, transfer_id: str) -> Answer:
+        """Ask an instance for what it noted of a transfer."""
+        path = f"/handoffs/{quote(transfer_id, safe='')}"
+        async with self._open("GET", instance, path, None, {}, self._handoff, _HANDOFF_BYTES) as answer:
+            return await answer.read()
+
     @asynccontextmanager
     async def _open(
         self,
@@ -130,6 +139,7 @@ class Upstream:
         body: bytes | None,
         headers: Mapping[str, str],
         timeout: aiohttp.ClientTimeout,
+        max_bytes: int | None = None,
     ) -> AsyncIterator[StreamedAnswer]:
         if self._session is None:
             raise PeerLost("the router is shutting down")
@@ -139,7 +149,7 @@ class Upstream:
                 method, url, data=body, headers=dict(headers), timeout=timeout, allow_redirects=False
             )
         try:
-            yield StreamedAnswer(instance, response, self._max_bytes)
+            yield StreamedAnswer(instance, response, self._max_bytes if max_bytes is None else max_bytes)
         except BaseException:
             response.close()
             raise

@@ -26,6 +26,8 @@ from kvbaton.engines.embedded.handoff_params import HandoffInfo
 from kvbaton.engines.embedded.server import make_app, start_server
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
 from kvbaton.errors import ConfigError
+from kvbaton.observe.records import About
+from kvbaton.observe.timelines import Timelines
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
@@ -82,10 +84,12 @@ class _Instance:
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         transport = _open_transport(settings, incarnation, cache)
         card = _card(settings, loaded, incarnation, cache, transport)
+        self.timelines = Timelines(About(settings.role, f"{settings.host}:{settings.port}", incarnation))
+        observe = self.timelines.note
         self.driver = Driver(
-            card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff, memory=cache.memory
+            card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff, observe, cache.memory
         )
-        self.engine = Engine(loaded, cache, self.driver, settings.engine)
+        self.engine = Engine(loaded, cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
         self.handoff = HandoffInfo(settings.control_address, incarnation)
@@ -112,6 +116,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
             role=settings.role,
             handoff=instance.handoff,
             agent=instance.driver.stats,
+            timelines=instance.timelines,
         )
         try:
             runner = await start_server(app, settings.host, settings.port)

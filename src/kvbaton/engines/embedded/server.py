@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_params import HandoffInfo, SourceWish, answer_params
+from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
 from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
 from kvbaton.engines.embedded.openai import (
@@ -36,6 +37,7 @@ from kvbaton.engines.embedded.openai_answers import DONE_EVENT, Answer, sse_even
 from kvbaton.engines.embedded.stats import EngineStats
 from kvbaton.engines.embedded.submission import Runner, Submission
 from kvbaton.errors import BadRequest, KVBatonError
+from kvbaton.observe.timelines import Timelines
 
 __all__ = ["HandoffInfo", "LoadedModel", "Role", "ServedEngine", "make_app", "start_server"]
 
@@ -89,11 +91,13 @@ def make_app(
     handoff: HandoffInfo | None,
     progress_timeout_s: float = 600.0,
     agent: ReadAgent | None = None,
+    timelines: Timelines | None = None,
 ) -> web.Application:
     """The application that serves `engine`; run it with `start_server`. It starts nothing and owns nothing.
 
     `progress_timeout_s` bounds every wait: for a request's body, for the engine's next output, for a client that reads.
     `agent`, where there are hand-offs, is asked at each scrape of the metrics.
+    `timelines`, where hand-offs are noted, are told at /handoffs.
     """
     face = _Face(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, agent))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json])
@@ -102,6 +106,8 @@ def make_app(
     app.router.add_get("/v1/models", face.models)
     app.router.add_get("/health", face.health)
     app.router.add_get("/metrics", face.metrics)
+    if timelines is not None:
+        add_handoff_routes(app, timelines)
     return app
 
 

@@ -2,6 +2,7 @@
 import { button, element } from "./dom.js";
 import { watchInstances } from "./instances.js";
 import { complete } from "./stream.js";
+import { timeline } from "./timeline.js";
 import { timing } from "./timing.js";
 
 const EXAMPLES = ["What is the capital of France?", "Explain a relay race in two sentences.", "Write a haiku about memory."];
@@ -53,12 +54,13 @@ async function answer() {
   const node = turn("assistant writing", "");
   const place = node.firstChild;
   const started = performance.now();
-  let [text, record, firstS] = ["", null, null];
+  let [text, record, firstS, transfer] = ["", null, null, null];
   setRunning(controller);
   conversation.scrollTop = conversation.scrollHeight;
   try {
     for await (const piece of complete(request(), controller.signal)) {
       record = piece.record ?? record;
+      transfer = piece.transfer ?? transfer;
       if (!piece.text) continue;
       firstS ??= (performance.now() - started) / 1000;
       text += piece.text;
@@ -68,17 +70,19 @@ async function answer() {
   } catch (error) {
     if (running !== controller) return;
     const stopped = controller.signal.aborted;
+    transfer = error.transfer ?? transfer;
     follow(() => node.append(stopped ? element("div", "note quiet", "Stopped.") : problem(error, node)));
     if (!stopped) text = "";
   } finally {
     node.classList.remove("writing");
-    if (running === controller) finish(node, text, record, firstS);
+    if (running === controller) finish(node, text, record, firstS, transfer);
   }
 }
 
-function finish(node, text, record, firstS) {
+function finish(node, text, record, firstS, transfer) {
   if (text) messages.push({ role: "assistant", content: text });
   if (firstS !== null) follow(() => node.append(timing(record, firstS)));
+  if (transfer) follow(() => node.append(timeline(transfer, conversation)));
   setRunning(null);
   prompt.focus();
 }

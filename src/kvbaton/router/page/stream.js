@@ -1,11 +1,14 @@
 // Reads a chat completion as it is written, and says in words what went wrong when it does not come.
 
 export class Problem extends Error {
-  constructor(what, advice) {
+  constructor(what, advice, transfer = null) {
     super(what);
     this.advice = advice;
+    this.transfer = transfer;
   }
 }
+
+const transferOf = (answer) => answer.headers.get("X-KVBaton-Transfer");
 
 const ADVICE = {
   400: "Change the message, or start a new chat if the conversation has grown too long.",
@@ -23,7 +26,7 @@ async function refusal(answer) {
   } catch {
     // Not one of our error objects; the status has to do.
   }
-  return new Problem(said, ADVICE[answer.status] ?? "Try again; if it goes on, look at the router's log.");
+  return new Problem(said, ADVICE[answer.status] ?? "Try again; if it goes on, look at the router's log.", transferOf(answer));
 }
 
 async function* events(body) {
@@ -61,10 +64,11 @@ async function open(request, signal) {
   }
 }
 
-// Yields {text} for each piece of the answer and {record} once, where the instance tells its times.
+// Yields {transfer}, then {text} for each piece of the answer and {record} once, where the instance tells its times.
 export async function* complete(request, signal) {
   const answer = await open(request, signal);
   if (!answer.ok) throw await refusal(answer);
+  yield { transfer: transferOf(answer) };
   let finished = false;
   try {
     for await (const data of events(answer.body)) {

@@ -1,25 +1,17 @@
 // The bar under an answer: where the time until its first token went.
 import { element } from "./dom.js";
-
-const milliseconds = (seconds) => {
-  const ms = seconds * 1000;
-  return ms < 10 ? `${ms.toFixed(1)} ms` : `${Math.round(ms).toLocaleString("en")} ms`;
-};
-
-const bytes = (count) => {
-  const units = ["B", "KiB", "MiB", "GiB"];
-  let step = 0;
-  while (count >= 1024 && step < units.length - 1) { count /= 1024; step += 1; }
-  return `${step ? count.toFixed(1) : count} ${units[step]}`;
-};
+import { bytes, milliseconds } from "./units.js";
 
 const positive = (value) => (Number.isFinite(value) && value > 0 ? value : 0);
 
 // first_token_s counts from the request's arrival at the instance that answers; what the other parts explain is taken off it.
+// A hand-off that began before prefill was done lies behind it: only what came after it is shown as its own.
 function parts(record, seenS) {
-  const [queue, prefill, handoff] = [positive(record.queue_s), positive(record.prefill_s), positive(record.handoff_s)];
-  const explained = record.handed_off ? handoff : queue + prefill;
+  const [queue, prefill, whole] = [positive(record.queue_s), positive(record.prefill_s), positive(record.handoff_s)];
+  const explained = record.handed_off ? whole : queue + prefill;
   const first = positive(record.first_token_s - explained);
+  const isStreamed = queue + prefill + whole > seenS;
+  const handoff = isStreamed ? Math.max(positive(record.handover_s), whole - queue - prefill) : whole;
   return [
     ["queue", "queue", queue],
     ["prefill", "prefill", prefill],

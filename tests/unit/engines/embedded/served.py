@@ -23,6 +23,7 @@ from kvbaton.engines.embedded.handoff_params import HandoffInfo
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.server import Role, ServedEngine, make_app, start_server
 from kvbaton.engines.embedded.stats import EngineStats
+from kvbaton.observe.timelines import Timelines
 
 CONTEXT = 64
 VOCAB = 256
@@ -204,9 +205,17 @@ async def serving(
     handoff: HandoffInfo | None = INFO,
     progress_timeout_s: float = DEADLINE_S,
     shutdown_timeout_s: float = 2.0,
+    timelines: Timelines | None = None,
 ) -> AsyncIterator[Client]:
     """Serve `engine` on a free port."""
-    app = make_app(engine, served_model=MODEL, role=role, handoff=handoff, progress_timeout_s=progress_timeout_s)
+    app = make_app(
+        engine,
+        served_model=MODEL,
+        role=role,
+        handoff=handoff,
+        progress_timeout_s=progress_timeout_s,
+        timelines=timelines,
+    )
     runner, port = await _listen(app, shutdown_timeout_s)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:

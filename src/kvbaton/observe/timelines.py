@@ -1,0 +1,168 @@
+"""Keeps the notes of an instance's newest transfers, so that somebody who asks later can see where their time went.
+
+`note` is called by the threads that do the work: it appends to a list under a lock, and nothing else. Sorting, relating and
+naming happen when somebody asks. What is kept is bounded three times: transfers, notes of one transfer, and notes in all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kvbaton.core.handoff import HandoffKey, Outcome
+from kvbaton.core.timeline import Note, Side, Stage
+from kvbaton.errors import ConfigError
+from kvbaton.observe.records import MAX_TEXT, About, InstanceRecord, NoteRecord, SideRecord, Summary
+
+__all__ = ["Timelines"]
+
+_SideKey = tuple[HandoffKey, Side]
+_FORGOTTEN_PER_TRANSFER = 4
+_SEVERITY = (Outcome.FAILED, Outcome.EXPIRED, Outcome.CANCELLED, Outcome.DELIVERED)
+
+
+class _Transfer:
+    """The notes of one transfer, side by side, as they came."""
+
+    __slots__ = ("count", "dropped", "sides")
+
+    def __init__(self) -> None:
+        self.sides: dict[_SideKey, list[Note]] = {}
+        self.count = 0
+        self.dropped = 0
+
+    def restart(self, side: _SideKey) -> int:
+        """Forget a side that is over, because its name is used again; returns how many notes that were."""
+        notes = self.sides.get(side, [])
+        if not any(note.stage is Stage.ENDED for note in notes):
+            return 0
+        del self.sides[side]
+        self.count -= len(notes)
+        return len(notes)
+
+
+class Timelines:
+    """The newest `max_transfers` transfers, at most `max_notes` notes of each and `max_notes_total` in all."""
+
+    def __init__(
+        self, about: About, *, max_transfers: int = 1024, max_notes: int = 2048, max_notes_total: int = 131_072
+    ) -> None:
+        for name, value in (("max_transfers", max_transfers), ("max_notes", max_notes), ("max_notes_total", max_notes_total)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        self.about = about
+        self._max_transfers = max_transfers
+        self._max_notes = min(max_notes, max_notes_total)
+        self._max_total = max_notes_total
+        self._max_forgotten = _FORGOTTEN_PER_TRANSFER * max_transfers
+        self._lock = threading.Lock()
+        self._transfers: OrderedDict[str, _Transfer] = OrderedDict()
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        self._total = 0
+
+    def note(self, note: Note) -> None:
+        """Keep a note; any thread may call. Late notes of a transfer that had to make room are ignored."""
+        with self._lock:
+            transfer = self._transfers.get(note.key.transfer_id) or self._open(note)
+            if transfer is None:
+                return
+            side = (note.key, note.side)
+            if note.stage is Stage.ARRIVED:
+                self._total -= transfer.restart(side)
+            if transfer.count >= self._max_notes:
+                transfer.dropped += 1
+                return
+            notes = transfer.sides.get(side)
+            if notes is None:
+                notes = transfer.sides[side] = []
+            notes.append(note)
+            transfer.count += 1
+            self._total += 1
+            if self._total > self._max_total:
+                self._make_room()
+
+    def record(self, transfer_id: str) -> InstanceRecord | None:
+        """All that is kept of one transfer; None when it is not known, or not any more."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None:
+                return None
+            sides = {side: tuple(notes) for side, notes in transfer.sides.items()}
+            dropped = transfer.dropped
+        first = min(note.at for notes in sides.values() for note in notes)
+        told = tuple(_side_record(side, sides[side], first) for side in sorted(sides))
+        return InstanceRecord(transfer_id, self.about, told, dropped)
+
+    def newest(self, limit: int) -> tuple[Summary, ...]:
+        """The newest transfers, newest first, at most `limit`."""
+        with self._lock:
+            ids = [transfer_id for transfer_id, _ in zip(reversed(self._transfers), range(limit), strict=False)]
+            kept = [(i, {side: tuple(notes) for side, notes in self._transfers[i].sides.items()}) for i in ids]
+        return tuple(_summary(transfer_id, sides) for transfer_id, sides in kept)
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def _open(self, note: Note) -> _Transfer | None:
+        """A place for a transfer that is not kept; None when it was, and had to go while it was still under way."""
+        transfer_id = note.key.transfer_id
+        if transfer_id in self._forgotten:
+            if note.stage is not Stage.ARRIVED:
+                return None
+            del self._forgotten[transfer_id]
+        transfer = self._transfers[transfer_id] = _Transfer()
+        if len(self._transfers) > self._max_transfers:
+            self._forget_oldest()
+        return transfer
+
+    def _make_room(self) -> None:
+        while self._total > self._max_total and len(self._transfers) > 1:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        transfer_id, transfer = self._transfers.popitem(last=False)
+        self._total -= transfer.count
+        self._forgotten[transfer_id] = None
+        if len(self._forgotten) > self._max_forgotten:
+            self._forgotten.popitem(last=False)
+
+
+def _side_record(side: _SideKey, notes: tuple[Note, ...], first: float) -> SideRecord:
+    ordered = sorted(notes, key=lambda note: note.at)
+    start = ordered[0].at
+    key, which = side
+    told = tuple(_note_record(note, start) for note in ordered)
+    return SideRecord(key.prompt_index, key.sample_index, which, start - first, told)
+
+
+def _note_record(note: Note, start: float) -> NoteRecord:
+    return NoteRecord(
+        stage=note.stage,
+        at_s=note.at - start,
+        first_token=note.first_token,
+        end_token=note.end_token,
+        first_layer=note.first_layer,
+        end_layer=note.end_layer,
+        moved_bytes=note.moved_bytes,
+        rank=note.rank,
+        outcome=note.outcome,
+        text=note.text[:MAX_TEXT],
+    )
+
+
+def _summary(transfer_id: str, sides: dict[_SideKey, tuple[Note, ...]]) -> Summary:
+    moments = [note.at for notes in sides.values() for note in notes]
+    return Summary(
+        transfer_id=transfer_id,
+        sides=tuple(sorted({side for _, side in sides})),
+        handoffs=len({key for key, _ in sides}),
+        outcome=_worst(sides.values()),
+        total_s=max(moments) - min(moments),
+    )
+
+
+def _worst(sides: Iterable[tuple[Note, ...]]) -> Outcome | None:
+    """The worst end of several sides; None as long as one of them goes on."""
+    ends = [next((note.outcome for note in notes if note.stage is Stage.ENDED), None) for notes in sides]
+    return None if None in ends else next(outcome for outcome in _SEVERITY if outcome in ends)

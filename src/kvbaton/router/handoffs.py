@@ -1,0 +1,128 @@
+"""The routes that explain hand-offs: asks both instances of a transfer what they noted, and joins it into one story.
+
+Instances are other people's processes. Each has a deadline and a size limit, what it says is checked as it is decoded, and an
+instance that is gone, silent or confused is named in the story; the other side's account is still told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from itertools import islice
+
+import msgspec
+from aiohttp import web
+
+from kvbaton.core.handoff import MAX_TRANSFER_ID
+from kvbaton.discovery.registry import Instance, Registry
+from kvbaton.errors import PeerError, PeerRefused, ProtocolError
+from kvbaton.observe.records import InstanceRecord
+from kvbaton.observe.story import Account, tell_story
+from kvbaton.router.answers import error_response, json_response
+from kvbaton.router.routed import Routed, RoutedTransfers
+from kvbaton.router.upstream import Answer, Upstream
+
+__all__ = ["HandoffFace"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_LISTED = 100
+_MOST_AT_ONCE = 16
+
+
+class HandoffFace:
+    """Answers /handoffs and /handoffs/{transfer_id} for the transfers in `routed`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        upstream: Upstream,
+        routed: RoutedTransfers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._upstream = upstream
+        self._routed = routed
+        self._clock = clock
+        self._asking = 0
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes."""
+        app.router.add_get("/handoffs", self._newest)
+        app.router.add_get("/handoffs/{transfer_id}", self._one)
+
+    async def _newest(self, _request: web.Request) -> web.StreamResponse:
+        now = self._clock()
+        newest = [_line(routed, now) for routed in islice(reversed(self._routed), _MOST_LISTED)]
+        return json_response({"handoffs": newest})
+
+    async def _one(self, request: web.Request) -> web.StreamResponse:
+        transfer_id = request.match_info["transfer_id"]
+        routed = self._routed.get(transfer_id)
+        if routed is None:
+            message = (
+                f"this router knows no transfer {transfer_id[:MAX_TRANSFER_ID]!a}: it was routed elsewhere, or too long ago; "
+                "GET /handoffs lists the newest"
+            )
+            return error_response(404, message, code="handoff_not_found", param="transfer_id")
+        if self._asking >= _MOST_AT_ONCE:
+            message = f"{self._asking} hand-offs are being explained, which is the limit; try again"
+            return error_response(503, message, code="overloaded", headers={"Retry-After": "1"})
+        self._asking += 1
+        try:
+            return await self._explain(routed)
+        finally:
+            self._asking -= 1
+
+    async def _explain(self, routed: Routed) -> web.StreamResponse:
+        transfer_id, pair = routed.transfer_id, routed.pair
+        source, target = await asyncio.gather(self._ask(pair.prefill, transfer_id), self._ask(pair.decode, transfer_id))
+        if source.record is None and target.record is None:
+            message = (
+                f"neither instance tells of {transfer_id}: {source.name}: {source.problem}; {target.name}: {target.problem}"
+            )
+            return error_response(404, message, code="handoff_not_found", param="transfer_id")
+        story = await asyncio.to_thread(tell_story, transfer_id, source, target)
+        return json_response(story)
+
+    async def _ask(self, instance: Instance, transfer_id: str) -> Account:
+        """What an instance tells; never raises for anything that the instance does."""
+        name = f"{instance.type.word} instance {instance.http_address}"
+        if not self._is_live(instance):
+            return Account(name, problem="it is gone, or was restarted since; what it noted went with it")
+        try:
+            answer = await self._upstream.handoff(instance, transfer_id)
+            return Account(name, _read(answer, instance, transfer_id))
+        except PeerError as error:
+            return Account(name, problem=str(error))
+
+    def _is_live(self, instance: Instance) -> bool:
+        live = self._registry.live(self._clock(), instance.type)
+        known = {(one.http_address, one.registration.incarnation) for one in live}
+        return (instance.http_address, instance.registration.incarnation) in known
+
+
+def _read(answer: Answer, instance: Instance, transfer_id: str) -> InstanceRecord:
+    if answer.status == 404:
+        raise PeerRefused("it knows nothing of the transfer, or keeps no timelines")
+    if not answer.is_ok:
+        raise PeerRefused(f"it answered {answer.status}")
+    try:
+        record = msgspec.json.decode(answer.content, type=InstanceRecord)
+    except (ValueError, RecursionError) as error:
+        _logger.warning("%s: %s tells no timeline: %s", transfer_id, instance.http_address, error)
+        raise ProtocolError(f"what it answered is no timeline ({str(error)[:200]})") from error
+    if record.transfer_id != transfer_id:
+        raise ProtocolError(f"it told of another transfer, {record.transfer_id!a}")
+    return record
+
+
+def _line(routed: Routed, now: float) -> dict[str, object]:
+    return {
+        "transfer_id": routed.transfer_id,
+        "prefill": routed.pair.prefill.http_address,
+        "decode": routed.pair.decode.http_address,
+        "age_s": round(now - routed.arrived, 6),
+    }

@@ -1,0 +1,202 @@
+"""The router explains hand-offs: it joins what both instances tell, and says who did not tell, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from router_fakes import (
+    Behaviour,
+    FakeInstance,
+    Router,
+    answering,
+    decode,
+    decode_well,
+    prefill,
+    prefill_well,
+    reset_at_once,
+    routing,
+    until,
+    wait_for_ever,
+)
+
+from kvbaton.core.timeline import Side
+from kvbaton.discovery.announcer import Announcer
+from kvbaton.observe.story import Story
+from kvbaton.router.policy import Pair
+from kvbaton.router.routed import RoutedTransfers
+from true_notes import TRANSFER, Way, notes_of_push, record
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def wrapped() -> None:
+        asyncio.run(test())
+
+    wrapped.__name__ = test.__name__
+    return wrapped
+
+
+def telling(side: Side, otherwise: Behaviour, told: Behaviour | None = None) -> Behaviour:
+    """An instance that answers completions well, and tells of hand-offs as `told` does."""
+    notes = msgspec.json.encode(record(side, notes_of_push(Way()))).decode()
+
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not request.path.startswith("/handoffs/"):
+            return await otherwise(request, body)
+        if told is not None:
+            return await told(request, body)
+        transfer_id = request.path.removeprefix("/handoffs/")
+        return web.Response(text=notes.replace(TRANSFER, transfer_id), content_type="application/json")
+
+    return behave
+
+
+def telling_prefill(told: Behaviour | None = None) -> FakeInstance:
+    return prefill(telling(Side.SOURCE, prefill_well, told))
+
+
+def telling_decode(told: Behaviour | None = None) -> FakeInstance:
+    return decode(telling(Side.TARGET, decode_well, told))
+
+
+async def routed_one(router: Router) -> str:
+    """Send a request through; its transfer id."""
+    status, headers, _ = await router.post({"prompt": "hi"})
+    assert status == 200
+    return headers["x-kvbaton-transfer"]
+
+
+async def story_of(router: Router, transfer_id: str) -> Story:
+    status, _, content = await router.get(f"/handoffs/{transfer_id}")
+    assert status == 200, content
+    return msgspec.json.decode(content, type=Story)
+
+
+@run
+async def test_both_sides_are_asked_and_joined() -> None:
+    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+        transfer_id = await routed_one(router)
+        story = await story_of(router, transfer_id)
+        assert story.transfer_id == transfer_id
+        assert story.clock.is_joined
+        assert [teller.problem for teller in story.tellers] == ["", ""]
+        assert [teller.name for teller in story.tellers] == [
+            f"prefill instance {p.http_address}",
+            f"decode instance {d.http_address}",
+        ]
+        assert "The first decode step came" in story.sentence
+        assert (await router.get("/metrics"))[2].count(transfer_id.encode()) == 0
+
+
+@run
+async def test_the_newest_are_listed_first() -> None:
+    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+        assert json.loads((await router.get("/handoffs"))[2]) == {"handoffs": []}
+        ids = [await routed_one(router) for _ in range(3)]
+        listed = json.loads((await router.get("/handoffs"))[2])["handoffs"]
+        assert [line["transfer_id"] for line in listed] == ids[::-1]
+        assert {(line["prefill"], line["decode"]) for line in listed} == {(p.http_address, d.http_address)}
+
+
+@run
+async def test_an_unknown_transfer_is_a_404_and_no_instance_is_asked() -> None:
+    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+        for transfer_id in ("nope", "..%2F..%2Fmetrics", "x" * 3000):
+            status, _, content = await router.get(f"/handoffs/{transfer_id}")
+            assert status == 404
+            assert json.loads(content)["error"]["code"] == "handoff_not_found"
+        assert p.seen == d.seen == []
+
+
+BAD: list[tuple[str, Behaviour, str]] = [
+    ("no timelines", answering(404, "{}"), "keeps no timelines"),
+    ("an error", answering(500, "oops"), "it answered 500"),
+    ("no JSON", answering(200, "{"), "no timeline"),
+    ("another shape", answering(200, '{"transfer_id": "x"}'), "no timeline"),
+    ("a number beyond bounds", answering(200, '{"transfer_id":"x","instance":1e999}'), "no timeline"),
+    ("too much", answering(200, "x" * (5 * 1024 * 1024)), "more than"),
+    ("nothing", reset_at_once, "closed the connection"),
+    ("silence", wait_for_ever, "did not answer in time"),
+]
+
+
+@pytest.mark.parametrize(("told", "expected"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_an_instance_that_does_not_tell_is_named_and_the_other_is_heard(told: Behaviour, expected: str) -> None:
+    async def test() -> None:
+        async with telling_prefill() as p, telling_decode(told) as d, routing(p, d, explain_timeout_s=0.5) as router:
+            story = await story_of(router, await routed_one(router))
+            assert expected in story.tellers[1].problem
+            assert story.tellers[0].problem == ""
+            assert "target side" in story.sentence
+            assert story.handoffs[0].bars
+
+    asyncio.run(test())
+
+
+@run
+async def test_a_record_of_another_transfer_is_not_believed() -> None:
+    other = msgspec.json.encode(record(Side.TARGET, notes_of_push(Way()))).decode()
+    async with telling_prefill() as p, telling_decode(answering(200, other)) as d, routing(p, d) as router:
+        story = await story_of(router, await routed_one(router))
+        assert "another transfer" in story.tellers[1].problem
+
+
+@run
+async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
+    gone = answering(404, "{}")
+    async with telling_prefill(gone) as p, telling_decode(gone) as d, routing(p, d) as router:
+        status, _, content = await router.get(f"/handoffs/{await routed_one(router)}")
+        assert status == 404
+        message = json.loads(content)["error"]["message"]
+        assert p.http_address in message
+        assert d.http_address in message
+
+
+@run
+async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_know() -> None:
+    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+        transfer_id = await routed_one(router)
+        reborn = msgspec.structs.replace(d.registration(), incarnation="another")
+        with Announcer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+            async with asyncio.timeout(20):
+                while "it is gone, or was restarted" not in (await story_of(router, transfer_id)).tellers[1].problem:
+                    await asyncio.sleep(0.01)
+        seen = len(d.seen)
+        assert (await story_of(router, transfer_id)).handoffs
+        assert len(d.seen) == seen
+
+
+@run
+async def test_too_many_questions_at_once_are_turned_away_and_nothing_sticks() -> None:
+    gate = asyncio.Event()
+
+    async def told_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await gate.wait()
+        return web.Response(status=404)
+
+    async with telling_prefill() as p, telling_decode(told_late) as d, routing(p, d) as router:
+        transfer_id = await routed_one(router)
+        path = f"/handoffs/{transfer_id}"
+        waiting = [asyncio.create_task(router.get(path)) for _ in range(16)]
+        await until(lambda: sum(seen.path == path for seen in d.seen) == 16)
+        status, headers, content = await router.get(path)
+        assert (status, json.loads(content)["error"]["code"]) == (503, "overloaded")
+        assert "retry-after" in headers
+        gate.set()
+        assert {(await task)[0] for task in waiting} == {200}
+        assert (await router.get(path))[0] == 200
+
+
+def test_only_the_newest_transfers_are_remembered() -> None:
+    routed = RoutedTransfers(limit=3)
+    pair = Pair(None, None)  # type: ignore[arg-type]
+    for number in range(10):
+        routed.add(f"tx-{number}", pair, float(number))
+    assert len(routed) == 3
+    assert [one.transfer_id for one in reversed(routed)] == ["tx-9", "tx-8", "tx-7"]
+    assert routed.get("tx-6") is None
