@@ -47,6 +47,7 @@ from watching import wait_until
 
 __all__ = [
     "PATIENT",
+    "PROMPT_TOKENS",
     "PULL",
     "Collected",
     "FalseSource",
@@ -70,6 +71,8 @@ PULL = HandoffSettings(mode=Mode.PULL)
 PROMPT_TOKENS = 40
 _BLOCK_TOKENS = 16
 _POISON = 0x4B
+_SOME_BLOCKS = ((1, 2, 3),)
+_WHOLE = Span(0, 0, PROMPT_TOKENS, 0, 3)
 
 names = (f"row-{number}" for number in itertools.count())
 """A name that no other hand-off has."""
@@ -256,13 +259,10 @@ class FalseSource:
     grant: Grant
     request: Collected
 
-    blocks: tuple[tuple[int, ...], ...] = ((1, 2, 3),)
-    whole: Span = Span(0, 0, PROMPT_TOKENS, 0, 3)
-
     def announce(self, blocks: tuple[tuple[int, ...], ...] | None = None, span: Span | None = None) -> None:
         """Say where the cache lies."""
-        lists = self.blocks if blocks is None else blocks
-        self.intruder.say(Announced(self.grant.key, self.grant.grant, 1, lists, (span or self.whole,)), self.target.incarnation)
+        lists, spans = _SOME_BLOCKS if blocks is None else blocks, (span or _WHOLE,)
+        self.intruder.say(Announced(self.grant.key, self.grant.grant, 1, lists, spans), self.target.incarnation)
 
     def finish_prefill(self, aux: Aux | None = None) -> None:
         """Say that nothing more comes, and (if told to) the aux record."""

@@ -1,4 +1,4 @@
-"""Block lists and aux records that make no sense, from a peer with the key: an error by name for one request, no byte written."""
+"""Block lists and aux records that make no sense, from a peer with the key: one request fails by name, no byte is written."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class TestSglangRow21:
 
 
 class TestVllmRow10:
-    """Block ids and group counts out of range fail one request with its error; the engine lives. (Bodies: see the processes.)"""
+    """Block ids and group counts out of range fail one request with its error; the engine lives. Bodies: `test_rows_bodies`."""
 
     def test_a_bad_list_fails_one_request_while_another_goes_on(self, pair: tuple[Node, Node]) -> None:
         source, target = pair
