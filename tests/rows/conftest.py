@@ -15,5 +15,5 @@ for neighbour in ("e2e", "unit/agent"):
 
 @pytest.fixture(scope="session")
 def loaded() -> LoadedModel:
-    """The tiny model, shared by all nodes of the test's process: an engine only reads it."""
+    """The tiny model, whose weights all nodes of the test's process share."""
     return load_model("tiny")

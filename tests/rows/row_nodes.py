@@ -6,6 +6,7 @@ speaks the protocol and says something wrong in it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import random
@@ -30,6 +31,7 @@ from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, RequestId, 
 from kvbaton.core.messages import Announced, AuxSent, ConfirmAsk, Confirmed, Grant, Hello, Prefilled, Release
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
+from kvbaton.engines.embedded.model import LlamaModel
 from kvbaton.engines.embedded.request import (
     FinishReason,
     FromSource,
@@ -169,7 +171,8 @@ class Node:
         limit_s = (limits.defer_timeout, limits.transfer_timeout)
         self.card = Card(self.incarnation, loaded.name, loaded.fingerprint, "tp1", (rank,), this_process(), *limit_s)
         self.driver = Driver(self.card, self.cache.layout(), self.transport, limits, sockets, self._wake, handoff)
-        self.engine = Engine(loaded, self.cache, self.driver, EngineSettings(step_tokens, poison=True, handoff=handoff))
+        own = dataclasses.replace(loaded, model=LlamaModel(loaded.config, loaded.model.weights))
+        self.engine = Engine(own, self.cache, self.driver, EngineSettings(step_tokens, poison=True, handoff=handoff))
         self._thread = thread
 
     def __enter__(self) -> Self:

@@ -55,7 +55,10 @@ class TestSglangRow30:
 
     def test_an_event_that_never_comes_is_bounded(self, loaded: LoadedModel, transport: str) -> None:
         limits = Limits(transfer_timeout=0.5, defer_timeout=1.0, retry=0.1)
-        with Node(loaded, transport=transport, limits=limits) as source, Node(loaded, transport=transport, limits=limits) as target:
+        with (
+            Node(loaded, transport=transport, limits=limits) as source,
+            Node(loaded, transport=transport, limits=limits) as target,
+        ):
             target.transport.gate = lambda _: lambda: False
             assert "did not come within 0.5 s" in hand_off(source, target, PROMPT).error
             assert is_untouched(target)
