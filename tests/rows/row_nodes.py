@@ -7,6 +7,7 @@ speaks the protocol and says something wrong in it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import random
@@ -40,7 +41,7 @@ from kvbaton.engines.embedded.request import (
     TokenOutput,
     ToTarget,
 )
-from kvbaton.engines.embedded.weights import LoadedModel
+from kvbaton.engines.embedded.weights import LoadedModel, load_model
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import AfterEvent, Batch, PeerRank, Region, Ticket, TransportSettings
 from kvbaton.transport.choose import open_transport
@@ -96,6 +97,17 @@ def digest_of(prompt: tuple[int, ...]) -> str:
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest()
 
 
+@functools.cache
+def _weights() -> LoadedModel:
+    return load_model("tiny")
+
+
+def tiny_model() -> LoadedModel:
+    """The tiny model for one engine: the weights are shared, the scratch memory is its own."""
+    loaded = _weights()
+    return dataclasses.replace(loaded, model=LlamaModel(loaded.config, loaded.model.weights))
+
+
 class GatedTransport(FaultyTransport):
     """A transport whose batches to some peers wait for an event; `gate` names it, or None."""
 
@@ -147,7 +159,6 @@ class Node:
 
     def __init__(
         self,
-        loaded: LoadedModel,
         *,
         transport: str = "local",
         limits: Limits = PATIENT,
@@ -160,6 +171,7 @@ class Node:
         port: int | None = None,
         thread: bool = True,
     ) -> None:
+        loaded = tiny_model()
         self.incarnation = Incarnation(secrets.token_hex(8))
         self.cache = PagedCache(loaded.config, blocks, _BLOCK_TOKENS)
         self.cache.poison(range(blocks))
@@ -171,8 +183,7 @@ class Node:
         limit_s = (limits.defer_timeout, limits.transfer_timeout)
         self.card = Card(self.incarnation, loaded.name, loaded.fingerprint, "tp1", (rank,), this_process(), *limit_s)
         self.driver = Driver(self.card, self.cache.layout(), self.transport, limits, sockets, self._wake, handoff)
-        own = dataclasses.replace(loaded, model=LlamaModel(loaded.config, loaded.model.weights))
-        self.engine = Engine(own, self.cache, self.driver, EngineSettings(step_tokens, poison=True, handoff=handoff))
+        self.engine = Engine(loaded, self.cache, self.driver, EngineSettings(step_tokens, poison=True, handoff=handoff))
         self._thread = thread
 
     def __enter__(self) -> Self:

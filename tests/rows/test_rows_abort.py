@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from row_nodes import Collected, Node, key_of, names, prompt_of
 
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import BadRequest
 from watching import wait_until
 
@@ -24,9 +23,9 @@ def waiting_target(source: Node, target: Node, name: str) -> Collected:
 class TestSglangRow16:
     """An abort at the prefill side reaches decode without any deadline. These are 30 s and more; the tests wait 20 s."""
 
-    def test_an_abort_while_computing(self, loaded: LoadedModel) -> None:
+    def test_an_abort_while_computing(self) -> None:
         name = next(names)
-        with Node(loaded, step_tokens=16, thread=False) as source, Node(loaded) as target:
+        with Node(step_tokens=16, thread=False) as source, Node() as target:
             request = waiting_target(source, target, name)
             source.cancel(name)
             source.engine.step()
@@ -34,10 +33,10 @@ class TestSglangRow16:
             source.wait_idle()
             target.wait_idle()
 
-    def test_without_an_abort_it_is_served(self, loaded: LoadedModel) -> None:
+    def test_without_an_abort_it_is_served(self) -> None:
         """The control: what ended it was the abort."""
         name = next(names)
-        with Node(loaded, step_tokens=16, thread=False) as source, Node(loaded) as target:
+        with Node(step_tokens=16, thread=False) as source, Node() as target:
             request = waiting_target(source, target, name)
 
             def is_served() -> bool:
@@ -47,34 +46,34 @@ class TestSglangRow16:
             wait_until(is_served, "the request is served")
             assert request.tokens == target.alone(LONG).wait().tokens
 
-    def test_an_abort_while_the_finished_cache_waits(self, loaded: LoadedModel) -> None:
+    def test_an_abort_while_the_finished_cache_waits(self) -> None:
         """Then nobody holds it any more, and whoever comes for it is refused at once."""
         name = next(names)
-        with Node(loaded) as source, Node(loaded) as target:
+        with Node() as source, Node() as target:
             source.prefill(name, LONG).wait()
             assert source.engine.stats().blocks_held > 0
             source.driver.cancel(key_of(name))
             source.wait_idle()
             assert "it is not held here" in target.decode(name, LONG, source.address).wait().error
 
-    def test_an_engine_that_fails(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_engine_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         name = next(names)
-        with Node(loaded, step_tokens=16, thread=False) as source, Node(loaded) as target:
+        with Node(step_tokens=16, thread=False) as source, Node() as target:
             request = waiting_target(source, target, name)
 
             def fail(*_: object) -> None:
                 raise ZeroDivisionError("out of memory")
 
             with monkeypatch.context() as broken:
-                broken.setattr(source.engine._core._loaded.model.__class__, "forward", fail)
+                broken.setattr(source.engine._core._loaded.model, "forward", fail)
                 source.engine.step()
             assert "cancelled at the source" in request.wait().error
             source.wait_idle()
 
-    def test_a_request_that_was_refused_before_anything_started(self, loaded: LoadedModel) -> None:
+    def test_a_request_that_was_refused_before_anything_started(self) -> None:
         """The prefill instance cannot take the prompt at all; it has never heard of the hand-off when the target asks."""
         name, prompt = next(names), prompt_of(2, 200)
-        with Node(loaded, blocks=8) as source, Node(loaded) as target:
+        with Node(blocks=8) as source, Node() as target:
             with pytest.raises(BadRequest, match="the cache holds 128"):
                 source.prefill(name, prompt)
             assert "it is not held here" in target.decode(name, prompt, source.address).wait().error

@@ -8,7 +8,6 @@ import pytest
 from row_nodes import Node, hand_off, is_untouched, names, prompt_of
 
 from kvbaton.config import Limits
-from kvbaton.engines.embedded.weights import LoadedModel
 from watching import wait_until
 
 PROMPT = prompt_of(1)
@@ -18,14 +17,14 @@ PROMPT = prompt_of(1)
 class TestSglangRow30:
     """Through the agents of a real pair, over each transport between processes."""
 
-    def test_nothing_moves_before_the_event(self, loaded: LoadedModel, transport: str) -> None:
+    def test_nothing_moves_before_the_event(self, transport: str) -> None:
         asked, is_ready = threading.Event(), threading.Event()
 
         def event() -> bool:
             asked.set()
             return is_ready.is_set()
 
-        with Node(loaded, transport=transport) as source, Node(loaded, transport=transport) as target:
+        with Node(transport=transport) as source, Node(transport=transport) as target:
             target.transport.gate = lambda _: event
             name = next(names)
             source.prefill(name, PROMPT).wait()
@@ -37,11 +36,11 @@ class TestSglangRow30:
             assert request.wait().tokens == source.alone(PROMPT).wait().tokens
             assert not is_untouched(target)
 
-    def test_an_event_that_raises_fails_its_request_on_both_sides(self, loaded: LoadedModel, transport: str) -> None:
+    def test_an_event_that_raises_fails_its_request_on_both_sides(self, transport: str) -> None:
         def broken() -> bool:
             raise ZeroDivisionError("the device is lost")
 
-        with Node(loaded, transport=transport) as source, Node(loaded, transport=transport) as target:
+        with Node(transport=transport) as source, Node(transport=transport) as target:
             target.transport.gate = lambda _: broken
             request = hand_off(source, target, PROMPT)
             assert "the event that the batch waits for raised" in request.error
@@ -53,11 +52,11 @@ class TestSglangRow30:
             source.wait_idle()
             target.wait_idle()
 
-    def test_an_event_that_never_comes_is_bounded(self, loaded: LoadedModel, transport: str) -> None:
+    def test_an_event_that_never_comes_is_bounded(self, transport: str) -> None:
         limits = Limits(transfer_timeout=0.5, defer_timeout=1.0, retry=0.1)
         with (
-            Node(loaded, transport=transport, limits=limits) as source,
-            Node(loaded, transport=transport, limits=limits) as target,
+            Node(transport=transport, limits=limits) as source,
+            Node(transport=transport, limits=limits) as target,
         ):
             target.transport.gate = lambda _: lambda: False
             assert "did not come within 0.5 s" in hand_off(source, target, PROMPT).error

@@ -31,7 +31,6 @@ from kvbaton.core.messages import (
     Stopped,
     encode,
 )
-from kvbaton.engines.embedded.weights import LoadedModel
 from watching import wait_until
 
 KEY = b"the key of this cluster"
@@ -39,8 +38,8 @@ AUX = Aux(65, -1.0)
 
 
 @pytest.fixture(scope="module")
-def pair(loaded: LoadedModel) -> Iterator[tuple[Node, Node]]:
-    with Node(loaded, trust=Trust(KEY)) as source, Node(loaded, trust=Trust(KEY)) as target:
+def pair() -> Iterator[tuple[Node, Node]]:
+    with Node(trust=Trust(KEY)) as source, Node(trust=Trust(KEY)) as target:
         yield source, target
 
 

@@ -12,10 +12,8 @@ from row_nodes import Node, hand_off, names, prompt_of
 
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Aux
+from kvbaton.core.handoff import Aux, Span
 from kvbaton.core.messages import Announced, AuxSent, ConfirmAsk, Confirmed, Grant, Hello, Prefilled
-from kvbaton.core.handoff import Span
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.launch.ports import PortPicker
 
 IMPATIENT = Limits(transfer_timeout=3.0, defer_timeout=4.0, retry=0.1)
@@ -44,19 +42,19 @@ def mute() -> Iterator[ControlAddress]:
 
 
 @pytest.fixture(scope="module")
-def pair(loaded: LoadedModel) -> Iterator[tuple[Node, Node]]:
-    with Node(loaded, limits=IMPATIENT) as source, Node(loaded, limits=IMPATIENT) as target:
+def pair() -> Iterator[tuple[Node, Node]]:
+    with Node(limits=IMPATIENT) as source, Node(limits=IMPATIENT) as target:
         yield source, target
 
 
 class TestVllmRow11:
     """A dead host, a black-holed port and a mute peer cost their own requests a bounded time, and other peers nothing."""
 
-    def test_bounded_and_nobody_else_waits(self, pair: tuple[Node, Node], loaded: LoadedModel) -> None:
+    def test_bounded_and_nobody_else_waits(self, pair: tuple[Node, Node]) -> None:
         source, target = pair
         with ExitStack() as stack:
             addresses = [stack.enter_context(kind()) for kind in (dead, black_hole, mute)]
-            patient = stack.enter_context(Node(loaded))
+            patient = stack.enter_context(Node())
             lost = [target.decode(next(names), prompt_of(index), address) for index, address in enumerate(addresses * 5)]
             waiting = [patient.decode(next(names), prompt_of(index), address) for index, address in enumerate(addresses)]
             for seed in range(100, 103):

@@ -7,9 +7,8 @@ import time
 from row_nodes import Node, names, prompt_of
 
 from kvbaton.config import Limits
-from kvbaton.engines.embedded.weights import LoadedModel
-from kvbaton.launch.ports import PortPicker
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.launch.ports import PortPicker
 from watching import wait_until
 
 LIMITS = Limits(transfer_timeout=0.6, defer_timeout=0.9, retry=0.1)
@@ -26,8 +25,8 @@ def turns_in_a_while(node: Node) -> int:
 class TestVllmRow29:
     """Nobody ever comes for a held cache: it expires without any traffic, and the instance goes idle."""
 
-    def test_held_blocks_expire_and_then_nothing_happens(self, loaded: LoadedModel) -> None:
-        with Node(loaded, limits=LIMITS) as source:
+    def test_held_blocks_expire_and_then_nothing_happens(self) -> None:
+        with Node(limits=LIMITS) as source:
             source.prefill(next(names), prompt_of(1)).wait()
             assert source.engine.stats().blocks_held == 3
             wait_until(lambda: source.engine.stats().handoffs_total == {("source", "expired"): 1}, "it expires")
@@ -37,9 +36,9 @@ class TestVllmRow29:
             assert source.engine.stats().steps_total == steps
             assert source.driver.stats().errors_total == 0
 
-    def test_while_something_lives_it_does_more(self, loaded: LoadedModel) -> None:
+    def test_while_something_lives_it_does_more(self) -> None:
         """The control: a target that greets a dead source is not idle, and the same count shows it."""
-        with Node(loaded, limits=Limits(transfer_timeout=0.3, defer_timeout=60.0, retry=0.01)) as target:
+        with Node(limits=Limits(transfer_timeout=0.3, defer_timeout=60.0, retry=0.01)) as target:
             nobody = ControlAddress.of("127.0.0.1", PortPicker().pick())
             requests = [target.decode(next(names), prompt_of(seed), nobody) for seed in range(3)]
             busy = turns_in_a_while(target)

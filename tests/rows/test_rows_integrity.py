@@ -7,7 +7,6 @@ from row_nodes import Node, hand_off, prompt_of
 
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.transport.faulty import Faults
 from watching import wait_until
 
@@ -20,10 +19,10 @@ class TestVllmRow34:
     """Detected before decode; nothing of it enters the prefix cache; counted on both sides."""
 
     @pytest.mark.xfail(reason="there are no checksums yet", strict=True)
-    def test_a_corrupt_byte_is_detected_before_decode(self, loaded: LoadedModel, transport: str) -> None:
+    def test_a_corrupt_byte_is_detected_before_decode(self, transport: str) -> None:
         with (
-            Node(loaded, transport=transport, handoff=FULL) as source,
-            Node(loaded, transport=transport, handoff=FULL, faults=Faults(corrupt=True)) as target,
+            Node(transport=transport, handoff=FULL) as source,
+            Node(transport=transport, handoff=FULL, faults=Faults(corrupt=True)) as target,
         ):
             request = hand_off(source, target, PROMPT)
             assert "checksum" in request.error
@@ -36,18 +35,18 @@ class TestVllmRow34:
             target.transport.set_faults(Faults())
             assert hand_off(source, target, PROMPT).tokens == source.alone(PROMPT).wait().tokens
 
-    def test_without_integrity_it_is_not(self, loaded: LoadedModel, transport: str) -> None:
+    def test_without_integrity_it_is_not(self, transport: str) -> None:
         """The control: the fault does strike, and only the checksums notice."""
         with (
-            Node(loaded, transport=transport) as source,
-            Node(loaded, transport=transport, faults=Faults(corrupt=True)) as target,
+            Node(transport=transport) as source,
+            Node(transport=transport, faults=Faults(corrupt=True)) as target,
         ):
             assert hand_off(source, target, PROMPT).is_good
             assert target.engine.stats().blocks_cached > 0
 
-    def test_with_integrity_and_without_the_fault_all_is_well(self, loaded: LoadedModel, transport: str) -> None:
+    def test_with_integrity_and_without_the_fault_all_is_well(self, transport: str) -> None:
         with (
-            Node(loaded, transport=transport, handoff=FULL) as source,
-            Node(loaded, transport=transport, handoff=FULL) as target,
+            Node(transport=transport, handoff=FULL) as source,
+            Node(transport=transport, handoff=FULL) as target,
         ):
             assert hand_off(source, target, PROMPT).tokens == source.alone(PROMPT).wait().tokens

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from row_nodes import Collected, Node, hand_off, names, prompt_of
 
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import AfterEvent, PeerRank
 from kvbaton.transport.faulty import Faults
@@ -37,8 +36,8 @@ def reference(node: Node, prompts: list[tuple[int, ...]], max_tokens: int) -> li
 
 
 @pytest.fixture(scope="module")
-def single(loaded: LoadedModel) -> Iterator[Node]:
-    with Node(loaded, blocks=2048) as node:
+def single() -> Iterator[Node]:
+    with Node(blocks=2048) as node:
         yield node
 
 
@@ -47,11 +46,11 @@ class TestVllmRow23:
 
     @pytest.mark.xfail(reason="a refused post still fails its leg; it is to be tried again", strict=True)
     @pytest.mark.parametrize("transport", ["local", "tcp"])
-    def test_a_full_queue_is_waited_for(self, loaded: LoadedModel, single: Node, transport: str) -> None:
+    def test_a_full_queue_is_waited_for(self, single: Node, transport: str) -> None:
         slow = Faults(delay_s=0.02)
         with (
-            Node(loaded, transport=transport, thread=False) as source,
-            Node(loaded, transport=transport, max_in_flight=4, faults=slow) as target,
+            Node(transport=transport, thread=False) as source,
+            Node(transport=transport, max_in_flight=4, faults=slow) as target,
         ):
             wanted = prepare(source, range(60))
             requests = [target.decode(name, prompt, source.address) for name, prompt in wanted]
@@ -62,11 +61,11 @@ class TestVllmRow23:
             target.wait_idle()
 
     @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.e2e)])
-    def test_a_thousand_at_once_with_one_slow_peer_among_several(self, loaded: LoadedModel, single: Node, count: int) -> None:
+    def test_a_thousand_at_once_with_one_slow_peer_among_several(self, single: Node, count: int) -> None:
         is_released, share = threading.Event(), count // 4
         with ExitStack() as stack:
-            sources = [stack.enter_context(Node(loaded, blocks=512, thread=False)) for _ in range(4)]
-            target = stack.enter_context(Node(loaded, blocks=2048))
+            sources = [stack.enter_context(Node(blocks=512, thread=False)) for _ in range(4)]
+            target = stack.enter_context(Node(blocks=2048))
 
             def gate(peer: PeerRank) -> AfterEvent | None:
                 return is_released.is_set if peer.incarnation == sources[0].incarnation else None
@@ -92,29 +91,29 @@ class TestVllmRow23:
 class TestSglangRow23:
     """A transient error of a post is tried again (above); a permanent one is one failure, with its reason, on both sides."""
 
-    def test_a_permanent_error_is_one_failure_on_both_sides(self, loaded: LoadedModel) -> None:
-        with Node(loaded) as source, Node(loaded, faults=Faults(fail_after=0)) as target:
+    def test_a_permanent_error_is_one_failure_on_both_sides(self) -> None:
+        with Node() as source, Node(faults=Faults(fail_after=0)) as target:
             assert "failed on command" in hand_off(source, target, prompt_of(1)).error
             for node, side in ((source, "source"), (target, "target")):
                 node.wait_idle()
-                wait_until(lambda node=node, side=side: node.engine.stats().handoffs_total == {(side, "failed"): 1}, side)
+                assert node.engine.stats().handoffs_total == {(side, "failed"): 1}
             target.transport.set_faults(Faults())
             assert hand_off(source, target, prompt_of(1)).tokens == source.alone(prompt_of(1)).wait().tokens
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class TestSglangRow25:
     """A thousand hand-offs over fifty peers: sockets, threads and files follow the peers, never the hand-offs."""
 
     @pytest.mark.parametrize(("peers", "each"), [(10, 5), pytest.param(50, 20, marks=pytest.mark.e2e)])
-    def test_bounded_by_peers(self, loaded: LoadedModel, single: Node, peers: int, each: int) -> None:
+    def test_bounded_by_peers(self, single: Node, peers: int, each: int) -> None:
         dead = ControlAddress.of("127.0.0.1", PortPicker().pick())
         with ExitStack() as stack:
-            sources = [stack.enter_context(Node(loaded, blocks=40, thread=False)) for _ in range(peers)]
-            target = stack.enter_context(Node(loaded, blocks=2048))
+            sources = [stack.enter_context(Node(blocks=40, thread=False)) for _ in range(peers)]
+            target = stack.enter_context(Node(blocks=2048))
             first = [self.ask(target, sources, range(1)), [target.decode(next(names), prompt_of(0), dead)]]
             self.finish(first[0], sources)
             threads, files = threading.active_count(), descriptors()
@@ -143,10 +142,10 @@ class TestSglangRow25:
         for source in sources:
             source.wait_idle()
 
-    def test_no_call_of_an_engine_waits_for_its_agents(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_call_of_an_engine_waits_for_its_agents(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Not even if their thread were stuck in a peer: the engine steps, answers plain requests and cancels."""
         is_stuck, go_on = threading.Event(), threading.Event()
-        with Node(loaded) as source, Node(loaded, thread=False) as target:
+        with Node() as source, Node(thread=False) as target:
             name, prompt = next(names), prompt_of(1)
             source.prefill(name, prompt).wait()
 

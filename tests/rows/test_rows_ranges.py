@@ -23,7 +23,6 @@ from row_nodes import (
 from kvbaton.core.auth import Seal, Way
 from kvbaton.core.handoff import Aux, Executor, Mode, Span
 from kvbaton.core.messages import AuxSent, Grant, Message, Over, Stopped, encode
-from kvbaton.engines.embedded.weights import LoadedModel
 from watching import wait_until
 
 AUX = Aux(65, -1.0)
@@ -32,8 +31,8 @@ Blocks = tuple[tuple[int, ...], ...]
 
 
 @pytest.fixture(scope="module")
-def pair(loaded: LoadedModel) -> Iterator[tuple[Node, Node]]:
-    with Node(loaded) as source, Node(loaded) as target:
+def pair() -> Iterator[tuple[Node, Node]]:
+    with Node() as source, Node() as target:
         source.cache.data[:] = np.random.default_rng(1).standard_normal(source.cache.data.shape, np.float32)
         yield source, target
 
