@@ -182,7 +182,8 @@ class Node:
         rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),))
         limit_s = (limits.defer_timeout, limits.transfer_timeout)
         self.card = Card(self.incarnation, loaded.name, loaded.fingerprint, "tp1", (rank,), this_process(), *limit_s)
-        self.driver = Driver(self.card, self.cache.layout(), self.transport, limits, sockets, self._wake, handoff)
+        parts = (self.card, self.cache.layout(), self.transport, limits, sockets, self._wake, handoff)
+        self.driver = Driver(*parts, memory=region.view)
         self.engine = Engine(loaded, self.cache, self.driver, EngineSettings(step_tokens, poison=True, handoff=handoff))
         self._thread = thread
 

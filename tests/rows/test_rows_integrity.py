@@ -18,7 +18,6 @@ FULL = HandoffSettings(mode=Mode.PULL, integrity=Integrity.FULL)
 class TestVllmRow34:
     """Detected before decode; nothing of it enters the prefix cache; counted on both sides."""
 
-    @pytest.mark.xfail(reason="there are no checksums yet", strict=True)
     def test_a_corrupt_byte_is_detected_before_decode(self, transport: str) -> None:
         with (
             Node(transport=transport, handoff=FULL) as source,

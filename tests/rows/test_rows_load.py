@@ -12,7 +12,7 @@ from row_nodes import Collected, Node, hand_off, names, prompt_of
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.base import AfterEvent, PeerRank
+from kvbaton.transport.base import AfterEvent, Completion, PeerRank
 from kvbaton.transport.faulty import Faults
 from watching import wait_until
 
@@ -149,12 +149,13 @@ class TestSglangRow25:
             name, prompt = next(names), prompt_of(1)
             source.prefill(name, prompt).wait()
 
-            def stick() -> None:
+            def stick() -> list[Completion]:
                 is_stuck.set()
                 assert go_on.wait(_LONG_S)
+                return []
 
             with monkeypatch.context() as stuck:
-                stuck.setattr(target.driver._coordinator, "tick", stick)
+                stuck.setattr(target.transport, "poll", stick)
                 request = target.decode(name, prompt, source.address)
                 given_up = target.decode("given up", prompt_of(2), source.address)
                 target.engine.step()

@@ -6,15 +6,16 @@ processes, under every interleaving, are in `tests/sim/`.
 
 | row | what it is about | test |
 |---|---|---|
-| vLLM 10 | bodies: null, wrong types, wrong engine id, foreign hosts | `test_rows_bodies.py::TestVllmRow10` |
+| vLLM 10 | bodies: null, wrong types, wrong engine id, foreign hosts | `test_rows_inputs.py::TestVllmRow10` |
 | vLLM 10 | block ids and group counts | `test_rows_ranges.py::TestVllmRow10`, `::TestSglangRow21` |
-| vLLM 11 | dead, black-holed and slow sources | `test_rows_handshake.py::TestVllmRow11` |
-| vLLM 13 | frames that are no messages of a peer | `test_rows_frames.py::TestVllmRow13`, `::TestValidMessagesInTheWrongState` |
+| vLLM 11 | dead, black-holed and slow sources | `test_rows_handshake.py::TestVllmRow11`, `test_rows_inputs.py::TestVllmRow11` |
+| vLLM 13 | frames that are no messages of a peer | `test_rows_frames.py::TestVllmRow13`, `test_rows_inputs.py::TestVllmRow13` |
+| vLLM 13 | messages in the wrong state | `test_rows_frames.py::TestValidMessagesInTheWrongState` |
 | vLLM 14 | a peer restarts on the same address | `test_rows_restart.py::TestVllmRow14` |
 | vLLM 19 | full and partial prefix hits, odd prompt lengths | (unit level: streaming in the embedded engine) |
 | vLLM 20 | chunked prefill, preempted and resumed | (unit level: streaming in the embedded engine) |
 | vLLM 23 | back-pressure, 1,000 at once, one slow peer | `test_rows_load.py::TestVllmRow23` |
-| vLLM 29 | an idle engine expires and goes idle | `test_rows_idle.py::TestVllmRow29` |
+| vLLM 29 | an idle engine expires and goes idle | `test_rows_idle.py::TestVllmRow29`, `test_rows_inputs.py::TestVllmRow29` |
 | vLLM 30 | preemption after landing, plain requests to decode | (unit level: streaming in the embedded engine) |
 | vLLM 31 | nothing to move, or refused before admission | (unit level: streaming in the embedded engine) |
 | vLLM 33 | role both; shutdown with hand-offs in flight | `test_rows_shutdown.py::TestVllmRow33` |

@@ -142,7 +142,7 @@ class TestSglangRow21:
 
 
 class TestVllmRow10:
-    """Block ids and group counts out of range fail one request with its error; the engine lives. Bodies: `test_rows_bodies`."""
+    """Block ids and group counts out of range fail one request with its error; the engine lives. Bodies: `test_rows_inputs`."""
 
     def test_a_bad_list_fails_one_request_while_another_goes_on(self, pair: tuple[Node, Node]) -> None:
         source, target = pair

@@ -1,13 +1,24 @@
-"""Bad `kv_transfer_params` to real instances: an error by name for that request, and the next one is served."""
+"""What comes to real instances from outside: bad bodies, sources that never answer, garbage on the control port, nothing."""
 
 from __future__ import annotations
 
 import itertools
+import random
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from row_processes import IMPATIENT, Served, served_pair
+from driver_rig import Intruder
+from row_processes import CLUSTER_KEY, IMPATIENT, Served, served_pair
+
+from kvbaton.core.auth import Seal, Way
+from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
+from kvbaton.core.messages import Release, encode
+from kvbaton.launch.ports import PortPicker
+from watching import wait_until
 
 ALLOW = ("--allow", "127.0.0.0/8")
 _numbers = itertools.count()
@@ -128,9 +139,89 @@ class TestVllmRow10:
         assert target.counter('kvbaton_control_dropped_total{cause="not dialled"}') > before
         assert_works(pair)
 
-    def test_a_port_where_somebody_else_answers_is_bounded(self, pair: tuple[Served, Served]) -> None:
+    def test_a_port_where_somebody_else_answers_fails_by_name_and_is_left_alone(self, pair: tuple[Served, Served]) -> None:
+        """An HTTP server is no peer: whatever it says to our greeting, it is not asked again once nobody waits for it."""
         source, target = pair
-        reply = target.decode("Hello", source.prefill("Hello", "to HTTP") | {"remote_port": source.port})
+        params = source.prefill("Hello", "to HTTP")
+        reply = target.decode("Hello", params | {"remote_port": source.port})
         assert reply.status == 502
-        assert "no progress for 2 s" in reply.error
+        assert "is no peer of ours" in reply.error or "no progress for 2 s" in reply.error
+        dropped = target.counter("kvbaton_control_dropped_total")
+        assert target.decode("Hello", params).status == 200
         assert_works(pair)
+        assert target.counter("kvbaton_control_dropped_total") == dropped
+
+
+class TestVllmRow11:
+    """A source that never answers costs its own request `transfer_timeout`, and the requests beside it nothing."""
+
+    def test_a_black_hole_delays_nobody_else(self, pair: tuple[Served, Served]) -> None:
+        _, target = pair
+        port = PortPicker().pick()
+        with socket.create_server(("127.0.0.1", port)), ThreadPoolExecutor(4) as pool:
+            bad = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port}
+            lost = [pool.submit(target.decode, "Hello", bad | {"transfer_id": f"hole-{number}"}) for number in range(4)]
+            wait_until(lambda: target.counter('kvbaton_handoffs_live{side="target"}') == len(lost), "they wait")
+            assert_works(pair)
+            assert not any(request.done() for request in lost)
+            for request in lost:
+                assert request.result(20).status == 502
+                assert "no progress for 2 s while greeting" in request.result().error
+
+
+def sealed(key: str) -> bytes:
+    """A message about nothing, as somebody with that key would send it."""
+    frame = encode(Incarnation("somebody"), "", Release(HandoffKey(TransferId("x")), 1))
+    return Seal(key.encode()).seal(frame, Way.TO_LISTENER)
+
+
+class TestVllmRow13:
+    """Garbage on the control port is dropped and counted in the metrics, and the instance serves on. Also SGLang's row 22."""
+
+    @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+    def test_frames_that_are_no_messages(self, pair: tuple[Served, Served], side: int) -> None:
+        instance, dice = pair[side], random.Random(side)
+        whole = sealed(CLUSTER_KEY)
+        frames = [
+            b"",
+            dice.randbytes(5000),
+            bytes(10_000_000),
+            whole[:-1],
+            whole[1:],
+            whole[:40],
+            sealed("another key, long enough"),
+        ]
+        before = instance.counter("kvbaton_control_dropped_total")
+        with Intruder() as intruder:
+            intruder.dial(instance.control)
+            for frame in frames:
+                intruder.send(frame)
+            intruder.send(b"too", b"many", b"parts")
+            intruder.send(whole)
+            counted = len(frames) + 2
+            wait_until(lambda: instance.counter("kvbaton_control_dropped_total") == before + counted, "all are counted")
+        assert_works(pair)
+
+    @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+    @pytest.mark.parametrize(
+        "text", [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", random.Random(3).randbytes(99_999)], ids=["HTTP", "random"]
+    )
+    def test_what_does_not_even_speak_zmq(self, pair: tuple[Served, Served], side: int, text: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", pair[side].control_port), timeout=10) as connection:
+            connection.sendall(text)
+            assert_works(pair)
+
+
+class TestVllmRow29:
+    """Nobody comes for a held cache: it expires after `defer_timeout` without any traffic, and the agents go to sleep."""
+
+    def test_it_expires_and_goes_idle(self, pair: tuple[Served, Served]) -> None:
+        source, _ = pair
+        expired = 'kvbaton_handoffs_total{outcome="expired",side="source"}'
+        before = source.counter(expired)
+        source.prefill("nobody comes for this", "lonely")
+        wait_until(lambda: source.counter(expired) == before + 1, "it expires")
+        source.wait_idle()
+        turns, until = source.counter("kvbaton_agent_turns_total"), time.monotonic() + 1.0
+        wait_until(lambda: time.monotonic() >= until, "a while has passed")
+        assert source.counter("kvbaton_agent_turns_total") - turns <= 5
