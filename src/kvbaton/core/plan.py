@@ -7,6 +7,7 @@ vectorised over blocks, planes and layers, and joins neighbours that are neighbo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,7 +135,7 @@ def block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: i
         raise RangeError(f"{side} block list has {len(ids)} blocks where {last} are needed")
     chosen = ids[first:last]
     if len(set(chosen)) < len(chosen):
-        twice = next(block for index, block in enumerate(chosen) if block in chosen[:index])
+        twice = Counter(chosen).most_common(1)[0][0]
         raise RangeError(f"{side} block {twice} is listed twice; each block holds other tokens")
     try:
         wanted = np.asarray(chosen, dtype=np.int64)
