@@ -1,8 +1,7 @@
 """Must-work behaviours and bad inputs, on embedded instances: each row of the two lists has a test that names it.
 
-The lists are those of other systems: what vLLM's connectors (`facts-vllm`, section 5) and SGLang's disaggregation
-(`facts-sglang`, section 6) were seen to need. "Right" is said in the docstring of each test. The same rows without real
-processes, under every interleaving, are in `tests/sim/`.
+One list holds what connectors for vLLM were seen to need or get wrong, the other what SGLang's disaggregation was. "Right" is
+said in the docstring of each test. Rows that are about every interleaving are in `tests/sim/`.
 
 | row | what it is about | test |
 |---|---|---|
@@ -62,7 +61,7 @@ def test_every_row_is_in_the_map() -> None:
 def test_every_test_in_the_map_exists() -> None:
     path = Path(__file__)
     for _, row, tests in table():
-        for file, name in re.findall(r"`([\w/]*\.py)?::(\w+)`", tests):
-            path = HERE / file if file else path
+        for file, name in re.findall(r"`([\w/]+\.py)?::(\w+)`", tests):
+            path = (HERE.parent if "/" in file else HERE) / file if file else path
             names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
             assert name in names, f"row {row}: {name} is not in {path.name}"
