@@ -129,9 +129,15 @@ class ControlSockets:
                     yield envelope, address
 
     def refusals(self) -> list[tuple[ControlAddress, str]]:
-        """Take the addresses that turned out to be no peers of ours since the last call, each with the reason."""
+        """Take the addresses that turned out to be no peers of ours since the last call, each with the reason.
+
+        Where no peer of ours ever answered we hang up; else libzmq would connect there again and again, for good.
+        """
         refusals = list(self._refusals.items())
         self._refusals.clear()
+        for address, _ in refusals:
+            if address in self._dialled and address not in self._proven:
+                self._hang_up(address)
         return refusals
 
     def close(self) -> None:
@@ -159,7 +165,7 @@ class ControlSockets:
 
     def _connect(self, address: ControlAddress) -> zmq.Socket[bytes]:
         if len(self._dialled) >= _MAX_DIALLED:
-            self._hang_up()
+            self._hang_up(self._least_needed())
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -173,12 +179,14 @@ class ControlSockets:
         self._poller = None
         return socket
 
-    def _hang_up(self) -> None:
-        """Close the oldest connection; addresses at which nobody of ours ever answered go first."""
-        oldest = next((address for address in self._dialled if address not in self._proven), next(iter(self._dialled)))
-        self._proven.discard(oldest)
+    def _least_needed(self) -> ControlAddress:
+        """The oldest connection; addresses at which nobody of ours ever answered come first."""
+        return next((address for address in self._dialled if address not in self._proven), next(iter(self._dialled)))
+
+    def _hang_up(self, address: ControlAddress) -> None:
+        self._proven.discard(address)
         self._poller = None
-        self._dialled.pop(oldest).close(linger=0)
+        self._dialled.pop(address).close(linger=0)
 
     def _sealed(self, recipient: str, message: Message, way: Way) -> bytes:
         return self._seal.seal(encode(self._me, recipient, message), way)
@@ -216,10 +224,11 @@ class ControlSockets:
 
     def _answered(self, address: ControlAddress, parts: list[zmq.Frame]) -> Envelope | None:
         """What the peer that we dialled says; one that is not understood is none."""
-        if len(parts) != 1:
+        if len(parts) == 1:
+            envelope, reason = self._read(parts[0], Way.TO_DIALLER)
+        else:
+            envelope, reason = None, f"a message of {len(parts)} frames; ours have one"
             self._drop(Dropped.WRONG_FRAMES, f"{len(parts)} frames from {address}")
-            return None
-        envelope, reason = self._read(parts[0], Way.TO_DIALLER)
         if envelope is None:
             self._refuse(address, f"what answers at {address} is no peer of ours: {reason}")
         return envelope

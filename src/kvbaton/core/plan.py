@@ -7,6 +7,7 @@ vectorised over blocks, planes and layers, and joins neighbours that are neighbo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,8 +133,12 @@ def block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: i
     """Blocks `first` up to `last` of a block list; raises RangeError for those that do not exist."""
     if len(ids) < last:
         raise RangeError(f"{side} block list has {len(ids)} blocks where {last} are needed")
+    chosen = ids[first:last]
+    if len(set(chosen)) < len(chosen):
+        twice = Counter(chosen).most_common(1)[0][0]
+        raise RangeError(f"{side} block {twice} is listed twice; each block holds other tokens")
     try:
-        wanted = np.asarray(ids[first:last], dtype=np.int64)
+        wanted = np.asarray(chosen, dtype=np.int64)
     except OverflowError:
         raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
     bad = wanted[(wanted < 0) | (wanted >= group.blocks)]

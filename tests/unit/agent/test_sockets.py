@@ -239,3 +239,33 @@ def test_the_dial_table_is_bounded_and_keeps_who_has_answered(rig: Rig, monkeypa
 
 def test_causes_are_there_before_anything_happened(rig: Rig) -> None:
     assert rig.make(ALICE).dropped_total == dict.fromkeys(Dropped, 0)
+
+
+def test_an_address_where_somebody_else_answers_is_hung_up(rig: Rig) -> None:
+    """Else libzmq would connect there for as long as the process lives."""
+    alice, address = rig.make(ALICE), rig.free_address()
+    stranger = rig.raw(zmq.ROUTER, address)
+    alice.dial(address, BEAT)
+    caller, _ = stranger.recv_multipart()
+    stranger.send_multipart([caller, b"two", b"parts"])
+    wait_dropped(alice, Dropped.WRONG_FRAMES)
+    assert alice.refusals() == [
+        (address, f"what answers at {address} is no peer of ours: a message of 2 frames; ours have one")
+    ]
+    assert address not in alice._dialled
+    alice.dial(address, BEAT)
+    assert stranger.recv_multipart()[0] != caller, "whoever wants it again connects anew"
+
+
+def test_a_peer_that_says_something_odd_keeps_its_connection(rig: Rig) -> None:
+    alice, address = rig.make(ALICE), rig.free_address()
+    bob = rig.raw(zmq.ROUTER, address)
+    alice.dial(address, BEAT)
+    caller, _ = bob.recv_multipart()
+    bob.send_multipart([caller, encode(BOB, ALICE, BEAT)])
+    assert len(take(alice)) == 1
+    bob.send_multipart([caller, b"odd"])
+    wait_dropped(alice, Dropped.NOT_A_MESSAGE)
+    assert [refused for refused, _ in alice.refusals()] == [address]
+    alice.send(BOB, BEAT)
+    assert bob.recv_multipart()[0] == caller

@@ -98,6 +98,15 @@ def test_a_layout_without_groups_is_no_run() -> None:
     assert plan_runs(pair_layouts(layout, layout), (), (), 0, 10).shape == (0, 3)
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_block_that_is_listed_twice_is_refused_by_number(side: str) -> None:
+    layout = layout_of(compact_group(blocks=8))
+    lists = {"source": (0, 1, 2), "target": (0, 1, 2), side: (5, 6, 5)}
+    whole = 3 * layout.groups[0].block_tokens
+    with pytest.raises(RangeError, match=f"{side} block 5 is listed twice"):
+        plan_runs(pair_layouts(layout, layout), (lists["source"],), (lists["target"],), 0, whole)
+
+
 @pytest.mark.parametrize("bad", [-1, 8, 9, 2**31, 2**63, 2**64 - 1, -(2**63) - 1])
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_block_that_does_not_exist_is_refused_by_number(side: str, bad: int) -> None:
