@@ -44,7 +44,6 @@ def single() -> Iterator[Node]:
 class TestVllmRow23:
     """Back-pressure is a matter of waiting, not of failing; a thousand at once complete; a slow peer holds up nobody else."""
 
-    @pytest.mark.xfail(reason="a refused post still fails its leg; it is to be tried again", strict=True)
     @pytest.mark.parametrize("transport", ["local", "tcp"])
     def test_a_full_queue_is_waited_for(self, single: Node, transport: str) -> None:
         slow = Faults(delay_s=0.02)

@@ -235,7 +235,7 @@ class Coordinator:
     def beat(self) -> None:
         """Send the heartbeats that are due."""
         now = self._clock()
-        if self._beat_at() > now or not (self.source.live or self.target.live):
+        if self._beat_at() > now:
             return
         self._beaten_at = now
         for beats in (self.source.beat(), self.target.beat()):

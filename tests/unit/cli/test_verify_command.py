@@ -64,7 +64,6 @@ def test_with_checksums_the_control_fails_instead_of_answering_wrong() -> None:
     assert all("handoff_failed" in row["detail"] and "checksum" in row["detail"] for row in document["rows"])
 
 
-@pytest.mark.xfail(reason="the embedded engine does not compute anew yet; remove this line when it does", strict=True)
 def test_an_answer_that_was_computed_anew_is_right_and_counted_and_a_failure_of_the_check() -> None:
     code, document = _verify("--model", "tiny", "--integrity", "full", "--drop-writes", "--on-failure", "recompute")
     assert code == 1

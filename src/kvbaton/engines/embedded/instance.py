@@ -84,7 +84,7 @@ class _Instance:
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         transport = _open_transport(settings, incarnation, cache)
         card = _card(settings, loaded, incarnation, cache, transport)
-        self.timelines = Timelines(About(settings.role, f"{settings.host}:{settings.port}", incarnation))
+        self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
         self.driver = Driver(
             card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff, observe, cache.memory
