@@ -407,6 +407,19 @@ def test_the_queue_is_bounded(rig: Rig, source: Source) -> None:
     assert target.wait()[0].error == ""
 
 
+def test_a_queue_that_one_peer_has_filled_still_takes_a_batch_of_another(rig: Rig) -> None:
+    target, slow, other = rig.target(MIB, max_in_flight=3), rig.source(MIB), rig.source(MIB, seed=2)
+    for peer in (slow, other):
+        target.transport.connect(peer.peer, peer.endpoint)
+    for n in range(3):
+        target.post(slow, make_runs((0, n * KIB, KIB)), lambda: False)
+    for n in range(3, 6):
+        assert target.read(other, make_runs((0, n * KIB, KIB))).error == ""
+    target.post(other, make_runs((0, 6 * KIB, KIB)), lambda: False)
+    with pytest.raises(QueueFull, match="queue full"):
+        target.post(other, make_runs((0, 7 * KIB, KIB)))
+
+
 def test_each_ticket_is_handed_out_once_whoever_posts(target: Target, source: Source) -> None:
     tickets: list[list[Ticket]] = [[] for _ in range(4)]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command, new_cluster_key, router_part
 from kvbaton.launch.ports import PortPicker
@@ -186,9 +187,17 @@ class Stand:
         for fleet in self.fleets.values():
             fleet.stop()
 
-    def start(self, name: str, role: str, model: str = "tiny", *extra: str, cluster_key: str | None = None) -> int:
+    def start(
+        self,
+        name: str,
+        role: str,
+        model: str = "tiny",
+        *extra: str,
+        cluster_key: str | None = None,
+        handoff: HandoffSettings = DEFAULT_HANDOFF,
+    ) -> int:
         """Start an instance, with the key of the others unless told otherwise, and wait until it is healthy; its port."""
-        options = InstanceOptions(model, "local", 2, extra, cluster_key or self.cluster_key)
+        options = InstanceOptions(model, "local", 2, extra, cluster_key or self.cluster_key, handoff)
         part, url = instance_part(name, role, options, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         self._fleet(name).start(part)
         self.fleets[name].wait_healthy(_START_S)

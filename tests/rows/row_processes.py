@@ -10,7 +10,9 @@ from typing import Any, Self
 
 from system import Client, Reply, blocks
 
+from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Mode
 from kvbaton.launch.fleet import Death, Fleet
 from kvbaton.launch.local import InstanceOptions, instance_part, new_cluster_key
 from kvbaton.launch.ports import PortPicker, check_port_free
@@ -27,7 +29,8 @@ class Served:
     """One instance. It may be ended and started again, with the same command on the same ports."""
 
     def __init__(self, role: str, *extra: str) -> None:
-        options = InstanceOptions("tiny", "local", 2, ("--mode", "pull", "--poison", *extra), CLUSTER_KEY)
+        pull = HandoffSettings(mode=Mode.PULL)
+        options = InstanceOptions("tiny", "local", 2, ("--poison", *extra), CLUSTER_KEY, pull)
         self.part, url = instance_part(role, role, options, PortPicker())
         self.port = int(url.rpartition(":")[2])
         command = list(self.part.command)

@@ -16,7 +16,8 @@ def waiting_target(source: Node, target: Node, name: str) -> Collected:
     source.prefill(name, LONG)
     assert source.engine.step()
     request = target.decode(name, LONG, source.address, source.incarnation)
-    wait_until(lambda: source.driver._coordinator.source.live[key_of(name)].grant is not None, "the source has the grant")
+    live = source.driver._coordinator.source.live
+    wait_until(lambda: key_of(name) in live and live[key_of(name)].grant is not None, "the source has the grant")
     return request
 
 

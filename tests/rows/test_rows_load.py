@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from row_nodes import Collected, Node, hand_off, names, prompt_of
 
+from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import AfterEvent, Completion, PeerRank
@@ -86,9 +87,36 @@ class TestVllmRow23:
                 node.wait_idle()
                 node.engine._core.check_integrity()
 
+    def test_a_slow_peer_that_fills_the_queue_holds_up_nobody_else(self, single: Node) -> None:
+        is_released = threading.Event()
+        with Node(thread=False) as slow, Node(thread=False) as quick, Node(max_in_flight=8) as target:
+            target.transport.gate = lambda peer: is_released.is_set if peer.incarnation == slow.incarnation else None
+            held = [target.decode(name, prompt, slow.address) for name, prompt in prepare(slow, range(20))]
+            wait_until(lambda: len(target.transport._posted) > 0, "the slow peer's copies are under way")
+            wanted = prepare(quick, range(20, 30))
+            requests = [target.decode(name, prompt, quick.address) for name, prompt in wanted]
+            answers = [request.wait(10).tokens for request in requests]
+            assert answers == reference(single, [prompt for _, prompt in wanted], 4)
+            assert not any(request.is_over for request in held)
+            is_released.set()
+            assert all(request.wait(_LONG_S).is_good for request in held)
+
 
 class TestSglangRow23:
-    """A transient error of a post is tried again (above); a permanent one is one failure, with its reason, on both sides."""
+    """A post that is refused for now is tried again within a limit; a permanent error is one failure on both sides, by name."""
+
+    def test_a_transient_error_is_tried_again(self, single: Node) -> None:
+        with Node() as source, Node(faults=Faults(refuse_posts=25)) as target:
+            assert hand_off(source, target, prompt_of(1)).tokens == single.alone(prompt_of(1)).wait().tokens
+            assert target.engine.stats().handoffs_total == {("target", "delivered"): 1}
+
+    def test_a_queue_that_never_has_room_is_a_failure_in_time(self) -> None:
+        limits = Limits(transfer_timeout=0.5, defer_timeout=20.0, retry=0.1)
+        with Node(limits=limits) as source, Node(limits=limits, faults=Faults(refuse_posts=10**9)) as target:
+            assert "queue full" in hand_off(source, target, prompt_of(1)).error
+            for node, side in ((source, "source"), (target, "target")):
+                node.wait_idle()
+                assert node.engine.stats().handoffs_total == {(side, "failed"): 1}
 
     def test_a_permanent_error_is_one_failure_on_both_sides(self) -> None:
         with Node() as source, Node(faults=Faults(fail_after=0)) as target:

@@ -11,15 +11,15 @@ said in the docstring of each test. Rows that are about every interleaving are i
 | vLLM 13 | frames that are no messages of a peer | `test_rows_frames.py::TestVllmRow13`, `test_rows_inputs.py::TestVllmRow13` |
 | vLLM 13 | messages in the wrong state | `test_rows_frames.py::TestValidMessagesInTheWrongState` |
 | vLLM 14 | a peer restarts on the same address | `test_rows_restart.py::TestVllmRow14` |
-| vLLM 19 | full and partial prefix hits, odd prompt lengths | (unit level: streaming in the embedded engine) |
-| vLLM 20 | chunked prefill, preempted and resumed | (unit level: streaming in the embedded engine) |
+| vLLM 19 | full and partial prefix hits, odd prompt lengths | `unit/engines/embedded/test_rows_vllm.py::TestRow19` |
+| vLLM 20 | chunked prefill, preempted and resumed | `unit/engines/embedded/test_rows_vllm.py::TestRow20` |
 | vLLM 23 | back-pressure, 1,000 at once, one slow peer | `test_rows_load.py::TestVllmRow23` |
 | vLLM 29 | an idle engine expires and goes idle | `test_rows_idle.py::TestVllmRow29`, `test_rows_inputs.py::TestVllmRow29` |
-| vLLM 30 | preemption after landing, plain requests to decode | (unit level: streaming in the embedded engine) |
-| vLLM 31 | nothing to move, or refused before admission | (unit level: streaming in the embedded engine) |
+| vLLM 30 | preemption after landing, plain requests to decode | `unit/engines/embedded/test_rows_vllm.py::TestRow30` |
+| vLLM 31 | nothing to move, or refused before admission | `unit/engines/embedded/test_rows_vllm.py::TestRow31` |
 | vLLM 33 | role both; shutdown with hand-offs in flight | `test_rows_shutdown.py::TestVllmRow33` |
 | vLLM 34 | a corrupt byte in transit | `test_rows_integrity.py::TestVllmRow34` |
-| SGLang 10 | chunked sends, the last one empty | (unit level: streaming in the embedded engine) |
+| SGLang 10 | chunked sends, the last one empty | `unit/engines/embedded/test_rows_sglang.py::TestRow10` |
 | SGLang 16 | an abort at the prefill side | `test_rows_abort.py::TestSglangRow16`, `test_rows_router.py::TestSglangRow16` |
 | SGLang 17 | prefill killed in the middle, and back | `test_rows_restart.py::TestSglangRow17` |
 | SGLang 20 | bad aux records | `test_rows_ranges.py::TestSglangRow20` |

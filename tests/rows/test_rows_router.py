@@ -8,17 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from system import Stand, blocks
 
+from kvbaton.config import HandoffSettings
+from kvbaton.core.handoff import Mode
 from watching import wait_until
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
+@pytest.fixture(scope="module", params=[HandoffSettings(mode=mode) for mode in Mode], ids=list(Mode))
 def stand(request: pytest.FixtureRequest) -> Iterator[Stand]:
     """A prefill instance with little memory beside a decode instance with much. Their patience is 30 s and more."""
     with Stand() as stand:
-        stand.start("prefill", "prefill", "tiny", "--mode", request.param, "--blocks", "8")
-        stand.start("decode", "decode", "tiny", "--mode", request.param)
+        stand.start("prefill", "prefill", "tiny", "--blocks", "8", handoff=request.param)
+        stand.start("decode", "decode", "tiny", handoff=request.param)
         stand.wait_for("live", 2)
         yield stand
 

@@ -9,7 +9,8 @@ What every implementation promises:
   never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
 - The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
   a batch without bytes completes with success and 0 bytes.
-- `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out.
+- `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out. One batch of a peer
+  that has none in the queue is taken all the same.
 - `after` is asked from the mover's thread and must not wait; when it raises, or is not true within `timeout_s`, the
   batch completes with an error and was never started.
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is

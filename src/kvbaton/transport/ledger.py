@@ -2,12 +2,14 @@
 
 Every thread may write into the books; the mover alone acts on them. A caller's wish (post, cancel, revoke) becomes a
 command that the mover takes; what the mover finishes becomes a completion that `poll` hands out. Both are bounded by
-`max_in_flight`, which counts a batch from `admit` until its completion was handed out.
+`max_in_flight`, which counts a batch from `admit` until its completion was handed out. A full queue still takes one batch of a
+peer that has none in it, so that a slow peer which fills it holds up nobody else.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -71,6 +73,8 @@ class Ledger(Generic[L]):
         self._lock = threading.Lock()
         self._peers: dict[PeerRank, _Peer[L]] = {}
         self._jobs: dict[Ticket, Job[L]] = {}
+        self._peer_of: dict[Ticket, PeerRank] = {}
+        self._count_of: Counter[PeerRank] = Counter()
         self._cancelling: set[Ticket] = set()
         self._commands: list[Command[L]] = []
         self._completions: list[Completion] = []
@@ -108,13 +112,15 @@ class Ledger(Generic[L]):
         cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
-            if len(self._jobs) + len(self._completions) >= self._settings.max_in_flight:
+            if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
             self._last_ticket += 1
             job = Job(Ticket(self._last_ticket), known.link, cursor, after)
             self._jobs[job.ticket] = job
+            self._peer_of[job.ticket] = batch.peer
+            self._count_of[batch.peer] += 1
             self._command(Post(job))
         return job.ticket
 
@@ -157,6 +163,8 @@ class Ledger(Generic[L]):
         """What has finished since the last call."""
         with self._lock:
             completions, self._completions = self._completions, []
+            for completion in completions:
+                self._uncount(self._peer_of.pop(completion.ticket))
             self.done.clear()
             return completions
 
@@ -178,6 +186,11 @@ class Ledger(Generic[L]):
         """Give the descriptors back."""
         self.work.close()
         self.done.close()
+
+    def _uncount(self, peer: PeerRank) -> None:
+        self._count_of[peer] -= 1
+        if not self._count_of[peer]:
+            del self._count_of[peer]
 
     def _known(self, peer: PeerRank) -> _Peer[L]:
         self._refuse_when_shut()

@@ -338,8 +338,10 @@ class EngineCore:
 
     def _land(self, sequence: Sequence, event: Landed) -> None:
         aux, vocabulary = event.aux, self._loaded.config.vocab_size
-        if not 0 <= aux.token_id < vocabulary:
-            self._fail(sequence, f"the source's first token is {aux.token_id}; the model has 0 to {vocabulary - 1}")
+        named = (aux.token_id, *(token for token, _ in aux.top_logprobs))
+        unknown = next((token for token in named if not 0 <= token < vocabulary), None)
+        if unknown is not None:
+            self._fail(sequence, f"the source's aux record names token {unknown}; the model has 0 to {vocabulary - 1}")
             return
         sequence.landed(aux, event.stats, self._clock())
         self._scheduler.land(sequence)

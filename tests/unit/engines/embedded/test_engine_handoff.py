@@ -297,7 +297,7 @@ def test_an_impossible_first_token_is_refused_without_harm() -> None:
     answer, other = fetching(bench), bench.submit([1, 2])
     land(bench, VOCABULARY)
     assert answer.last.finish_reason is FinishReason.ERROR
-    assert f"first token is {VOCABULARY}" in answer.last.error
+    assert f"names token {VOCABULARY};" in answer.last.error
     bench.run(other)
     assert other.token_ids == alone([1, 2]).token_ids
     bench.assert_empty()
