@@ -1,11 +1,11 @@
-"""Checksums under simulation: a cell that changes on its way is never served, and nothing else fails because of them."""
+"""Checksums, and aux records by data, under simulation: nothing that changed on its way is served, and nothing else fails."""
 
 from __future__ import annotations
 
 import pytest
 from scenario import BOTH_DELIVERED, Flow, at_every_event, every_flow, first_broken, make, play
 
-from kvbaton.core.handoff import Integrity, Outcome
+from kvbaton.core.handoff import AuxWay, Integrity, Outcome
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.script import Fault, FaultKind
 
@@ -50,3 +50,20 @@ def test_preempted_while_being_summed(flow: Flow) -> None:
         story = play(script)
         assert not story.rules, story.result.violations
         assert story.ends == [BOTH_DELIVERED]
+
+
+@every_flow
+def test_aux_by_data_arrives_or_comes_by_message(flow: Flow) -> None:
+    """A record that is corrupt, or whose read fails, costs a message and nothing else."""
+    quiet = make(flow, aux_way=AuxWay.DATA)
+    story = play(quiet)
+    assert story.ends == [BOTH_DELIVERED]
+    assert story.said("pointer=AuxPointer(")
+    assert not story.said("aux=Aux(", "AuxSent")
+    fell_back = 0
+    for script in at_every_event(quiet, Fault(FaultKind.CORRUPT, who="d0", number=0), step=2):
+        story = play(script)
+        assert not story.rules, story.result.violations
+        assert story.ends == [BOTH_DELIVERED]
+        fell_back += story.said("AuxSent", "aux=Aux(")
+    assert fell_back

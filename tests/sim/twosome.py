@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted
-from kvbaton.agent.ports import LegId, LegMoved, LegOpen, LegStopped, RankReport, SumAsk
+from kvbaton.agent.ports import AuxAsk, LegId, LegMoved, LegOpen, LegStopped, RankReport, SumAsk
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
 from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
@@ -59,6 +59,13 @@ class _InstantRanks:
         pass
 
     def drop_sums(self, rank: int, side: SideName, key: HandoffKey) -> None:
+        pass
+
+    def put_aux(self, offset: int, data: bytes) -> bool:
+        del offset, data
+        return False
+
+    def read_aux(self, ask: AuxAsk) -> None:
         pass
 
 

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
 from kvbaton.agent.peers import Peers
-from kvbaton.agent.ports import Clock, Control, EnginePort, LegSummed, PeerFenced, RankReport, Ranks, RegionFenced
+from kvbaton.agent.ports import AuxRead, Clock, Control, EnginePort, LegSummed, PeerFenced, RankReport, Ranks, RegionFenced
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
@@ -74,7 +74,7 @@ class Coordinator:
         self._peer_fences: dict[Incarnation, dict[int, int]] = {}
         self._region_epochs: dict[int, int] = {}
         self._region_epoch = 0
-        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe)
+        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, card.ranks[0].aux)
         self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
         self.dropped_total: Counter[str] = Counter()
 
@@ -186,6 +186,8 @@ class Coordinator:
                 self._on_peer_fenced(report)
             case RegionFenced():
                 self._on_region_fenced(report)
+            case AuxRead():
+                self.target.on_aux_read(report)
             case LegSummed():
                 (self.source if report.side is Side.SOURCE else self.target).on_summed(report)
             case _ if self.source.owns_leg(report.leg):
@@ -222,9 +224,9 @@ class Coordinator:
             self._check_for_the_dead()
 
     def next_deadline(self) -> float | None:
-        """When `tick` next has something to do; None while nothing is live."""
-        if not self.source.live and not self.target.live and not self.target.farewells:
-            return None
+        """When `tick` next has something to do; None while nothing is live and nobody has to be told anything."""
+        if not self.source.live and not self.target.live:
+            return self.target.farewells.next_deadline()
         sides = (self.source.next_deadline(), self.target.next_deadline())
         return min(self._beat_at(), self._gone_check_at, *(when for when in sides if when is not None))
 

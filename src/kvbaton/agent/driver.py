@@ -18,7 +18,7 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted, SpansReady
-from kvbaton.agent.ports import LegId, LegOpen, RankReport, SumAsk
+from kvbaton.agent.ports import AuxAsk, LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
@@ -103,6 +103,12 @@ class _Ranks:
 
     def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
         self._agents[rank].drop_sums(side, key)
+
+    def put_aux(self, offset: int, data: bytes) -> bool:
+        return self._agents[0].put_aux(offset, data)
+
+    def read_aux(self, ask: AuxAsk) -> None:
+        self._agents[0].read_aux(ask)
 
 
 class Driver(HandoffPort):
@@ -228,6 +234,7 @@ class Driver(HandoffPort):
             late_total=Counter(dict(source.late_total)) + Counter(dict(target.late_total)),
             dropped_total=Counter({**self._sockets.dropped_total, **coordinator.dropped_total}),
             mismatches_total=target.mismatches_total,
+            aux_fallbacks_total=Counter(dict(source.aux_fallbacks_total)) + Counter(dict(target.aux_fallbacks_total)),
             errors_total=self.errors_total,
             turns_total=self._turns,
             busy_s_total=self._busy_s,

@@ -19,6 +19,8 @@ from kvbaton.core.messages import Message
 from kvbaton.core.timeline import Side
 
 __all__ = [
+    "AuxAsk",
+    "AuxRead",
     "Clock",
     "Control",
     "EnginePort",
@@ -132,6 +134,27 @@ class LegSummed:
 
 
 @dataclass(frozen=True, slots=True)
+class AuxAsk:
+    """Where the aux record of a hand-off lies on rank 0 of a peer, and the slot of ours to read it into."""
+
+    leg: LegId
+    peer: Incarnation
+    offset: int
+    slot: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuxRead:
+    """What was read, or why nothing was; the slot is not touched any more."""
+
+    leg: LegId
+    slot: int
+    data: bytes
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFenced:
     """A rank has torn down its session with a peer: what that peer was granted before `epoch` it cannot write any more."""
 
@@ -149,7 +172,7 @@ class RegionFenced:
 
 
 LegReport = LegMoved | LegFailed | LegStopped
-RankReport = LegReport | LegSummed | PeerFenced | RegionFenced
+RankReport = LegReport | LegSummed | AuxRead | PeerFenced | RegionFenced
 
 
 class Memory(Protocol):
@@ -157,6 +180,12 @@ class Memory(Protocol):
 
     def sum(self, pieces: Pieces, value: int) -> int:
         """Go on with the checksum `value` over these pieces, in order."""
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """A copy of what lies there."""
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Let `data` lie there."""
 
 
 class Ranks(Protocol):
@@ -195,3 +224,9 @@ class Ranks(Protocol):
 
     def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
         """Nobody waits for the sums of this side of a hand-off any more."""
+
+    def put_aux(self, offset: int, data: bytes) -> bool:
+        """Write an aux record into the memory of rank 0; false when it cannot be written there."""
+
+    def read_aux(self, ask: AuxAsk) -> None:
+        """Let rank 0 read an aux record; AuxRead follows, once."""

@@ -9,6 +9,8 @@ import numpy as np
 
 from kvbaton.agent.backlog import Backlog, Part
 from kvbaton.agent.ports import (
+    AuxAsk,
+    AuxRead,
     Clock,
     LegFailed,
     LegId,
@@ -95,6 +97,8 @@ class RankAgent:
         self._report = report
         self._clock = clock
         self._backlog = Backlog(patience_s, self._post_part)
+        self._memory = memory
+        self._aux_reads: dict[Ticket, AuxAsk] = {}
         self._summer = Summer(rank, layout, memory, report)
         self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
         self.legs: dict[LegId, _Leg] = {}
@@ -190,6 +194,27 @@ class RankAgent:
         """Nobody waits for these sums any more."""
         self._summer.drop(side, key)
 
+    def put_aux(self, offset: int, data: bytes) -> bool:
+        """Write an aux record into this rank's memory, if there is any."""
+        if self._memory is not None:
+            self._memory.write(offset, data)
+        return self._memory is not None
+
+    def read_aux(self, ask: AuxAsk) -> None:
+        """Read an aux record of a peer into a slot of ours; AuxRead follows, once."""
+        runs = np.array([[ask.offset, ask.slot, ask.size_bytes]], np.uint64)
+        try:
+            ticket = self.start(ask.leg, Batch(PeerRank(ask.peer, self.rank), Direction.READ, runs))
+        except KVBatonError as error:
+            self._report_aux(ask, str(error))
+        else:
+            self._aux_reads[ticket] = ask
+
+    def _report_aux(self, ask: AuxAsk, error: str) -> None:
+        is_there = self._memory is not None and not error
+        data = self._memory.read(ask.slot, ask.size_bytes) if self._memory is not None and is_there else b""
+        self._report(AuxRead(ask.leg, ask.slot, data, error or ("" if is_there else "this rank has no memory to read from")))
+
     @property
     def has_work(self) -> bool:
         """Whether `poll` should be called again at once."""
@@ -206,6 +231,8 @@ class RankAgent:
             owner = self._owners.pop(completion.ticket, None)
             if owner is not None and (leg := self.legs.get(owner[0])) is not None:
                 self._complete(leg, leg.moving[owner[1]], completion)
+            elif (ask := self._aux_reads.pop(completion.ticket, None)) is not None:
+                self._report_aux(ask, completion.error)
         self._offer_again(at_once=bool(completions))
         self._summer.work()
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
 from kvbaton.agent.ports import LegId
-from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Integrity, Outcome, Span
+from kvbaton.core.aux_area import AuxArea, AuxPointer
+from kvbaton.core.handoff import Aux, AuxWay, BlockLists, Executor, HandoffKey, Incarnation, Integrity, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetState
 from kvbaton.core.messages import Grant
 
@@ -45,6 +46,7 @@ class SourceRecord:
     summing: int = 0
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     is_asked: bool = False
+    aux_pointer: AuxPointer | None = None
     is_confirmed: bool = False
     verdict: Outcome = Outcome.FAILED
     reason: str = ""
@@ -97,6 +99,9 @@ class TargetRecord:
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: Aux | None = None
+    aux_way: AuxWay = AuxWay.CONTROL
+    aux_pointer: AuxPointer | None = None
+    source_area: AuxArea | None = None
     is_confirmed: bool = False
     open_legs: dict[int, LegId] = field(default_factory=dict)
     peer_is_quiet: bool = False

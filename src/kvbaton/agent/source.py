@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from kvbaton.agent.engine_port import Offer, SourceEnded
 from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped, LegSummed
 from kvbaton.agent.records import Declined, SourceRecord
 from kvbaton.agent.source_effects import SourceEffects
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span, key_problem, span_problem
+from kvbaton.core.handoff import (
+    AuxWay,
+    BlockLists,
+    HandoffKey,
+    Incarnation,
+    Integrity,
+    Mode,
+    Outcome,
+    Span,
+    key_problem,
+    span_problem,
+)
 from kvbaton.core.lifecycle import SourceEvent, SourceState
 from kvbaton.core.messages import (
     MAX_REASON,
@@ -123,6 +136,8 @@ class SourceSide(SourceEffects):
         record = self.live.get(grant.key)
         if record is not None and record.target == sender and record.grant_number == grant.grant:
             record.announced = 0
+            if grant.aux_way is AuxWay.CONTROL and record.grant is not None:
+                record.grant = msgspec.structs.replace(record.grant, aux_way=grant.aux_way)
             self.step(record, SourceEvent.GRANTED)
             self._confirm_again(record)
         elif not self.use_grant(sender, grant):

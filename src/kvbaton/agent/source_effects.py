@@ -11,8 +11,9 @@ from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks, SumA
 from kvbaton.agent.records import Declined, SourceRecord
 from kvbaton.config import Limits
 from kvbaton.core.alarms import Alarms
+from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pack_aux, point_at
 from kvbaton.core.checks import SpanSum
-from kvbaton.core.handoff import HandoffKey, Incarnation, Integrity, Outcome, Span
+from kvbaton.core.handoff import Aux, AuxWay, HandoffKey, Incarnation, Integrity, Outcome, Span
 from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceTable
 from kvbaton.core.messages import (
@@ -47,6 +48,7 @@ class SourceEffects:
         ranks: Ranks,
         engine: EnginePort,
         observe: Observer = nobody,
+        aux_area: AuxArea | None = None,
     ) -> None:
         self._observe = observe
         self._ranks_count = ranks_count
@@ -59,6 +61,8 @@ class SourceEffects:
         self._windows = GrantWindows()
         self._ended: Tombstones[tuple[Incarnation | None, HandoffKey, int], Over] = Tombstones()
         self._declined: Tombstones[HandoffKey, Declined] = Tombstones()
+        self.aux_slots = AuxSlots(aux_area)
+        self.aux_fallbacks_total: Counter[str] = Counter()
         self._generation = 0
         self._parked = 0
         self._alarms: Alarms[HandoffKey] = Alarms()
@@ -119,7 +123,8 @@ class SourceEffects:
         count = len(record.spans)
         number = record.grant_number
         self._tell(record, Prefilled(record.key, number, record.generation, count, record.offer.tokens, waited))
-        self._tell(record, AuxSent(record.key, number, record.offer.aux))
+        pointer = self._aux_pointer(record, record.offer.aux)
+        self._tell(record, AuxSent(record.key, number, None if pointer else record.offer.aux, pointer))
 
     def new_generation(self, record: SourceRecord) -> None:
         """What was announced is void; legs of the old generation, if any, are being stopped."""
@@ -163,6 +168,8 @@ class SourceEffects:
         del self.live[record.key]
         self._alarms.drop(record.key)
         self._drop_sums(record)
+        if record.aux_pointer is not None:
+            self.aux_slots.give(record.aux_pointer.offset)
         outcome = Outcome(record.state.value)
         end = Over(record.key, record.grant_number, outcome, record.reason)
         self._ended.add((record.target, record.key, record.grant_number), end)
@@ -179,6 +186,24 @@ class SourceEffects:
     def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
         text = record.reason if outcome is not None else ""
         self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
+
+    def _aux_pointer(self, record: SourceRecord, aux: Aux) -> AuxPointer | None:
+        """Put the aux record into a slot of ours, once, if the target wants to fetch it; None when it goes in the message."""
+        if record.grant is None or record.grant.aux_way is AuxWay.CONTROL:
+            return None
+        if record.aux_pointer is None:
+            data = pack_aux(record.key, record.grant_number, record.generation, aux)
+            refusal = self.aux_slots.refusal(len(data))
+            if refusal:
+                self.aux_fallbacks_total[refusal] += 1
+                return None
+            slot = self.aux_slots.take()
+            if not self._ranks.put_aux(slot, data):
+                self.aux_slots.give(slot)
+                self.aux_fallbacks_total["not written"] += 1
+                return None
+            record.aux_pointer = point_at(slot, data)
+        return record.aux_pointer
 
     def _drop_sums(self, record: SourceRecord) -> None:
         if record.summing:

@@ -23,6 +23,8 @@ class AgentStats:
     """Frames and messages that were not taken, by cause."""
     mismatches_total: int
     """Hand-offs to this instance that failed because of a checksum."""
+    aux_fallbacks_total: Counter[str]
+    """Aux records that should have travelled by data and went by message after all, by cause."""
     errors_total: int
     """Errors of our own that the agents' thread went on after."""
     turns_total: int

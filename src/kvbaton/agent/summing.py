@@ -34,6 +34,14 @@ class RegionMemory:
             value = zlib.crc32(view[offset : offset + size], value)
         return value
 
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """A copy of what lies there."""
+        return bytes(self._view[offset : offset + size_bytes])
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Let `data` lie there."""
+        self._view[offset : offset + len(data)] = data
+
 
 @dataclass(slots=True)
 class _Job:

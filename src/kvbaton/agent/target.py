@@ -13,7 +13,8 @@ from kvbaton.agent.ports import (
     LegSummed,
 )
 from kvbaton.agent.records import TargetRecord
-from kvbaton.agent.target_steps import CLOSING, TargetSteps
+from kvbaton.agent.target_aux import TargetAux
+from kvbaton.agent.target_steps import CLOSING
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import (
@@ -44,7 +45,7 @@ __all__ = ["TargetRecord", "TargetSide"]
 _UNHEARD = frozenset({TargetState.QUEUED, TargetState.GREETING, TargetState.GRANTED})
 
 
-class TargetSide(TargetSteps):
+class TargetSide(TargetAux):
     """All live hand-offs that this instance is the target of."""
 
     # What the engine says.
@@ -175,13 +176,15 @@ class TargetSide(TargetSteps):
             self._settle(record)
 
     def on_aux(self, sender: Incarnation, message: AuxSent) -> None:
-        """The aux record is in."""
+        """The aux record is in, or lies where we can fetch it."""
         record = self.current(sender, message.key, message.grant)
         if record is None:
             self.late_total["aux"] += 1
-        else:
+        elif message.aux is not None:
             record.aux = message.aux
             self._settle(record)
+        elif message.pointer is not None:
+            self.fetch_aux(record, message.pointer)
 
     def on_retracted(self, sender: Incarnation, retracted: Retracted) -> None:
         """What was announced before is void."""
@@ -365,6 +368,7 @@ class TargetSide(TargetSteps):
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         else:
             record.source = card.incarnation
+            record.source_area = card.ranks[0].aux
             self.step(record, TargetEvent.PEER_KNOWN)
 
     def _tell_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:

@@ -20,8 +20,10 @@ from kvbaton.agent.records import TargetRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.alarms import Alarms
+from kvbaton.core.aux_area import AuxSlots
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import (
+    AuxWay,
     Executor,
     HandoffKey,
     Incarnation,
@@ -87,6 +89,8 @@ class TargetEffects:
         """Blocks that wait until somebody is provably quiet."""
         self.late_total: Counter[str] = Counter()
         self.mismatches_total = 0
+        self.aux_slots = AuxSlots(card.ranks[0].aux)
+        self.aux_fallbacks_total: Counter[str] = Counter()
         self.farewells = Farewells(limits, clock, control, self._greet)
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
@@ -113,6 +117,7 @@ class TargetEffects:
             record.generation, record.aux = 0, None
             self.drop_spans(record)
             record.epoch = self.epoch
+            record.aux_way, record.aux_pointer = self._aux_way(record), None
             record.executor = self._ranks.executor if record.wanted.mode is Mode.PUSH else Executor.TARGET_READS
 
     def send_grant(self, record: TargetRecord) -> None:
@@ -124,7 +129,9 @@ class TargetEffects:
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
         integrity = self._settings.integrity
-        grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, integrity)
+        grant = Grant(
+            record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, integrity, record.aux_way
+        )
         self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:
@@ -214,6 +221,15 @@ class TargetEffects:
                 self._greeted_at.clear()
             self._greeted_at[address] = now
             self._control.dial(address, Hello(self._card, wants_answer=True))
+
+    def _aux_way(self, record: TargetRecord) -> AuxWay:
+        """How the aux record is to travel; by message where one of the two sides has no area for it."""
+        if self._settings.aux_way is AuxWay.CONTROL:
+            return AuxWay.CONTROL
+        if self.aux_slots.area is None or record.source_area is None:
+            self.aux_fallbacks_total["no aux area"] += 1
+            return AuxWay.CONTROL
+        return AuxWay.DATA
 
     def _drop_sums(self, record: TargetRecord) -> None:
         if record.summing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
 from kvbaton.core.plan import pair_layouts
@@ -29,6 +30,7 @@ class RankCard(msgspec.Struct, frozen=True):
     rank: int
     layout: Layout
     endpoints: tuple[Endpoint, ...]
+    aux: AuxArea | None = None
 
 
 class ProcessId(msgspec.Struct, frozen=True):

@@ -12,9 +12,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvbaton.core.aux_area import AuxPointer
 from kvbaton.core.card import PROTOCOL, Card
 from kvbaton.core.checks import SpanSum
-from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
+from kvbaton.core.handoff import Aux, AuxWay, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.errors import ProtocolError
 
 __all__ = [
@@ -77,7 +78,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Target to source: these blocks are yours to fill, in this epoch; the first `cached_tokens` tokens I have already.
 
     `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
-    source that is to write. `integrity` is how much of it the source is to sum.
+    source that is to write. `integrity` is how much of it the source is to sum, `aux_way` how
+    the aux record is to travel.
     """
 
     key: HandoffKey
@@ -89,6 +91,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     blocks: Blocks
     cached_tokens: Number
     integrity: Integrity = Integrity.OFF
+    aux_way: AuxWay = AuxWay.CONTROL
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
@@ -116,11 +119,12 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
 
 class AuxSent(msgspec.Struct, frozen=True, tag="aux"):
-    """Source to target: the small record that goes with the cache."""
+    """Source to target: the small record that goes with the cache, or where it lies in the source's memory."""
 
     key: HandoffKey
     grant: Number
-    aux: Aux
+    aux: Aux | None = None
+    pointer: AuxPointer | None = None
 
 
 class Retracted(msgspec.Struct, frozen=True, tag="retracted"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
@@ -40,7 +40,7 @@ _LONG_S = 9.0
 def flow_script(name: str) -> Script:
     """The undisturbed run of a flow: two requests that share a prefix, so that cached blocks are left out of the second.
 
-    With several ranks everything is checked with checksums, with one nothing is.
+    With several ranks everything is checked with checksums and aux records travel by data, with one neither.
     """
     mode, late_writes, writes, delay, ranks = FLOWS[name]
     request = RequestScript(0.0, 0, 0, 3, 2, mode, prefix=0, shared=1, decode_delay_s=delay, retries=1)
@@ -59,6 +59,7 @@ def flow_script(name: str) -> Script:
         faults=(),
         move_s=0.002,
         integrity=Integrity.FULL if ranks > 1 else Integrity.OFF,
+        aux_way=AuxWay.DATA if ranks > 1 else AuxWay.CONTROL,
     )
 
 

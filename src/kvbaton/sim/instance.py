@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
-from kvbaton.agent.ports import LegId, LegOpen, RankReport, SumAsk
+from kvbaton.agent.ports import AuxAsk, LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.rank import RankAgent
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
@@ -140,6 +140,12 @@ class _Ranks:
     def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
         self._instance.agents[rank].drop_sums(side, key)
 
+    def put_aux(self, offset: int, data: bytes) -> bool:
+        return self._instance.agents[0].put_aux(offset, data)
+
+    def read_aux(self, ask: AuxAsk) -> None:
+        self._instance.agents[0].read_aux(ask)
+
 
 class SimInstance:
     """A process at an address. `engine` is a SourceEngine or a TargetEngine."""
@@ -190,7 +196,9 @@ class SimInstance:
             model="tags",
             fingerprint="tags",
             shape=f"tp{shape.ranks}",
-            ranks=tuple(RankCard(rank, layout, (each.endpoint(),)) for rank, each in enumerate(self.transports)),
+            ranks=tuple(
+                RankCard(rank, layout, (each.endpoint(),), each.memory.aux_area) for rank, each in enumerate(self.transports)
+            ),
             process=ProcessId("host", pid, 1),
             hold_s=cluster.limits.defer_timeout,
             give_up_s=cluster.limits.transfer_timeout,

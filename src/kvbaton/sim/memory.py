@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, replace
 
+from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import Pieces
 from kvbaton.core.layout import Group, Layout
 from kvbaton.sim.world import World
@@ -27,6 +28,9 @@ class Cell:
         """What arrives when a bit flips on the way."""
         return replace(self, is_corrupt=not self.is_corrupt)
 
+
+AUX_SLOTS = 2
+AUX_SLOT_BYTES = 256
 
 POISON = Cell("poison", -1, -1, -1, -1)
 FREED = Cell("freed", -1, -1, -1, -1)
@@ -63,6 +67,8 @@ class RankMemory:
         self.blocks = blocks
         self.layers = layers
         self.cells: list[Cell] = [FREED] * (blocks * layers)
+        self.aux = bytearray(AUX_SLOTS * AUX_SLOT_BYTES)
+        """Bytes, not cells: they lie after the last cell."""
 
     def get(self, block: int, layer: int) -> Cell:
         """What the cell of `layer` in `block` holds."""
@@ -78,6 +84,21 @@ class RankMemory:
             for cell in self.cells[offset : offset + count]:
                 value = zlib.crc32(repr(cell).encode(), value)
         return value
+
+    @property
+    def aux_area(self) -> AuxArea:
+        """Where aux records may lie."""
+        return AuxArea(len(self.cells), AUX_SLOTS, AUX_SLOT_BYTES)
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """A copy of what lies in the aux area."""
+        at = offset - len(self.cells)
+        return bytes(self.aux[at : at + size_bytes])
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put something into the aux area."""
+        at = offset - len(self.cells)
+        self.aux[at : at + len(data)] = data
 
     def fill(self, block: int, cell: Cell) -> None:
         """Let the owner write all cells of a block."""

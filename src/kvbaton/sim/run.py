@@ -58,7 +58,7 @@ class Run:
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         fabric = Fabric(self.world, script.late_writes, script.move_s)
-        settings = HandoffSettings(integrity=script.integrity)
+        settings = HandoffSettings(integrity=script.integrity, aux_way=script.aux_way)
         self.cluster = Cluster(
             self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
         )
@@ -303,6 +303,9 @@ class Run:
             if coordinator.target.farewells:
                 detail = f"{instance.process.name}: {len(coordinator.target.farewells)} farewells have no end"
                 self.world.violate("everything ends", detail)
+            slots = len(coordinator.source.aux_slots) + len(coordinator.target.aux_slots)
+            if slots:
+                self.world.violate("every slot is back", f"{instance.process.name}: {slots} aux slots are still taken")
             legs = sum(len(agent.legs) for agent in instance.agents)
             if legs:
                 self.world.violate("everything ends", f"{instance.process.name}: {legs} legs are still open")

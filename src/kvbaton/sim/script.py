@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.transport.base import LateWrites
 
 __all__ = ["Fault", "FaultKind", "RequestScript", "Script", "make_script"]
@@ -104,6 +104,8 @@ class Script(msgspec.Struct, frozen=True):
     step_s: float = 0.002
     integrity: Integrity = Integrity.OFF
     """How much the targets of this run check."""
+    aux_way: AuxWay = AuxWay.CONTROL
+    """How aux records travel in this run."""
 
     @property
     def addresses(self) -> list[str]:
@@ -141,6 +143,7 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         decode_s=rng.choice((0.01, 0.2, 2.0)),
         step_s=rng.choice((0.002, 0.02, 0.1)),
         integrity=rng.choice(list(Integrity)),
+        aux_way=rng.choice(list(AuxWay)),
     )
     if not is_disturbed:
         return script

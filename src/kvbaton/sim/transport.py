@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ class _Posted:
     batch: Batch
     leg: LegId
     session: int
-    moves: list[tuple[int, int]]
+    moves: deque[tuple[int, int, int]]
     moved: int = 0
     cancelled: bool = False
     error: str = ""
@@ -95,7 +96,7 @@ class SimTransport:
 
     def endpoint(self) -> Endpoint:
         """What goes into the card."""
-        return Endpoint("sim", len(self.memory.cells), {})
+        return Endpoint("sim", len(self.memory.cells) + len(self.memory.aux), {})
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
         """Open a session with `peer`; an earlier one stays closed."""
@@ -111,11 +112,7 @@ class SimTransport:
             raise QueueFull("queue full: refused by the simulation; post again")
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
-        moves = [
-            (int(source) + index, int(target) + index)
-            for source, target, count in batch.runs.tolist()
-            for index in range(int(count))
-        ]
+        moves = deque(move for run in batch.runs.tolist() for move in self._moves(batch.direction, *run))
         leg = self.context
         assert leg is not None, "a batch belongs to a leg"  # noqa: S101
         owner = self._fabric.ranks.get(batch.peer)
@@ -166,33 +163,40 @@ class SimTransport:
         """Move one cell, or complete."""
         if not self._process.is_alive:
             return
-        if posted.error or posted.moved == len(posted.moves):
+        if posted.error or not posted.moves:
             self._complete(posted)
             return
         peer = self._fabric.ranks.get(posted.batch.peer)
         if peer is None or not peer._process.is_alive:  # noqa: SLF001
             posted.error = "PeerLost: the peer is gone"
         elif posted.batch.direction is Direction.READ:
-            source, target = posted.moves[posted.moved]
-            self.land(target, self._carried(peer.memory.cells[source]), posted.leg)
-            posted.moved += 1
+            self._carry(posted, peer, self)
         elif not peer._accepts(self._me, posted):  # noqa: SLF001
             posted.error = "PeerRefused: the session was torn down, or the memory registered anew"
         else:
-            source, target = posted.moves[posted.moved]
-            peer.land(target, self._carried(self.memory.cells[source]), posted.leg)
-            posted.moved += 1
+            self._carry(posted, self, peer)
         if posted.cancelled:
             self._complete(posted)
         else:
             self._schedule(posted)
 
-    def _carried(self, cell: Cell) -> Cell:
-        """What arrives of a cell."""
-        if self.corrupt_next > 0:
-            self.corrupt_next -= 1
-            return cell.corrupted()
-        return cell
+    def _moves(self, direction: Direction, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
+        """How a run moves: cell by cell, or at once where it is an aux record, which is always read."""
+        if direction is Direction.READ and target >= len(self.memory.cells):
+            return [(source, target, count)]
+        return [(source + index, target + index, 1) for index in range(count)]
+
+    def _carry(self, posted: _Posted, giver: SimTransport, taker: SimTransport) -> None:
+        source, target, count = posted.moves.popleft()
+        is_corrupt, self.corrupt_next = self.corrupt_next > 0, max(0, self.corrupt_next - 1)
+        if source >= len(giver.memory.cells):
+            data = bytearray(giver.memory.read(source, count))
+            data[0] ^= 0xFF if is_corrupt else 0
+            taker.memory.write(target, bytes(data))
+        else:
+            cell = giver.memory.cells[source]
+            taker.land(target, cell.corrupted() if is_corrupt else cell, posted.leg)
+        posted.moved += count
 
     def land(self, at: int, cell: Cell, leg: LegId) -> None:
         """Put one cell into this rank's memory; whoever writes outside its epoch is seen here."""
@@ -210,7 +214,7 @@ class SimTransport:
 
     def _complete(self, posted: _Posted) -> None:
         del self._posted[posted.ticket]
-        error = posted.error or ("cancelled" if posted.cancelled and posted.moved < len(posted.moves) else "")
+        error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
 

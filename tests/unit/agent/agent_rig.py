@@ -11,6 +11,8 @@ import msgspec
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
 from kvbaton.agent.ports import (
+    AuxAsk,
+    AuxRead,
     LegFailed,
     LegId,
     LegMoved,
@@ -141,6 +143,8 @@ class ScriptedRanks:
     revoked: list[tuple[Incarnation, int]] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
     sums: list[tuple[int, SumAsk]] = field(default_factory=list)
+    aux: dict[int, bytes] = field(default_factory=dict)
+    aux_asks: list[AuxAsk] = field(default_factory=list)
     dropped_sums: list[tuple[int, Side, HandoffKey]] = field(default_factory=list)
 
     def connect(self, card: Card) -> None:
@@ -181,6 +185,20 @@ class ScriptedRanks:
     def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
         self.dropped_sums.append((rank, side, key))
         self.sums = [(of, ask) for of, ask in self.sums if (of, ask.side, ask.leg.key) != (rank, side, key)]
+
+    def put_aux(self, offset: int, data: bytes) -> bool:
+        self.aux[offset] = data
+        return True
+
+    def read_aux(self, ask: AuxAsk) -> None:
+        self.aux_asks.append(ask)
+
+    def read_all_aux(self, of: ScriptedRanks, error: str = "") -> None:
+        """Every aux record that was to be read is, out of the memory of `of`."""
+        while self.aux_asks:
+            ask = self.aux_asks.pop(0)
+            data = b"" if error else of.aux[ask.offset][: ask.size_bytes]
+            self.report(AuxRead(ask.leg, ask.slot, data, error))
 
     def sum_all(self, wrong: int = 0) -> None:
         """Every span that is to be summed is; the sum is made of its rank and number, and is off by `wrong`."""

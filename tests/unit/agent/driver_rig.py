@@ -56,12 +56,13 @@ class Side:
         faults: Faults | None = None,
         limits: Limits | None = None,
         settings: HandoffSettings = DEFAULT_HANDOFF,
+        aux_slots: int = 4,
     ) -> None:
         self.incarnation = Incarnation(secrets.token_hex(8))
-        self.cache = PagedCache(_CONFIG, 8, 4)
+        self.cache = PagedCache(_CONFIG, 8, 4, aux_slots=aux_slots)
         self.events: list[EngineEvent] = []
         self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
-        region = Region.of(self.cache.data)
+        region = Region.of(self.cache.memory)
         inner = MemoryTransport(region, hub, TransportSettings(incarnation=self.incarnation))
         self.transport = FaultyTransport(inner, region, faults or Faults())
         self.card = self._card()
@@ -101,7 +102,7 @@ class Side:
         return next((event for event in self.events if isinstance(event, kind) and event.key == key), None)
 
     def _card(self) -> Card:
-        rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),))
+        rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),), self.cache.aux_area)
         return Card(self.incarnation, "fake", "f00d", "tp1", (rank,), this_process(), hold_s=60.0, give_up_s=30.0)
 
 

@@ -32,6 +32,12 @@ class Slow:
         self.summed.append(len(pieces))
         return value + len(pieces)
 
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        raise AssertionError((offset, size_bytes))
+
+    def write(self, offset: int, data: bytes) -> None:
+        raise AssertionError((offset, data))
+
 
 def ask(name: str, *spans: Span, side: Side = Side.SOURCE, blocks: BlockLists = ((3, 9, 4, 1),), cached: int = 0) -> SumAsk:
     return SumAsk(LegId(key_of(name), 1, 1), side, blocks, spans, cached, Integrity.FULL)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvbaton.core import handoff, messages
+from kvbaton.core.aux_area import AuxArea, AuxPointer
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
 from kvbaton.core.checks import SpanSum
 from kvbaton.core.handoff import Aux, HandoffKey, Span
@@ -32,6 +33,8 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "Aux record": Aux,
     "Card": Card,
     "Rank card": RankCard,
+    "Aux area": AuxArea,
+    "Aux pointer": AuxPointer,
     "Endpoint": Endpoint,
     "Process id": ProcessId,
     "Layout": Layout,
@@ -71,7 +74,7 @@ def test_the_version_is_the_one_of_the_code() -> None:
     assert f"| `version` | the protocol version, now {PROTOCOL} |" in PAGE
 
 
-@pytest.mark.parametrize("value", [*handoff.Mode, *handoff.Executor, *handoff.Outcome, *handoff.Integrity])
+@pytest.mark.parametrize("value", [*handoff.Mode, *handoff.Executor, *handoff.Outcome, *handoff.Integrity, *handoff.AuxWay])
 def test_every_word_that_a_field_may_hold_is_named(value: str) -> None:
     assert value in PAGE
 

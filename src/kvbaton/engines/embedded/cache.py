@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.layout import Group, Layout
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
 
-__all__ = ["POISON_BYTE", "PagedCache"]
+__all__ = ["AUX_SLOTS", "POISON_BYTE", "PagedCache"]
 
 POISON_BYTE = 0x4B
 """What a poisoned block is filled with; as a float32 it is about 13 million, finite and far from any real key."""
@@ -22,26 +23,38 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and newer; the standard library does not name it yet."""
 
 
+AUX_SLOTS = 64
+"""How many aux records can travel out of, or into, one instance by data at a time."""
+
+_AUX_SLOT_BYTES = 4096
+
+
 class PagedCache:
-    """K and V of every layer in one page-aligned allocation, cut into blocks.
+    """K and V of every layer in one page-aligned allocation, cut into blocks, and `aux_slots` slots for aux records after it.
 
     `data` has the shape (layers, 2, blocks, block_tokens, kv_heads, head_size); plane 0 holds keys, plane 1 values.
     """
 
-    def __init__(self, config: ModelConfig, blocks: int, block_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, blocks: int, block_tokens: int, *, aux_slots: int = 0) -> None:
         if blocks < 1 or block_tokens < 1:
             raise ConfigError(f"a cache of {blocks} blocks of {block_tokens} tokens cannot be made; both must be at least 1")
         shape = (config.layers, 2, blocks, block_tokens, config.kv_heads, config.head_size)
         region_bytes = int(np.prod(shape, dtype=np.int64)) * 4
-        self._region = _anonymous_memory(region_bytes, blocks)
+        self._aux_slots = aux_slots
+        self._region = _anonymous_memory(region_bytes + aux_slots * _AUX_SLOT_BYTES, blocks)
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.data: npt.NDArray[np.float32] = np.frombuffer(self._region, np.float32, region_bytes // 4).reshape(shape)
 
     @property
     def memory(self) -> memoryview:
-        """The whole region as writable bytes."""
-        return self.data.reshape(-1).view(np.uint8).data
+        """The whole region as writable bytes, the slots for aux records included."""
+        return np.frombuffer(self._region, np.uint8).data
+
+    @property
+    def aux_area(self) -> AuxArea | None:
+        """Where aux records may lie; None without slots."""
+        return AuxArea(self.data.nbytes, self._aux_slots, _AUX_SLOT_BYTES) if self._aux_slots else None
 
     @property
     def address(self) -> int:

@@ -20,7 +20,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.engines.embedded.cache import PagedCache
+from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.handoff_params import HandoffInfo
 from kvbaton.engines.embedded.server import make_app, start_server
@@ -80,7 +80,7 @@ class _Instance:
 
     def __init__(self, settings: InstanceSettings, loaded: LoadedModel, parts: ExitStack) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
-        cache = PagedCache(loaded.config, settings.blocks, settings.block_tokens)
+        cache = PagedCache(loaded.config, settings.blocks, settings.block_tokens, aux_slots=AUX_SLOTS)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         transport = _open_transport(settings, incarnation, cache)
         card = _card(settings, loaded, incarnation, cache, transport)
@@ -142,7 +142,7 @@ def _open_transport(settings: InstanceSettings, incarnation: Incarnation, cache:
         host=settings.control_host,
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
     )
-    region = Region.of(cache.data)
+    region = Region.of(cache.memory)
     transport = open_transport(settings.transport, region, transport_settings)
     return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
 
@@ -155,7 +155,7 @@ def _card(
         model=loaded.name,
         fingerprint=loaded.fingerprint,
         shape="tp1",
-        ranks=(RankCard(0, cache.layout(), (transport.endpoint(),)),),
+        ranks=(RankCard(0, cache.layout(), (transport.endpoint(),), cache.aux_area),),
         process=this_process(),
         hold_s=settings.limits.defer_timeout,
         give_up_s=settings.limits.transfer_timeout,

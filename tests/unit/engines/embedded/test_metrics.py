@@ -34,6 +34,7 @@ def _agent(dropped: Counter[str]) -> AgentStats:
         late_total=Counter({"aux": 2}),
         dropped_total=dropped,
         mismatches_total=4,
+        aux_fallbacks_total=Counter(),
         errors_total=1,
         turns_total=10,
         busy_s_total=0.5,
