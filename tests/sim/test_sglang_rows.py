@@ -31,7 +31,6 @@ from kvbaton.agent import source as source_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
 from kvbaton.agent.ports import LegMoved, RankReport
-from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -43,6 +42,7 @@ from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS, Run
 from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.transport import SimRank
 
 
 class TestRow11:
@@ -216,7 +216,7 @@ class TestRow14:
     """A rank that reports a success twice counts once: what counts is the set of ranks, and of spans, not the number of
     reports."""
 
-    class Stammering(RankAgent):
+    class Stammering(SimRank):
         """Says everything twice."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -26,7 +26,6 @@ from twosome import Twosome, entries
 from kvbaton.agent import coordinator as coordinator_module
 from kvbaton.agent import source_effects, target_effects
 from kvbaton.agent.peers import Peers
-from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL
@@ -39,6 +38,7 @@ from kvbaton.sim import instance as instance_module
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.run import LIMITS, Run
 from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.transport import SimRank
 
 
 class TestRow18:
@@ -121,7 +121,7 @@ class TestRow24:
 
     @every_flow
     def test_row_24_memory_that_is_free_too_early_would_be_seen(self, flow: Flow) -> None:
-        class Hasty(RankAgent):
+        class Hasty(SimRank):
             def _settle(self, leg: Any) -> None:
                 if leg.state in (LegState.BROKEN, LegState.STOPPING):
                     self._step(leg, LegEvent.DRAINED)

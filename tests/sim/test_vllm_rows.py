@@ -31,7 +31,7 @@ from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Pull
-from kvbaton.agent.rank import RankAgent, _Leg
+from kvbaton.agent.rank import _Leg
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import MAX_TRANSFER_ID, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
@@ -41,6 +41,7 @@ from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import Run
 from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.transport import SimRank
 from kvbaton.transport.base import PeerRank
 
 
@@ -141,7 +142,7 @@ class TestRow18:
         assert play(make(flow), PLANTS["late-grant"].bugs, prepare=echo(1.0, of=Grant)).rules == {"resurrection"}
 
     @staticmethod
-    def _listing(change: int, rank: type[RankAgent] = RankAgent) -> Bugs:
+    def _listing(change: int, rank: type[SimRank] = SimRank) -> Bugs:
         """Targets that name so many blocks more (or fewer) than they should; -9 leaves none."""
 
         class Lister(Coordinator):
@@ -167,7 +168,7 @@ class TestRow18:
 
     @every_flow
     def test_row_18_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
-        class Lenient(RankAgent):
+        class Lenient(SimRank):
             def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
                 known = len(leg.start.target_blocks[0])
                 cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
