@@ -309,10 +309,9 @@ class TargetSide(TargetAux):
                 record.stop_until = now + self._limits.stop_timeout
                 self.step(record, TargetEvent.STOP_LATE)
             elif self._asks_again(record) and record.retry_at <= now:
-                if self._may_be_lost(record, now):
+                record.retry_at = self._lost_at(record)
+                if record.retry_at <= now:
                     self._ask_again(record, now)
-                else:
-                    record.retry_at = now + record.retry_s
             if self._has_deadline(record) and record.give_up_at <= now:
                 reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
                 self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
@@ -374,7 +373,7 @@ class TargetSide(TargetAux):
     def _tell_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
         """A source speaks of what is over here: it may have missed that, unless it has only just been told."""
         outcome, at = self._ended.get((key, grant)) or (Outcome.FAILED, -math.inf)
-        if self._clock() - at < self._limits.beat_s:
+        if self._clock() - at < self._limits.retry:
             return
         if outcome is Outcome.DELIVERED:
             self._control.send(sender, Release(key, grant))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvbaton.agent.records import TargetRecord
 from kvbaton.agent.target_checks import TargetChecks
 from kvbaton.core.handoff import Executor, Outcome
@@ -72,16 +74,15 @@ class TargetSteps(TargetChecks):
         told = record.span_count is not None and record.aux is not None and len(record.spans) >= record.span_count
         return told and (record.executor is Executor.TARGET_READS or record.is_confirmed)
 
-    def _may_be_lost(self, record: TargetRecord, now: float) -> bool:
-        """Whether a question may be lost, rather than wait its turn behind others that the same peer is still answering.
+    def _lost_at(self, record: TargetRecord) -> float:
+        """From when on a question may be lost, rather than wait its turn behind others that its peer is still answering.
 
         Peers answer in the order in which they are asked: one that answers, but nothing that was asked later, is busy.
         """
         answered = None if record.source is None else self._answered.get(record.source)
-        if answered is None:
-            return True
-        number, at = answered
-        return number > record.asked or at <= now - record.retry_s
+        if answered is None or answered[0] > record.asked:
+            return -math.inf
+        return answered[1] + record.retry_s
 
     def _ask_again(self, record: TargetRecord, now: float) -> None:
         record.retry_s = max(record.retry_s, min(record.retry_s * 2, self._limits.beat_s))

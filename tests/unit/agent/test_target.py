@@ -392,7 +392,7 @@ def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
     rig.post.take()
     rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
     assert rig.post.take() == [], "it was told just now"
-    rig.clock.now += LIMITS.beat_s
+    rig.clock.now += LIMITS.retry
     rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1), (KEY, 0), (key_of("never"), 9))))
     release, stop = rig.post.take()
     assert release == Release(KEY, 1)
@@ -411,7 +411,7 @@ def test_a_delivery_from_one_source_is_not_told_to_another(rig: Rig) -> None:
     rig.confirm(grant=second)
     assert outcomes(rig.told()) == [Outcome.CANCELLED, Outcome.DELIVERED]
     rig.post.take()
-    rig.clock.now += LIMITS.beat_s
+    rig.clock.now += LIMITS.retry
     rig.side.on_heartbeat(S2, Heartbeat(True, ((KEY, first),)))
     (stop,) = rig.post.take()
     assert isinstance(stop, Stop)
