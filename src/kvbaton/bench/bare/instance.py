@@ -1,0 +1,176 @@
+"""A bare instance: real driver, sockets and transport over tagged pages, told by its parent what to hand off."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+
+from kvbaton.agent.driver import Driver
+from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, SourceEnded, TargetEnded
+from kvbaton.agent.process import this_process
+from kvbaton.bench.bare.holding import HoldingTransport, MutedSockets, task_of
+from kvbaton.bench.bare.orders import (
+    Ask,
+    BareSettings,
+    Begin,
+    Cancel,
+    Ended,
+    Free,
+    Gauges,
+    Here,
+    Lift,
+    Offered,
+    Order,
+    Report,
+    SetFaults,
+)
+from kvbaton.bench.bare.pages import TaggedPages
+from kvbaton.bench.bare.pool import BarePool
+from kvbaton.bench.bare.tasks import Books, SourceTask, TargetTask
+from kvbaton.core.card import Card, RankCard
+from kvbaton.core.handoff import Incarnation
+from kvbaton.launch.ports import PortPicker
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.faulty import Faults
+
+__all__ = ["BareInstance"]
+
+_HOST = "127.0.0.1"
+_COMPUTED_PER_TURN = 4
+
+
+class BareInstance:
+    """The engine's part without an engine. One thread calls it; `news` is called from the driver's, when there are events."""
+
+    def __init__(self, settings: BareSettings, tell: Callable[[Report], None], news: Callable[[], None]) -> None:
+        self._tell = tell
+        self._incarnation = Incarnation(secrets.token_hex(8))
+        pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
+        region = Region.of(pages.data)
+        times = TransportSettings(incarnation=self._incarnation, timeout_s=settings.limits.transfer_timeout, host=_HOST)
+        self._sockets = MutedSockets(self._incarnation, _HOST, PortPicker(_HOST).pick())
+        self._transport = HoldingTransport(open_transport(settings.transport, region, times), region)
+        self._driver = Driver(
+            self._card(settings, pages), pages.layout(), self._transport, settings.limits, self._sockets, news, settings.handoff
+        )
+        self._books = Books(pages, BarePool(settings.blocks), self._driver)
+        self._sources: dict[str, SourceTask] = {}
+        self._targets: dict[str, TargetTask] = {}
+        self._told_offers: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Start the driver, and say so."""
+        self._driver.start()
+        self._tell(Here(str(self._driver.address), self._incarnation, os.getpid()))
+
+    def close(self) -> None:
+        """Stop in good order: give up what is live, tell the peers, and report how it all ended."""
+        self._driver.close()
+        self._take_events()
+        self._report()
+
+    def take(self, order: Order) -> None:
+        """Do as told."""
+        match order:
+            case Begin():
+                self._begin(order)
+            case Offered():
+                self._targets[order.task].offered = order.count
+            case Lift():
+                self._lift(order.task)
+            case Cancel():
+                self._task(order.task).cancel()
+            case Free():
+                self._targets[order.task].free()
+            case SetFaults():
+                self._transport.set_faults(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
+            case Ask():
+                self._tell(self._gauges(order.number))
+
+    def work(self) -> bool:
+        """Take what the agents tell, begin and compute what is due, report; whether there is more to compute at once."""
+        self._take_events()
+        more = False
+        for source in self._sources.values():
+            source.start()
+            more |= source.compute(_COMPUTED_PER_TURN)
+        for target in self._targets.values():
+            target.start()
+        self._report()
+        return more
+
+    def _begin(self, order: Begin) -> None:
+        task = order.task
+        self._sockets.mute(task.name, task.hold.muted)
+        if task.side == "source":
+            self._sources[task.name] = SourceTask(task, self._books)
+        else:
+            self._targets[task.name] = TargetTask(task, self._books)
+            self._transport.stall(task.hold.stalls)
+
+    def _lift(self, task: str) -> None:
+        self._sockets.mute(task, ())
+        self._transport.stall(False)
+        self._task(task).lift()
+
+    def _task(self, name: str) -> SourceTask | TargetTask:
+        return self._sources.get(name) or self._targets[name]
+
+    def _take_events(self) -> None:
+        for event in self._driver.events():
+            self._take_event(event)
+
+    def _take_event(self, event: EngineEvent) -> None:
+        name = task_of(event.key)
+        match event:
+            case Granted():
+                self._sources[name].on_granted(event)
+            case SourceEnded():
+                self._sources[name].on_ended(event)
+            case Landed():
+                self._targets[name].on_landed(event)
+            case TargetEnded():
+                self._targets[name].on_ended(event)
+            case Drained():
+                pass
+
+    def _report(self) -> None:
+        for name, source in self._sources.items():
+            if source.offered != self._told_offers.get(name):
+                self._told_offers[name] = source.offered
+                self._tell(Offered(name, source.offered))
+        for task in (*self._sources.values(), *self._targets.values()):
+            if task.ends:
+                ends, task.ends = task.ends, []
+                self._tell(Ended(task.task.name, ends, self._books.pool.in_use))
+
+    def _gauges(self, number: int) -> Gauges:
+        tasks = {**self._sources, **self._targets}
+        held = {name: task.held + len(self._sockets.swallowed.get(name, ())) for name, task in tasks.items()}
+        for name, target in self._targets.items():
+            held[name] += self._transport.stalled_total if target.task.hold.stalls else 0
+        return Gauges(
+            number=number,
+            blocks_in_use=self._books.pool.in_use,
+            live=sum(len(task.live) for task in tasks.values()),
+            landed_total=self._books.landed_total,
+            foreign_bytes=self._books.foreign_bytes,
+            errors_total=self._driver.errors_total,
+            held=held,
+            dropped_total=dict(self._driver.dropped_total()),
+        )
+
+    def _card(self, settings: BareSettings, pages: TaggedPages) -> Card:
+        limits = settings.limits
+        return Card(
+            incarnation=self._incarnation,
+            model="tagged pages",
+            fingerprint="tagged pages",
+            shape="tp1",
+            ranks=(RankCard(0, pages.layout(), (self._transport.endpoint(),)),),
+            process=this_process(),
+            hold_s=limits.defer_timeout,
+            give_up_s=limits.transfer_timeout,
+        )
