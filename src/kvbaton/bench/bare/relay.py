@@ -57,11 +57,12 @@ class Relay:
     processes: Sequence[BareProcess]
     ends: dict[tuple[str, str], list[End]] = field(default_factory=dict)
     blocks_in_use: dict[str, int] = field(default_factory=dict)
-    _targets: dict[str, BareProcess] = field(default_factory=dict)
+    _waiting: dict[str, BareProcess] = field(default_factory=dict)
 
     def begin(self, load: Load, source: BareProcess, target: BareProcess) -> None:
         """Start a load between two instances."""
-        self._targets[load.name] = target
+        if load.mode is Mode.PULL:
+            self._waiting[load.name] = target
         for process in (source, target):
             self.ends[load.name, process.name] = []
         source.order(Begin(load.task("source")))
@@ -81,14 +82,15 @@ class Relay:
         give_up_at = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > give_up_at:
-                raise LocalError(f"not within {timeout_s:g} s: {what}")
+                so_far = ", ".join(f"{len(ends)} of {task} at {name}" for (task, name), ends in self.ends.items())
+                raise LocalError(f"not within {timeout_s:g} s: {what}; ended so far: {so_far}")
             self.turn()
 
     def _hear(self, process: BareProcess) -> None:
         reports, process.reports = process.reports, []
         for report in reports:
-            if isinstance(report, Offered) and report.task in self._targets:
-                self._targets[report.task].order(report)
+            if isinstance(report, Offered) and report.task in self._waiting:
+                self._waiting[report.task].order(report)
             elif isinstance(report, Ended):
                 self.ends.setdefault((report.task, process.name), []).extend(report.ends)
                 self.blocks_in_use[process.name] = report.blocks_in_use
