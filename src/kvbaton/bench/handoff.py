@@ -1,4 +1,4 @@
-"""Many hand-offs at once: two bare instances in real processes, and how throughput and latency change with the number in flight.
+"""Many hand-offs at once: two bare instances in real processes, and how speed changes with the number in flight.
 
 For each level so many hand-offs are kept in flight. The first `level` completions warm it up, the next `handoffs` are measured,
 and the load stays on until the last of those is in: what is measured is a steady state, of the same number of hand-offs of the
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.bench.bare.orders import BareSettings, Check, End
-from kvbaton.bench.bare.pages import CacheShape
+from kvbaton.bench.bare.pages import SMALL, CacheShape
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.bench.bare.relay import Load, Relay
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode, Outcome
-from kvbaton.errors import ConfigError, LocalError
+from kvbaton.errors import ConfigError
 
 __all__ = ["HandoffBench", "run_handoff_bench"]
 
@@ -47,8 +47,8 @@ class HandoffBench:
     handoffs: int = 4096
     rounds: int = 3
     every_byte: bool = False
-    idle_s: float = 5.0
-    shape: CacheShape = CacheShape()
+    idle_s: float = 6.0
+    shape: CacheShape = SMALL
 
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1:
@@ -115,9 +115,7 @@ class _Pair:
         """Keep `level` hand-offs in flight; the measured completions, and what was wrong besides."""
         bench = self._bench
         count = bench.handoffs + 2 * level
-        load = Load(
-            name, bench.mode, count, level, bench.tokens, bench.chunk_tokens, check=Check(every_byte=bench.every_byte)
-        )
+        load = Load(name, bench.mode, count, level, bench.tokens, bench.chunk_tokens, check=Check(every_byte=bench.every_byte))
         cpu = self.source.cpu_s(), self.target.cpu_s()
         self._relay.begin(load, self.source, self.target)
         ends = [self._relay.ends[name, process.name] for process in (self.source, self.target)]
@@ -157,8 +155,7 @@ def run_handoff_bench(bench: HandoffBench, progress: Progress) -> BenchReport:
     problems: list[str] = []
     with ExitStack() as parts:
         pairs = {integrity: _Pair(bench, integrity, parts) for integrity in bench.integrity}
-        for index in range(bench.rounds):
-            rounds.append(_round(bench, pairs, index, progress))
+        rounds.extend(_round(bench, pairs, index, progress) for index in range(bench.rounds))
         progress(f"idle for {bench.idle_s:g} s")
         rounds[-1]["idle"] = pairs[bench.integrity[0]].idle_cores(bench.idle_s)
         for pair in pairs.values():

@@ -78,7 +78,7 @@ class _Child:
 def main() -> None:
     """Run with the settings in the first argument. The kernel ends this process with its parent, even a stopped one."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.ERROR)
     _Child(msgspec.json.decode(sys.argv[1], type=BareSettings)).run()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.messages import Message
@@ -48,16 +50,20 @@ class HoldingTransport(FaultyTransport):
 
     def __init__(self, inner: Transport, region: Region) -> None:
         super().__init__(inner, region, Faults())
-        self._stalls = False
+        self._wrong = Faults()
         self.stalled_total = 0
+
+    def go_wrong(self, faults: Faults) -> None:
+        """What goes wrong from the next post on."""
+        self._wrong = faults
+        self.set_faults(faults)
 
     def stall(self, stalls: bool) -> None:
         """Hold up what is posted from now on, or stop doing so; what is held up stays so."""
-        self._stalls = stalls
-        self.set_faults(Faults(stall=stalls))
+        self.go_wrong(replace(self._wrong, stall=stalls))
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Post, and count it when it will not complete."""
         ticket = super().post(batch, after)
-        self.stalled_total += self._stalls
+        self.stalled_total += self._wrong.stall
         return ticket

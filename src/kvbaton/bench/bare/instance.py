@@ -18,6 +18,7 @@ from kvbaton.bench.bare.orders import (
     Ended,
     Free,
     Gauges,
+    Halt,
     Here,
     Lift,
     Offered,
@@ -82,10 +83,12 @@ class BareInstance:
                 self._lift(order.task)
             case Cancel():
                 self._task(order.task).cancel()
+            case Halt():
+                self._task(order.task).halt()
             case Free():
                 self._targets[order.task].free()
             case SetFaults():
-                self._transport.set_faults(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
+                self._transport.go_wrong(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
             case Ask():
                 self._tell(self._gauges(order.number))
 

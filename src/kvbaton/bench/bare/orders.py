@@ -6,11 +6,12 @@ import struct
 
 import msgspec
 
-from kvbaton.bench.bare.pages import CacheShape
+from kvbaton.bench.bare.pages import SMALL, CacheShape
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.handoff import Incarnation, Mode
 
 __all__ = [
+    "CHECK_ALL",
     "NO_HOLD",
     "Ask",
     "BareSettings",
@@ -21,6 +22,7 @@ __all__ = [
     "Ended",
     "Free",
     "Gauges",
+    "Halt",
     "Here",
     "Hold",
     "Lift",
@@ -46,7 +48,7 @@ class BareSettings(msgspec.Struct, frozen=True):
 
     blocks: int
     most_tokens: int
-    shape: CacheShape = CacheShape()
+    shape: CacheShape = SMALL
     transport: str = "local"
     limits: Limits = Limits()
     handoff: HandoffSettings = DEFAULT_HANDOFF
@@ -78,6 +80,10 @@ class Check(msgspec.Struct, frozen=True):
     keeps: bool = False
 
 
+CHECK_ALL = Check()
+"""Every byte, once."""
+
+
 class Task(msgspec.Struct, frozen=True):
     """Hand-offs `name`-0 to `name`-(count-1) of `tokens` tokens each, at most `in_flight` at a time.
 
@@ -95,7 +101,7 @@ class Task(msgspec.Struct, frozen=True):
     source: str = ""
     waits: bool = True
     hold: Hold = NO_HOLD
-    check: Check = Check()
+    check: Check = CHECK_ALL
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -123,6 +129,12 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     task: str
 
 
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """Begin no more hand-offs of a task; those that are live go on."""
+
+    task: str
+
+
 class Free(msgspec.Struct, frozen=True, tag="free"):
     """Look once more at every byte that a task has kept, then free it."""
 
@@ -142,7 +154,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     number: int
 
 
-Order = Begin | Offered | Lift | Cancel | Free | SetFaults | Ask
+Order = Begin | Offered | Lift | Cancel | Halt | Free | SetFaults | Ask
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):

@@ -13,7 +13,7 @@ from kvbaton.core.handoff import BlockLists, HandoffKey, Span
 from kvbaton.core.layout import Group, Layout
 from kvbaton.errors import ConfigError
 
-__all__ = ["POISON", "CacheShape", "TaggedPages", "spans_of", "tag_of"]
+__all__ = ["POISON", "SMALL", "CacheShape", "TaggedPages", "spans_of", "tag_of"]
 
 Words = npt.NDArray[np.uint32]
 
@@ -52,6 +52,10 @@ class CacheShape(msgspec.Struct, frozen=True):
         return tokens * self.layers * _PLANES * self.token_bytes
 
 
+SMALL = CacheShape()
+"""2 KiB per token: many hand-offs fit into little memory."""
+
+
 def tag_of(key: HandoffKey) -> int:
     """What is added to every word of this hand-off's cache."""
     return zlib.crc32(str(key).encode()) | 1
@@ -68,7 +72,7 @@ def spans_of(shape: CacheShape, tokens: int, chunk_tokens: int) -> tuple[Span, .
 
 
 class TaggedPages:
-    """One page-aligned region of `blocks` blocks. Word (layer, plane, token, word) of a hand-off holds its place plus its tag."""
+    """One region of `blocks` blocks. Each word of a hand-off's cache holds its place (layer, plane, token) plus its tag."""
 
     def __init__(self, shape: CacheShape, blocks: int, most_tokens: int) -> None:
         self.shape = shape

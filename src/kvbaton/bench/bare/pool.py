@@ -1,4 +1,4 @@
-"""Which blocks are free: the simplest pool there is. What was freed last is handed out first, so that a late write would show."""
+"""Which blocks are free: the simplest pool there is. What was freed last is handed out first: a late write would show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router is to real instances: begins hand-offs on both sides, tells targets what is offered, and hears how all ended."""
+"""What a router is to real instances: begins hand-offs on both sides, tells targets what is offered, hears how all ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvbaton.bench.bare.orders import NO_HOLD, Begin, Check, End, Ended, Hold, Offered, Task
+from kvbaton.bench.bare.orders import CHECK_ALL, NO_HOLD, Begin, Check, End, Ended, Hold, Offered, Task
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import LocalError
@@ -30,7 +30,7 @@ class Load:
     waits: bool = True
     source_hold: Hold = NO_HOLD
     target_hold: Hold = NO_HOLD
-    check: Check = Check()
+    check: Check = CHECK_ALL
 
     def task(self, side: str, source: str = "") -> Task:
         """The half of one side."""

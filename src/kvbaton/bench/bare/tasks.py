@@ -48,13 +48,17 @@ class _Task:
     next_index: int = 0
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing is live and nothing will begin."""
-        return not self.live and self.next_index >= self.task.count
+    def held(self) -> int:
+        """Live hand-offs that stand still because of the task's hold."""
+        return 0
+
+    def halt(self) -> None:
+        """Begin nothing more."""
+        self.next_index = self.task.count
 
     def cancel(self) -> None:
         """Give all that is live up, and begin nothing more."""
-        self.next_index = self.task.count
+        self.halt()
         for key in self.live:
             self.books.port.cancel(key)
 
