@@ -173,13 +173,13 @@ class Scene:
 
 def _is_idle(process: BareProcess) -> bool:
     gauges = process.gauges()
-    return gauges.blocks_in_use == 0 and gauges.live == 0
+    return gauges.blocks_in_use == gauges.live == gauges.quarantined_blocks == 0
 
 
 @contextmanager
 def scene(mode: Mode, transport: str) -> Iterator[Scene]:
     """Three instances, started; ended when left, the stopped ones too."""
-    settings = BareSettings(_BLOCKS, TOKENS, transport=transport, limits=LIMITS)
+    settings = BareSettings(_BLOCKS, TOKENS, transport=transport, limits=LIMITS, can_hold=True)
     with ExitStack() as parts:
         source, target, spare = (parts.enter_context(BareProcess(name, settings)) for name in ("source", "target", "spare"))
         for process in (source, target, spare):

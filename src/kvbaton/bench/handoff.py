@@ -172,7 +172,8 @@ def _round(bench: HandoffBench, pairs: dict[Integrity, _Pair], index: int, progr
     for case in (*cases[index % len(cases) :], *cases[: index % len(cases)]):
         measured = pairs[case.integrity].measure(f"{index}.{case.integrity}.{case.level}", case.level)
         rate = bench.handoffs / measured["seconds"][0]
-        progress(f"round {index + 1} of {bench.rounds}: {rate:,.0f} hand-offs/s, {case.series(bench.mode.value)}")
+        cpu = ", ".join(f"{side} {measured[f'{side}_cpu'][0] * 1e6:,.0f} us of CPU each" for side in ("source", "target"))
+        progress(f"round {index + 1} of {bench.rounds}: {rate:,.0f} hand-offs/s, {case.series(bench.mode.value)}; {cpu}")
         taken |= {case.series(what): values for what, values in measured.items()}
     return taken
 

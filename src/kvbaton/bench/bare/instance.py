@@ -6,11 +6,15 @@ import os
 import secrets
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, SourceEnded, TargetEnded
 from kvbaton.agent.process import this_process
+from kvbaton.agent.sockets import ControlSockets
 from kvbaton.bench.bare.holding import HoldingTransport, MutedSockets, task_of
 from kvbaton.bench.bare.orders import (
+    NO_HOLD,
     Ask,
     BareSettings,
     Begin,
@@ -20,6 +24,7 @@ from kvbaton.bench.bare.orders import (
     Gauges,
     Halt,
     Here,
+    Hold,
     Lift,
     Offered,
     Order,
@@ -29,8 +34,9 @@ from kvbaton.bench.bare.orders import (
 from kvbaton.bench.bare.pages import TaggedPages
 from kvbaton.bench.bare.pool import BarePool
 from kvbaton.bench.bare.tasks import Books, SourceTask, TargetTask
-from kvbaton.core.card import Card, RankCard
+from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import open_transport
@@ -51,10 +57,19 @@ class BareInstance:
         pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
         region = Region.of(pages.data)
         times = TransportSettings(incarnation=self._incarnation, timeout_s=settings.limits.transfer_timeout, host=_HOST)
-        self._sockets = MutedSockets(self._incarnation, _HOST, PortPicker(_HOST).pick())
-        self._transport = HoldingTransport(open_transport(settings.transport, region, times), region)
+        transport = open_transport(settings.transport, region, times)
+        port = PortPicker(_HOST).pick()
+        self._holding = HoldingTransport(transport, region) if settings.can_hold else None
+        self._muted = MutedSockets(self._incarnation, _HOST, port) if settings.can_hold else None
         self._driver = Driver(
-            self._card(settings, pages), pages.layout(), self._transport, settings.limits, self._sockets, news, settings.handoff
+            self._card(settings, pages, transport.endpoint()),
+            pages.layout(),
+            self._holding or transport,
+            settings.limits,
+            self._muted or ControlSockets(self._incarnation, _HOST, port),
+            news,
+            settings.handoff,
+            memory=region.view,
         )
         self._books = Books(pages, BarePool(settings.blocks), self._driver)
         self._sources: dict[str, SourceTask] = {}
@@ -88,7 +103,7 @@ class BareInstance:
             case Free():
                 self._targets[order.task].free()
             case SetFaults():
-                self._transport.go_wrong(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
+                self._go_wrong(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
             case Ask():
                 self._tell(self._gauges(order.number))
 
@@ -106,17 +121,27 @@ class BareInstance:
 
     def _begin(self, order: Begin) -> None:
         task = order.task
-        self._sockets.mute(task.name, task.hold.muted)
+        self._hold(task.name, task.hold if task.side == "target" else replace(task.hold, stalls=False))
         if task.side == "source":
             self._sources[task.name] = SourceTask(task, self._books)
         else:
             self._targets[task.name] = TargetTask(task, self._books)
-            self._transport.stall(task.hold.stalls)
 
     def _lift(self, task: str) -> None:
-        self._sockets.mute(task, ())
-        self._transport.stall(False)
+        self._hold(task, NO_HOLD)
         self._task(task).lift()
+
+    def _hold(self, task: str, hold: Hold) -> None:
+        if self._muted is not None and self._holding is not None:
+            self._muted.mute(task, hold.muted)
+            self._holding.stall(hold.stalls)
+        elif hold != NO_HOLD:
+            raise ConfigError(f"task {task!r} has a hold, and can_hold is false; start the instance with can_hold")
+
+    def _go_wrong(self, faults: Faults) -> None:
+        if self._holding is None:
+            raise ConfigError("copies are to go wrong, and can_hold is false; start the instance with can_hold")
+        self._holding.go_wrong(faults)
 
     def _task(self, name: str) -> SourceTask | TargetTask:
         return self._sources.get(name) or self._targets[name]
@@ -151,28 +176,32 @@ class BareInstance:
 
     def _gauges(self, number: int) -> Gauges:
         tasks = {**self._sources, **self._targets}
-        held = {name: task.held + len(self._sockets.swallowed.get(name, ())) for name, task in tasks.items()}
-        for name, target in self._targets.items():
-            held[name] += self._transport.stalled_total if target.task.hold.stalls else 0
+        agent = self._driver.stats()
         return Gauges(
             number=number,
             blocks_in_use=self._books.pool.in_use,
-            live=sum(len(task.live) for task in tasks.values()),
+            live=sum(len(task.live) for task in tasks.values()) + sum(agent.handoffs_live.values()),
+            quarantined_blocks=agent.quarantined_blocks,
             landed_total=self._books.landed_total,
             foreign_bytes=self._books.foreign_bytes,
-            errors_total=self._driver.errors_total,
-            held=held,
-            dropped_total=dict(self._driver.dropped_total()),
+            errors_total=agent.errors_total,
+            held={name: task.held + self._held_up(name, task.task.hold) for name, task in tasks.items()},
         )
 
-    def _card(self, settings: BareSettings, pages: TaggedPages) -> Card:
+    def _held_up(self, task: str, hold: Hold) -> int:
+        """What the wrappers hold up: hand-offs whose messages were swallowed, batches that do not complete."""
+        if self._muted is None or self._holding is None:
+            return 0
+        return len(self._muted.swallowed.get(task, ())) + (self._holding.stalled_total if hold.stalls else 0)
+
+    def _card(self, settings: BareSettings, pages: TaggedPages, endpoint: Endpoint) -> Card:
         limits = settings.limits
         return Card(
             incarnation=self._incarnation,
             model="tagged pages",
             fingerprint="tagged pages",
             shape="tp1",
-            ranks=(RankCard(0, pages.layout(), (self._transport.endpoint(),)),),
+            ranks=(RankCard(0, pages.layout(), (endpoint,)),),
             process=this_process(),
             hold_s=limits.defer_timeout,
             give_up_s=limits.transfer_timeout,

@@ -52,6 +52,8 @@ class BareSettings(msgspec.Struct, frozen=True):
     transport: str = "local"
     limits: Limits = Limits()
     handoff: HandoffSettings = DEFAULT_HANDOFF
+    can_hold: bool = False
+    """Whether hand-offs can be held and copies go wrong; that takes a wrapper round transport and sockets, which costs time."""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -184,16 +186,19 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Gauges(msgspec.Struct, frozen=True, tag="gauges"):
-    """The instance as it stands. `held` counts, per task, the hand-offs that stand where they were to be held."""
+    """The instance as it stands.
+
+    `live` counts the hand-offs of its tasks and those that its agents have; `held`, per task, those that stand still.
+    """
 
     number: int
     blocks_in_use: int
     live: int
+    quarantined_blocks: int
     landed_total: int
     foreign_bytes: int
     errors_total: int
     held: dict[str, int]
-    dropped_total: dict[str, int]
 
 
 Report = Here | Offered | Ended | Gauges
