@@ -11,6 +11,7 @@ import pytest
 from storm import Footprint, Storm, gauges_not_zero
 from system import Stand
 
+from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
 from kvbaton.launch.local import kvbaton_command
 from watching import wait_until
@@ -29,8 +30,9 @@ def stand() -> Iterator[Stand]:
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_thousand_requests_with_aborts_leave_nothing_behind(stand: Stand, mode: Mode) -> None:
-    limits = ("--mode", mode.value, "--transfer-timeout", "10", "--defer-timeout", "15")
-    ports = {role: stand.start(role, role, "tiny", *limits) for role in ("prefill", "decode")}
+    limits = ("--transfer-timeout", "10", "--defer-timeout", "15")
+    handoff = HandoffSettings(mode=mode)
+    ports = {role: stand.start(role, role, "tiny", *limits, handoff=handoff) for role in ("prefill", "decode")}
     stand.wait_for("live", 2)
     pids = {name: stand.fleets[name].pid(name) for name in ("router", "prefill", "decode")}
     assert Storm(stand.router_port, 1, CONCURRENCY).run(REQUESTS // 5)["200"] > 0

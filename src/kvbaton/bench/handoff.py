@@ -23,7 +23,7 @@ from kvbaton.bench.bare.relay import Load, Relay
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode, Outcome
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, LocalError
 
 __all__ = ["HandoffBench", "run_handoff_bench"]
 
@@ -56,6 +56,8 @@ class HandoffBench:
         for name in ("tokens", "handoffs", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.idle_s < _ROUND_S:
+            raise ConfigError(f"--idle is {self.idle_s:g}; it must be above 0 and below {_ROUND_S:g}")
 
     @property
     def cases(self) -> tuple[_Case, ...]:
@@ -111,6 +113,14 @@ class _Pair:
         self.target = parts.enter_context(BareProcess(f"target ({integrity})", settings))
         self._relay = Relay([self.source, self.target])
 
+    def wait_until_up(self) -> None:
+        """Wait until both run, so that nothing of their start is measured."""
+        for process in (self.source, self.target):
+            if process.here.pid != process.pid:
+                raise LocalError(
+                    f"{process.name} runs as process {process.here.pid}, not as {process.pid}; something is between"
+                )
+
     def measure(self, name: str, level: int) -> Round:
         """Keep `level` hand-offs in flight; the measured completions, and what was wrong besides."""
         bench = self._bench
@@ -155,6 +165,8 @@ def run_handoff_bench(bench: HandoffBench, progress: Progress) -> BenchReport:
     problems: list[str] = []
     with ExitStack() as parts:
         pairs = {integrity: _Pair(bench, integrity, parts) for integrity in bench.integrity}
+        for pair in pairs.values():
+            pair.wait_until_up()
         rounds.extend(_round(bench, pairs, index, progress) for index in range(bench.rounds))
         progress(f"idle for {bench.idle_s:g} s")
         rounds[-1]["idle"] = pairs[bench.integrity[0]].idle_cores(bench.idle_s)

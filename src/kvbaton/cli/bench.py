@@ -64,6 +64,7 @@ def handoff(
     handoffs: int = 4096,
     rounds: int = 3,
     every_byte: Annotated[bool, Parameter(negative=())] = False,
+    idle: float = 6.0,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -90,6 +91,8 @@ def handoff(
         how often each level is measured; medians are shown, every round is kept.
     every_byte
         have the target check every byte of every cache itself, not only a sample.
+    idle
+        seconds for which the two instances are watched while they have nothing to do.
     out
         file for the raw results (JSON).
     json
@@ -100,9 +103,51 @@ def handoff(
 
     kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
     bench = HandoffBench(
-        _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte
+        _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
     )
     return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), out, json)
+
+
+@bench_app.command
+def serve(
+    *,
+    model: str = "smollm2",
+    transport: TransportName = "local",
+    requests: int = 40,
+    prompt_tokens: int = 128,
+    chunk_tokens: int = 128,
+    chunks: int = 5,
+    rounds: int = 8,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """What a hand-off costs a client: hand-over at low load, and the first token beside a prefill with no hand-off at all.
+
+    Parameters
+    ----------
+    model
+        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    transport
+        how cache bytes travel: `local` or `tcp`.
+    requests
+        hand-overs that are measured per mode, one at a time.
+    prompt_tokens
+        tokens of a prompt whose hand-over is measured.
+    chunk_tokens
+        tokens that the prefill instance computes in one step.
+    chunks
+        length, in such steps, of the prompts whose first token is measured; at least 4.
+    rounds
+        how often the first token is measured with and without a hand-off, in turns.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    from kvbaton.bench.serve import ServeBench, run_serve_bench
+
+    bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
+    return _finish("serve", run_serve_bench(bench, _progress), bench.described(), out, json)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
