@@ -8,6 +8,7 @@ from kvbaton.bench.serve import ServeBench, run_serve_bench
 from kvbaton.errors import ConfigError
 
 
+@pytest.mark.e2e
 def test_both_modes_and_both_kinds_of_first_tokens_are_measured() -> None:
     bench = ServeBench("tiny", requests=3, prompt_tokens=20, chunk_tokens=16, chunks=4, rounds=2)
     report = run_serve_bench(bench, print)
