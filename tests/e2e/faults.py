@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvbaton.bench.bare.orders import NO_HOLD, BareSettings, Cancel, Check, Free, Halt, Hold
+from kvbaton.bench.bare.orders import NO_HOLD, BareSettings, Cancel, Check, End, Free, Halt, Hold
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.bench.bare.relay import Load, Relay
 from kvbaton.config import Limits
@@ -70,18 +71,19 @@ class Fault:
 
 @dataclass
 class Times:
-    """How long after a fault all memory was back, in seconds, by what happened."""
+    """How long after a fault memory was back, hand-off by hand-off, in seconds, by what happened."""
 
     taken: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, what: str, seconds: float) -> None:
-        """Note one."""
-        self.taken.setdefault(what, []).append(seconds)
+    def add(self, what: str, *seconds: float) -> None:
+        """Note some."""
+        self.taken.setdefault(what, []).extend(seconds)
 
     def lines(self) -> Iterator[str]:
-        """Median and maximum of each, for people."""
-        for what, values in self.taken.items():
-            yield f"{what}: median {sorted(values)[len(values) // 2]:.2f} s, max {max(values):.2f} s, {len(values)} times"
+        """Median and maximum of each, as the rows of a table."""
+        for what, values in sorted(self.taken.items()):
+            if values:
+                yield f"| {what} | {sorted(values)[len(values) // 2]:.2f} s | {max(values):.2f} s | {len(values)} |"
 
 
 @dataclass
@@ -93,6 +95,8 @@ class Scene:
     target: BareProcess
     spare: BareProcess
     relay: Relay
+    fresh: dict[str, BareProcess] = field(default_factory=dict)
+    """The targets of fresh loads, by name."""
 
     def process(self, side: str) -> BareProcess:
         """The instance on that side."""
@@ -103,7 +107,7 @@ class Scene:
         for stage in stages_of(self.mode):
             self.relay.begin(self._load(stage.name, stage), self.source, self.target)
             holder = self.process(stage.holder)
-            self.relay.wait(lambda holder=holder, stage=stage: self._stands(holder, stage), stage.name, _PATIENCE_S)  # type: ignore[misc]
+            self.relay.wait(partial(self._stands, holder, stage), stage.name, _PATIENCE_S)
 
     def _stands(self, holder: BareProcess, stage: Stage) -> bool:
         batches = _SPANS if stage.target.stalls and self.mode is Mode.PUSH else 1
@@ -137,21 +141,16 @@ class Scene:
         kept = Load(f"{name} kept", self.mode, most // 2, most // 2, TOKENS, _CHUNK_TOKENS, check=Check(keeps=True))
         for each in (kept, load):
             self.relay.begin(each, source, target)
+        self.fresh[name] = target
 
     def finish_fresh(self, name: str) -> None:
         """Wait until they have landed; look at what was kept once more."""
         for each, count in ((f"{name} kept", _BLOCKS // _BLOCKS_EACH // 2), (name, _FRESH)):
             for (task, process), ends in self.relay.ends.items():
                 if task == each:
-                    what = f"{count} of {each} at {process}"
-                    self.relay.wait(lambda ends=ends, count=count: len(ends) >= count, what, _PATIENCE_S)  # type: ignore[misc]
+                    self.relay.wait(partial(_has, ends, count), f"{count} of {each} at {process}", _PATIENCE_S)
                     assert {end.outcome for end in ends} == {"delivered"}, ends
-        target = next(process for (task, process) in self.relay.ends if task == name and self._is_target(process, name))
-        next(each for each in self.relay.processes if each.name == target).order(Free(f"{name} kept"))
-
-    def _is_target(self, process: str, name: str) -> bool:
-        sides = [each for task, each in self.relay.ends if task == name]
-        return process == sides[1]
+        self.fresh[name].order(Free(f"{name} kept"))
 
     def begin_load(self, name: str, count: int) -> None:
         """Begin a long load without any hold."""
@@ -169,6 +168,10 @@ class Scene:
             source_hold=stage.source,
             target_hold=stage.target,
         )
+
+
+def _has(ends: list[End], count: int) -> bool:
+    return len(ends) >= count
 
 
 def _is_idle(process: BareProcess) -> bool:

@@ -55,7 +55,7 @@ def _expected(fault: Fault, victim: str, stage: str) -> set[str]:
     return OUTCOMES[fault.name, victim]
 
 
-def _strike(here: Scene, fault: Fault, victim: str, times: Times, transport: str) -> None:
+def _strike(here: Scene, fault: Fault, victim: str, times: Times) -> None:
     """Let the fault strike, and wait until the survivor has ended everything as promised and has its memory back."""
     survivor = here.process("target" if victim == "source" else "source")
     here.process(victim).send_signal(fault.number)
@@ -65,8 +65,8 @@ def _strike(here: Scene, fault: Fault, victim: str, times: Times, transport: str
         found = here.outcomes(stage.name, survivor)
         assert found <= _expected(fault, victim, stage.name), (stage.name, here.relay.ends[stage.name, survivor.name])
     here.wait_idle(survivor)
-    last = max(end.at for stage in stages_of(here.mode) for end in here.relay.ends[stage.name, survivor.name])
-    times.add(f"{victim} {fault.name}, {here.mode} over {transport}", max(0.0, last - struck_at))
+    ends = [end for stage in stages_of(here.mode) for end in here.relay.ends[stage.name, survivor.name]]
+    times.add(f"{victim} {fault.name}: at the {survivor.name}", *(end.at - struck_at for end in ends if end.at > struck_at))
 
 
 def _nothing_foreign(here: Scene, *processes: str) -> None:
@@ -84,7 +84,7 @@ def test_one_side_ends(fault: Fault, victim: str, mode: Mode, transport: str, ti
     survivor = "target" if victim == "source" else "source"
     with scene(mode, transport) as here:
         here.hold_at_every_stage()
-        _strike(here, fault, victim, times, transport)
+        _strike(here, fault, victim, times)
         here.begin_fresh("fresh", survivor, here.spare)
         here.finish_fresh("fresh")
         here.wait_idle(here.process(survivor))
@@ -100,12 +100,12 @@ def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mo
     survivor = "target" if victim == "source" else "source"
     with scene(mode, transport) as here:
         here.hold_at_every_stage()
-        _strike(here, PAUSED, victim, times, transport)
+        _strike(here, PAUSED, victim, times)
         here.begin_fresh("fresh", survivor, here.spare)
         here.process(victim).send_signal(signal.SIGCONT)
         resumed_at = time.monotonic()
         here.cancel_queued(victim)
-        times.add(f"{victim} after a pause, {mode} over {transport}", here.wait_idle(here.process(victim)) - resumed_at)
+        times.add(f"{victim} paused: at the {victim}, once it goes on", here.wait_idle(here.process(victim)) - resumed_at)
         here.finish_fresh("fresh")
         here.begin_fresh("again", survivor, here.process(victim))
         here.finish_fresh("again")
@@ -127,7 +127,8 @@ def test_one_side_falls_under_load(victim: str, mode: Mode, fault: Fault, times:
         here.process(victim).send_signal(fault.number)
         struck_at = time.monotonic()
         here.halt("load")
-        times.add(f"{victim} {fault.name} under load, {mode}", here.wait_idle(here.process(survivor)) - struck_at)
+        what = f"{victim} {fault.name} under load: the last one at the {survivor}"
+        times.add(what, here.wait_idle(here.process(survivor)) - struck_at)
         here.begin_fresh("fresh", survivor, here.spare)
         if fault.resumes:
             here.process(victim).send_signal(signal.SIGCONT)

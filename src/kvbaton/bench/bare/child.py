@@ -50,7 +50,8 @@ class _Child:
                 os.eventfd_read(self._news_fd)
             more = self._instance.work()
         self._instance.close()
-        self._flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._flush()
 
     def _stop(self, number: int, where: object) -> None:
         del number, where
