@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from faults import Fault, Scene, Times, scene, stages_of
+from faults import LIMITS, Fault, Scene, Times, scene, stages_of
 
 from kvbaton.bench.bare.orders import SetFaults
 from kvbaton.core.handoff import Mode
@@ -22,6 +22,9 @@ pytestmark = pytest.mark.e2e
 KILLED = Fault("killed", signal.SIGKILL)
 PAUSED = Fault("paused", signal.SIGSTOP, resumes=True)
 ASKED_TO_END = Fault("asked to end", signal.SIGTERM)
+
+LONGEST_S = LIMITS.defer_timeout + 0.5
+"""Longer than every deadline."""
 
 WAYS = [(Mode.PUSH, "local"), (Mode.PULL, "local"), (Mode.PUSH, "tcp")]
 """Both modes on this host, and one of them through sockets."""
@@ -48,7 +51,7 @@ def times() -> Iterator[Times]:
 def _expected(fault: Fault, victim: str, stage: str) -> set[str]:
     if stage == "before release":
         return {"delivered"} if victim == "source" else {"failed", "expired"}
-    if stage == "offered, grant lost" and victim == "target":
+    if stage == "offered, grant lost":
         return OUTCOMES[fault.name, victim] | {"expired"}
     if stage == "queued":
         return OUTCOMES[fault.name, victim] | {"cancelled"}
@@ -58,8 +61,8 @@ def _expected(fault: Fault, victim: str, stage: str) -> set[str]:
 def _strike(here: Scene, fault: Fault, victim: str, times: Times) -> None:
     """Let the fault strike, and wait until the survivor has ended everything as promised and has its memory back."""
     survivor = here.process("target" if victim == "source" else "source")
-    here.process(victim).send_signal(fault.number)
     struck_at = time.monotonic()
+    here.process(victim).send_signal(fault.number)
     here.cancel_queued(survivor.name)
     for stage in stages_of(here.mode):
         found = here.outcomes(stage.name, survivor)
@@ -100,7 +103,9 @@ def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mo
     survivor = "target" if victim == "source" else "source"
     with scene(mode, transport) as here:
         here.hold_at_every_stage()
+        struck_at = time.monotonic()
         _strike(here, PAUSED, victim, times)
+        here.relay.wait(lambda: time.monotonic() > struck_at + LONGEST_S, "no deadline is left", 2 * LONGEST_S)
         here.begin_fresh("fresh", survivor, here.spare)
         here.process(victim).send_signal(signal.SIGCONT)
         resumed_at = time.monotonic()
