@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-__all__ = ["BenchReport", "BenchRow", "describe_hardware"]
+__all__ = ["BenchReport", "BenchRow", "Setting", "describe_hardware"]
 
 Setting = str | int | float
+"""What a row or a report may say about its circumstances."""
 
 _BLAS_THREADS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
 
@@ -29,11 +30,15 @@ class BenchRow(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """All rows of one benchmark; `rounds` holds every single measurement, by name, in the order taken."""
+    """All rows of one benchmark; `rounds` holds every single measurement, by name, in the order taken.
+
+    `problems` says what a benchmark found that must not be, such as work that did not complete; empty when all is well.
+    """
 
     rows: list[BenchRow]
     hardware: dict[str, Setting]
     rounds: list[dict[str, list[float]]]
+    problems: list[str] = msgspec.field(default_factory=list)
 
 
 def describe_hardware() -> dict[str, Setting]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from kvbaton.cli.options import TransportName
+
 if TYPE_CHECKING:
-    from kvbaton.bench.report import BenchReport
+    from kvbaton.bench.report import BenchReport, Setting
 
 __all__ = ["bench_app"]
 
 bench_app = App(name="bench", help="Measure speed, as ratios taken side by side in one run.")
+
+_FOUND = 1
 
 
 @bench_app.command
@@ -44,35 +49,146 @@ def engine(
 
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
-    console = Console(stderr=True)
-    report = run_engine_bench(
-        model, rounds, lambda line: console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+    report = run_engine_bench(model, rounds, _progress)
+    return _finish("engine", report, {"model": model, "rounds": rounds}, out, json)
+
+
+@bench_app.command
+def handoff(
+    *,
+    concurrency: str = "128,512,1024,4096",
+    mode: Literal["push", "pull"] = "push",
+    transport: TransportName = "local",
+    tokens: int = 64,
+    integrity: Literal["off", "sampled", "full", "all"] = "off",
+    handoffs: int = 4096,
+    rounds: int = 3,
+    every_byte: Annotated[bool, Parameter(negative=())] = False,
+    idle: float = 6.0,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Many hand-offs at once between two instances without a model, in processes of their own.
+
+    Each level keeps so many hand-offs in flight and measures the same number of them in its steady state. Exits with 1 when
+    one did not complete, or a block did not come back.
+
+    Parameters
+    ----------
+    concurrency
+        how many hand-offs are in flight; levels with commas between them. Ratios are to the first.
+    mode
+        `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
+    transport
+        how cache bytes travel: `local` or `tcp`.
+    tokens
+        tokens per hand-off.
+    integrity
+        how much is checked by checksums; `all` measures off, sampled and full beside each other.
+    handoffs
+        hand-offs that are measured per level and round.
+    rounds
+        how often each level is measured; medians are shown, every round is kept.
+    every_byte
+        have the target check every byte of every cache itself, not only a sample.
+    idle
+        seconds for which the two instances are watched while they have nothing to do.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
+    from kvbaton.core.handoff import Integrity, Mode
+
+    kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
+    bench = HandoffBench(
+        _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
     )
-    document = _document(report, {"model": model, "rounds": rounds}, out)
+    return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), out, json)
+
+
+@bench_app.command
+def serve(
+    *,
+    model: str = "smollm2",
+    transport: TransportName = "local",
+    requests: int = 40,
+    prompt_tokens: int = 128,
+    chunk_tokens: int = 128,
+    chunks: int = 5,
+    rounds: int = 8,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """What a hand-off costs a client: hand-over at low load, and the first token beside a prefill with no hand-off at all.
+
+    Parameters
+    ----------
+    model
+        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+    transport
+        how cache bytes travel: `local` or `tcp`.
+    requests
+        hand-overs that are measured per mode, one at a time.
+    prompt_tokens
+        tokens of a prompt whose hand-over is measured.
+    chunk_tokens
+        tokens that the prefill instance computes in one step.
+    chunks
+        length, in such steps, of the prompts whose first token is measured; at least 4.
+    rounds
+        how often the first token is measured with and without a hand-off, in turns.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    from kvbaton.bench.serve import ServeBench, run_serve_bench
+
+    bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
+    return _finish("serve", run_serve_bench(bench, _progress), bench.described(), out, json)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    from kvbaton.errors import ConfigError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between them") from None
+
+
+def _progress(line: str) -> None:
+    Console(stderr=True).print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None, json: bool) -> int:
+    """Keep the raw results, print, and tell how it went as an exit code."""
+    document = _document(name, report, settings, out)
     if out is not None:
         out.write_bytes(document)
     if json:
         sys.stdout.write(document.decode() + "\n")
     else:
-        _print_table(report)
-    return 0
+        _print_table(name, report)
+    return _FOUND if report.problems else 0
 
 
-def _document(report: BenchReport, settings: dict[str, str | int], out: Path | None) -> bytes:
+def _document(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None) -> bytes:
     import msgspec
 
     from kvbaton import __version__
 
-    head = {"command": "bench engine", "version": __version__, "ok": True, "settings": settings, "raw": str(out or "")}
-    return msgspec.json.encode(head | msgspec.to_builtins(report))
+    head = {"command": f"bench {name}", "version": __version__, "ok": not report.problems, "settings": dict(settings)}
+    return msgspec.json.encode(head | {"raw": str(out or "")} | msgspec.to_builtins(report))
 
 
-def _print_table(report: BenchReport) -> None:
-    table = Table("what", "median", "all its matrix products", "ratio", "ratio to weights alone", title="embedded engine")
+def _print_table(name: str, report: BenchReport) -> None:
+    table = Table("what", "median", "beside", "ratio", title=f"kvbaton bench {name}")
     for row in report.rows:
-        products_s = row.value / row.ratio
-        alone = float(row.settings["ratio_to_weight_products"])
-        table.add_row(
-            row.name, f"{row.value:.4f} {row.unit}", f"{products_s:.4f} {row.unit}", f"{row.ratio:.2f} x", f"{alone:.2f} x"
-        )
-    Console().print(table)
+        table.add_row(row.name, f"{row.value:,.4g} {row.unit}", row.peer, f"{row.ratio:.3g} x")
+    console = Console()
+    console.print(table)
+    for problem in report.problems:
+        console.print(problem, style="red", highlight=False)

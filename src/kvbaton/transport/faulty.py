@@ -67,6 +67,7 @@ class FaultyTransport:
         self._peer_bytes: dict[PeerRank, int] = {}
         self._posted: dict[Ticket, _Posted] = {}
         self._inner_tickets: dict[Ticket, Ticket] = {}
+        self._cancelled: set[Ticket] = set()
         self._last_ticket = 0
 
     def set_faults(self, faults: Faults) -> None:
@@ -130,6 +131,8 @@ class FaultyTransport:
         """Cancel in the inner transport; this ends a stall too."""
         with self._lock:
             inner_ticket = self._inner_tickets.get(ticket)
+            if inner_ticket is not None:
+                self._cancelled.add(ticket)
         if inner_ticket is not None:
             self._inner.cancel(inner_ticket)
 
@@ -162,8 +165,11 @@ class FaultyTransport:
         posted = self._posted.pop(completion.ticket)
         del self._inner_tickets[posted.ticket]
         completion = replace(completion, ticket=posted.ticket)
+        if completion.error and self._stalls_on(posted, completion):
+            return None
+        self._cancelled.discard(posted.ticket)
         if completion.error:
-            return None if self._stalls_on(posted, completion) else completion
+            return completion
         if posted.faults.fail_after == 0:
             return replace(completion, moved_bytes=0, error="TransportError: failed on command (fail_after)")
         if posted.faults.corrupt and posted.batch.direction is Direction.READ and completion.moved_bytes:
@@ -172,7 +178,8 @@ class FaultyTransport:
 
     def _stalls_on(self, posted: _Posted, completion: Completion) -> bool:
         """The inner transport gave a stalled batch up by its own deadline: post it again, unless somebody ended it."""
-        if not posted.faults.stall or completion.cancelled or posted.batch.peer not in self._peer_bytes:
+        is_ended = completion.cancelled or posted.ticket in self._cancelled or posted.batch.peer not in self._peer_bytes
+        if is_ended or not posted.faults.stall:
             return False
         try:
             self._post(posted, None)

@@ -116,3 +116,13 @@ def test_a_stall_ends_with_revoke_and_close(pair: Pair) -> None:
     pair.faulty.post(BATCH)
     pair.faulty.close()
     assert ["closed" in completion.error for completion in pair.faulty.poll()] == [True]
+
+
+def test_a_stall_that_is_cancelled_when_the_inner_deadline_has_just_passed_ends_too(pair: Pair) -> None:
+    pair.faulty.set_faults(Faults(stall=True))
+    ticket = pair.faulty.post(BATCH)
+    assert select.select([pair.faulty.wakeup_fd], [], [], 10)[0]
+    pair.faulty.cancel(ticket)
+    completion = pair.wait()
+    assert completion.ticket == ticket
+    assert completion.error

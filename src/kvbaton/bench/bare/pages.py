@@ -1,0 +1,137 @@
+"""A synthetic cache whose every word says what it belongs to, so that a foreign, missing or stale byte shows."""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.handoff import BlockLists, HandoffKey, Span
+from kvbaton.core.layout import Group, Layout
+from kvbaton.errors import ConfigError
+
+__all__ = ["POISON", "SMALL", "CacheShape", "TaggedPages", "spans_of", "tag_of"]
+
+Words = npt.NDArray[np.uint32]
+
+POISON = 0x4B4B4B4B
+"""What target blocks hold before they are granted."""
+
+_ODD = 2_654_435_761
+_PLANES = 2
+
+
+class CacheShape(msgspec.Struct, frozen=True):
+    """What a synthetic cache looks like: layers, tokens per block, and bytes of one token in one plane of one layer."""
+
+    layers: int = 4
+    block_tokens: int = 16
+    token_bytes: int = 256
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.token_bytes % 4:
+            raise ConfigError(f"token_bytes is {self.token_bytes}; it must be a multiple of 4")
+
+    @property
+    def words(self) -> int:
+        """Words of four bytes of one token in one plane of one layer."""
+        return self.token_bytes // 4
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of the cache of so many tokens."""
+        return tokens * self.layers * _PLANES * self.token_bytes
+
+
+SMALL = CacheShape()
+"""2 KiB per token: many hand-offs fit into little memory."""
+
+
+def tag_of(key: HandoffKey) -> int:
+    """What is added to every word of this hand-off's cache."""
+    return zlib.crc32(str(key).encode()) | 1
+
+
+def spans_of(shape: CacheShape, tokens: int, chunk_tokens: int) -> tuple[Span, ...]:
+    """The spans of a prefill that runs chunk by chunk, and layer by layer within each. A chunk is whole blocks."""
+    if chunk_tokens < 1 or chunk_tokens % shape.block_tokens:
+        raise ConfigError(f"chunk_tokens is {chunk_tokens}; it must be a multiple of block_tokens ({shape.block_tokens})")
+    cuts = [(first, layer) for first in range(0, tokens, chunk_tokens) for layer in range(shape.layers)]
+    return tuple(
+        Span(number, first, min(first + chunk_tokens, tokens), layer, layer + 1) for number, (first, layer) in enumerate(cuts)
+    )
+
+
+class TaggedPages:
+    """One region of `blocks` blocks. Each word of a hand-off's cache holds its place (layer, plane, token) plus its tag."""
+
+    def __init__(self, shape: CacheShape, blocks: int, most_tokens: int) -> None:
+        self.shape = shape
+        self.blocks = blocks
+        page = (shape.block_tokens, shape.words)
+        whole = (shape.layers, _PLANES, blocks, *page)
+        self._region = mmap.mmap(-1, int(np.prod(whole, dtype=np.int64)) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.data: Words = np.frombuffer(self._region, np.uint32).reshape(whole)
+        places = (shape.layers, _PLANES, shape.blocks_for(most_tokens), *page)
+        count = int(np.prod(places, dtype=np.int64))
+        self._places: Words = (np.arange(count, dtype=np.uint64) * _ODD).astype(np.uint32).reshape(places)
+
+    def layout(self) -> Layout:
+        """Describe the region: one group of all layers."""
+        shape, strides = self.shape, self.data.strides
+        group = Group(
+            kind="full",
+            layers=tuple(range(shape.layers)),
+            planes=_PLANES,
+            blocks=self.blocks,
+            block_tokens=shape.block_tokens,
+            head_start=0,
+            heads=1,
+            total_heads=1,
+            head_size=shape.words,
+            dtype="uint32",
+            element_bytes=4,
+            offset=0,
+            layer_stride=strides[0],
+            plane_stride=strides[1],
+            block_stride=strides[2],
+            token_stride=strides[3],
+            head_stride=strides[3],
+        )
+        return Layout(region_bytes=self.data.nbytes, groups=(group,))
+
+    def poison(self, blocks: BlockLists) -> None:
+        """Fill blocks with a pattern that belongs to nobody."""
+        self.data[:, :, np.asarray(blocks[0], np.intp)] = POISON
+
+    def write(self, key: HandoffKey, blocks: BlockLists, span: Span) -> None:
+        """Compute one span, as a model would: fill the pages it lies in with what belongs to `key`."""
+        size = self.shape.block_tokens
+        pages = slice(span.first_token // size, self.shape.blocks_for(span.end_token))
+        layers = slice(span.first_layer, span.end_layer)
+        ids = np.asarray(blocks[0][pages], np.intp)
+        self.data[layers, :, ids] = self._places[layers, :, pages] + np.uint32(tag_of(key))
+
+    def foreign_bytes(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
+        """How many bytes of the first `tokens` tokens are not those of `key`, and how many beyond them are no longer poison."""
+        ids = np.asarray(blocks[0], np.intp)
+        by_token = (self.shape.layers, _PLANES, len(ids) * self.shape.block_tokens, self.shape.words)
+        found = self.data[:, :, ids].reshape(by_token)
+        wanted = (self._places[:, :, : len(ids)] + np.uint32(tag_of(key))).reshape(by_token)
+        wanted[:, :, tokens:] = POISON
+        return int(np.count_nonzero(found.view(np.uint8) != wanted.view(np.uint8)))
+
+    def foreign_sample(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
+        """How many bytes of the first token of each block, in all layers and planes, are not those of `key`; cheap."""
+        ids = np.asarray(blocks[0][: self.shape.blocks_for(tokens)], np.intp)
+        wanted = self._places[:, :, : len(ids), 0] + np.uint32(tag_of(key))
+        return int(np.count_nonzero(self.data[:, :, ids, 0] != wanted)) * 4

@@ -1,0 +1,135 @@
+"""The parent's end of a bare instance: starts the process, sends orders, takes reports, and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from kvbaton.bench.bare.orders import Ask, BareSettings, Gauges, Here, Order, Report, frame, split_frames
+from kvbaton.errors import LocalError
+
+__all__ = ["BareProcess"]
+
+_START_S = 60.0
+_ANSWER_S = 60.0
+_END_S = 15.0
+_READ_BYTES = 1 << 20
+
+
+class BareProcess:
+    """One bare instance in a process of its own. Leaving it ends the process; `is_over` once it will report nothing more."""
+
+    def __init__(self, name: str, settings: BareSettings) -> None:
+        self.name = name
+        arguments = msgspec.json.encode(settings).decode()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvbaton.bench.bare.child", arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._buffer = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(Report)
+        self._asked = 0
+        self._here: Here | None = None
+        self.reports: list[Report] = []
+        self.is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    @property
+    def stdout_fd(self) -> int:
+        """Readable when there are reports."""
+        assert self._process.stdout is not None  # noqa: S101
+        return self._process.stdout.fileno()
+
+    @property
+    def here(self) -> Here:
+        """Where it is; waits until it runs. Raises LocalError when it does not."""
+        give_up_at = time.monotonic() + _START_S
+        while self._here is None:
+            self.take(max(0.0, give_up_at - time.monotonic()))
+            if self._here is None and (time.monotonic() > give_up_at or self._process.poll() is not None):
+                raise LocalError(f"bare instance {self.name} did not start within {_START_S:g} s; its last words are above")
+        return self._here
+
+    def order(self, *orders: Order) -> None:
+        """Tell it what to do; an instance that is gone is told nothing."""
+        assert self._process.stdin is not None  # noqa: S101
+        try:
+            self._process.stdin.write(b"".join(map(frame, orders)))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._process.poll()
+
+    def take(self, timeout_s: float = 0.0) -> bool:
+        """Read what it has reported into `reports`, waiting at most so long for something; false at its end."""
+        if not select.select([self.stdout_fd], [], [], timeout_s)[0]:
+            return True
+        content = os.read(self.stdout_fd, _READ_BYTES)
+        self.is_over |= not content
+        self._buffer += content
+        for one in split_frames(self._buffer):
+            report = self._decoder.decode(one)
+            if isinstance(report, Here):
+                self._here = report
+            else:
+                self.reports.append(report)
+        return bool(content)
+
+    def gauges(self) -> Gauges:
+        """How it stands now. Raises LocalError when it does not say."""
+        self._asked += 1
+        self.order(Ask(self._asked))
+        give_up_at = time.monotonic() + _ANSWER_S
+        while time.monotonic() < give_up_at:
+            is_open = self.take(max(0.0, give_up_at - time.monotonic()))
+            for report in self.reports:
+                if isinstance(report, Gauges) and report.number == self._asked:
+                    self.reports.remove(report)
+                    return report
+            if not is_open:
+                break
+        raise LocalError(f"bare instance {self.name} (pid {self.pid}) does not answer; it ended, or is stopped")
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = _END_S) -> int:
+        """Wait for its end; the exit code."""
+        return self._process.wait(timeout_s)
+
+    def end(self) -> None:
+        """End the process: its input ends, and if that does not help it is killed."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_S)
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that its threads have used so far."""
+        spent = 0
+        for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            spent += int(path.read_text().split()[0])
+        return spent / 1e9

@@ -1,0 +1,178 @@
+"""What a hand-off costs a client: hand-over at low load, and the first token of push beside a prefill without any hand-off.
+
+Hand-over is the time from the source having sampled its first token until the target's first decode step begins, wire time
+taken off. For the first token the same instance answers both kinds of requests, in turns, with the same threads: through the
+router with a hand-off behind it, and asked directly for one token. All prompts differ, so that no prefix is in a cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.config import HandoffSettings
+from kvbaton.core.handoff import Mode
+from kvbaton.errors import ConfigError, PeerLost, ProtocolError
+from kvbaton.launch.fleet import Fleet
+from kvbaton.launch.local import InstanceOptions, instance_part, router_part
+from kvbaton.launch.ports import PortPicker
+
+__all__ = ["ServeBench", "run_serve_bench"]
+
+Progress = Callable[[str], None]
+Series = dict[str, list[float]]
+
+_HEALTHY_S = 180.0
+_REQUEST_S = 300.0
+_BYTES = range(3, 250)
+_ENGINES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """What to measure: so many requests of each kind, one at a time."""
+
+    model: str = "smollm2"
+    transport: str = "local"
+    requests: int = 40
+    prompt_tokens: int = 128
+    chunk_tokens: int = 128
+    chunks: int = 5
+    rounds: int = 8
+    max_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prompt_tokens", "chunk_tokens", "rounds", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.chunks < 4:
+            raise ConfigError(f"--chunks is {self.chunks}; the promise about the first token is for prompts of 4 and more")
+
+    def described(self) -> dict[str, Setting]:
+        """The settings as a report shows them."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    pair_url: str
+    prefill_url: str
+
+
+def run_serve_bench(bench: ServeBench, progress: Progress) -> BenchReport:
+    """Measure; writes no files but cached weights. Raises KVBatonError when instances or requests fail."""
+    series: Series = {}
+    for mode in Mode:
+        progress(f"starting a router, a prefill and a decode instance ({mode})")
+        with Fleet() as fleet:
+            servers = _start(fleet, bench, mode)
+            series |= asyncio.run(_measure(bench, mode, servers, progress))
+    return BenchReport(_rows(bench, series), describe_hardware(), [series])
+
+
+def _start(fleet: Fleet, bench: ServeBench, mode: Mode) -> _Servers:
+    ports = PortPicker()
+    router_port, discovery_port = ports.pick(), ports.pick()
+    extra = ("--step-tokens", str(bench.chunk_tokens))
+    options = InstanceOptions(bench.model, bench.transport, _ENGINES, extra, handoff=HandoffSettings(mode=mode))
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+    urls = {}
+    for role in ("prefill", "decode"):
+        part, urls[role] = instance_part(role, role, options, ports, [f"127.0.0.1:{discovery_port}"])
+        fleet.start(part)
+    fleet.wait_healthy(_HEALTHY_S)
+    return _Servers(f"http://127.0.0.1:{router_port}", urls["prefill"])
+
+
+async def _measure(bench: ServeBench, mode: Mode, servers: _Servers, progress: Progress) -> Series:
+    generator = random.Random(mode.value)
+    taken: Series = {_handover(mode): [], _pair(mode): [], _alone(mode): []}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REQUEST_S)) as session:
+        await _answer(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
+        progress(f"{bench.requests} hand-overs, one at a time")
+        for _ in range(bench.requests):
+            document = await _answer(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
+            taken[_handover(mode)].append(_handover_s(document))
+        tokens = bench.chunks * bench.chunk_tokens
+        for index in range(bench.rounds):
+            progress(f"first token of {tokens} tokens with and without a hand-off: {index + 1} of {bench.rounds}")
+            kinds = [(_pair(mode), servers.pair_url, bench.max_tokens), (_alone(mode), servers.prefill_url, 1)]
+            for name, url, wanted in kinds if index % 2 else reversed(kinds):
+                taken[name].append(await _first_token_s(session, url, _body(generator, tokens, wanted)))
+    return taken
+
+
+def _body(generator: random.Random, tokens: int, max_tokens: int) -> dict[str, object]:
+    prompt = generator.choices(_BYTES, k=tokens)
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def _answer(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> dict[str, object]:
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            content = await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
+    if response.status != 200:
+        raise ProtocolError(f"{url} answered {response.status}: {content[:300].decode(errors='replace')}")
+    document: dict[str, object] = json.loads(content)
+    return document
+
+
+def _handover_s(document: dict[str, object]) -> float:
+    record = document.get("kvbaton")
+    if not isinstance(record, dict) or not record.get("handed_off"):
+        raise ProtocolError(f"the answer was not handed off: {record!r}")
+    return float(record["handover_s"])
+
+
+async def _first_token_s(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> float:
+    """From the request to the first event of its stream."""
+    start = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
+            line = await response.content.readline()
+            seconds = time.perf_counter() - start
+            await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
+    if response.status != 200 or not line.startswith(b"data: ") or b'"error"' in line:
+        raise ProtocolError(f"{url} answered {response.status}: {line[:300].decode(errors='replace')}")
+    return seconds
+
+
+def _rows(bench: ServeBench, series: Series) -> list[BenchRow]:
+    settings = bench.described()
+    rows = []
+    for mode in Mode:
+        values = series[_handover(mode)]
+        for percent in (50, 99):
+            value = float(np.percentile(values, percent))
+            other = float(np.percentile(series[_handover(Mode.PULL)], percent))
+            name = f"hand-over p{percent}, {mode}"
+            rows.append(BenchRow(name, value * 1e3, "ms", "pull", value / other if other else 1.0, settings))
+    for mode in Mode:
+        pair, alone = (float(np.median(series[name])) for name in (_pair(mode), _alone(mode)))
+        name = f"first token, {mode}, {bench.chunks} chunks"
+        rows.append(BenchRow(name, pair, "s", "the same prefill without a hand-off", pair / alone, settings))
+    return rows
+
+
+def _handover(mode: Mode) -> str:
+    return f"hand-over, {mode}"
+
+
+def _pair(mode: Mode) -> str:
+    return f"first token, {mode}"
+
+
+def _alone(mode: Mode) -> str:
+    return f"first token without a hand-off, beside {mode}"
