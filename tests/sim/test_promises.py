@@ -165,7 +165,7 @@ def test_link_cut_towards_the_source(flow: Flow) -> None:
 @every_flow
 @pytest.mark.parametrize(("who", "other"), [("p0", "d0"), ("d0", "p0")])
 def test_message_lost(flow: Flow, who: str, other: str) -> None:
-    """What has no answer is asked again after `retry`; a lost last word is said again at a heartbeat that comes `retry` later."""
+    """What has no answer is asked again after `retry`; a lost last word is said at a beat after that."""
     worst = _worst(flow, Fault(FaultKind.LOSE, who=who, other=other, number=1))
     assert worst.ends == {BOTH_DELIVERED}
     assert worst.back["d0"] < LIMITS.retry + NORMAL_S
