@@ -105,9 +105,12 @@ class Dispatcher:
         self._metrics.ttft.observe(self._clock() - job.arrived)
         headers = {**job.answer_headers, "Content-Type": begun.content_type, "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        await self._relay(request, response, job, begun)
-        await self._write(request, response, None)
+        try:
+            await response.prepare(request)
+            await self._relay(request, response, job, begun)
+            await self._write(request, response, None)
+        except ConnectionResetError as error:
+            _logger.info("%s: the client left in mid-stream: %s", job, error)
         return response
 
     async def _relay(self, request: web.Request, response: web.StreamResponse, job: Job, begun: Begun) -> None:

@@ -277,6 +277,28 @@ def test_a_client_that_leaves_during_decode_closes_that_leg(stream: bool) -> Non
     asyncio.run(test())
 
 
+def test_a_client_that_leaves_in_mid_stream_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def flood(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: x\n\n")
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        async with prefill() as p, decode(flood) as d, routing(p, d) as router:
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.settings.port)
+            content = json.dumps({**BODY, "stream": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            writer.write(head.encode() + content)
+            await reader.readuntil(b"data: x")
+            writer.transport.abort()
+            await _idle(router.metric)
+
+    asyncio.run(test())
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @run
 async def test_a_client_that_does_not_read_is_given_up() -> None:
     async def flood(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
