@@ -40,6 +40,8 @@ class Alarms(Generic[KeyT]):
     def drop(self, key: KeyT) -> None:
         """Do not ring for `key`."""
         self._set.pop(key, None)
+        if not self._set:
+            self._heap.clear()
 
     def ring(self, now: float) -> list[KeyT]:
         """Take the keys whose time has come, earliest first; each has to be set again to ring again."""
