@@ -106,6 +106,7 @@ class TestRow36:
             monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=50))
         monkeypatch.setattr(source_effects, "GrantWindows", partial(GrantWindows, limit=50))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=50))
+        monkeypatch.setattr(target_effects, "_MAX_ANSWERED", 50)
         world = Twosome()
         fixed = world.join("p"), world.join("d")
         sizes = []

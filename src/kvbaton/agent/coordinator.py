@@ -228,7 +228,7 @@ class Coordinator:
         if not self.source.live and not self.target.live:
             return self.target.farewells.next_deadline()
         sides = (self.source.next_deadline(), self.target.next_deadline())
-        return min(self._beat_at(), self._gone_check_at, *(when for when in sides if when is not None))
+        return min(self._gone_check_at, *(when for when in sides if when is not None), self._beat_at())
 
     def _beat_at(self) -> float:
         """When heartbeats are due: several times within our own patience, and within that of every peer we know."""
@@ -237,7 +237,7 @@ class Coordinator:
     def beat(self) -> None:
         """Send the heartbeats that are due."""
         now = self._clock()
-        if self._beat_at() > now:
+        if not self._beat_at() <= now:
             return
         self._beaten_at = now
         for beats in (self.source.beat(), self.target.beat()):
