@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from typing import assert_never
 
@@ -70,6 +71,7 @@ class Coordinator:
         self._ranks = ranks
         self._peers = Peers()
         self._beaten_at = clock()
+        self._patience_s = math.inf
         self._gone_check_at = clock() + _GONE_CHECK_S
         self._peer_fences: dict[Incarnation, dict[int, int]] = {}
         self._region_epochs: dict[int, int] = {}
@@ -151,6 +153,8 @@ class Coordinator:
     def _on_handoff_message(self, sender: Incarnation, message: HandoffMessage) -> None:
         match message:
             case Grant():
+                card = self._peers.card(sender)
+                self._patience_s = min(self._patience_s, math.inf if card is None else card.give_up_s)
                 self.source.on_grant(sender, message)
             case ConfirmAsk():
                 self.source.on_confirm_ask(sender, message)
@@ -231,8 +235,8 @@ class Coordinator:
         return min(self._gone_check_at, *(when for when in sides if when is not None), self._beat_at())
 
     def _beat_at(self) -> float:
-        """When heartbeats are due: several times within our own patience, and within that of every peer we know."""
-        return self._beaten_at + min(self._limits.beat_s, max(self._peers.shortest_give_up_s / 6, _MIN_BEAT_S))
+        """When heartbeats are due: several times within our own patience, and within that of every target that waits for us."""
+        return self._beaten_at + min(self._limits.beat_s, max(self._patience_s / 6, _MIN_BEAT_S))
 
     def beat(self) -> None:
         """Send the heartbeats that are due."""
@@ -240,6 +244,8 @@ class Coordinator:
         if not self._beat_at() <= now:
             return
         self._beaten_at = now
+        waiting = [self._peers.card(target) for target in self.source.peers()]
+        self._patience_s = min((card.give_up_s for card in waiting if card is not None), default=math.inf)
         for beats in (self.source.beat(), self.target.beat()):
             for peer, heartbeat in beats.items():
                 for first in range(0, len(heartbeat.live), _BEAT_ENTRIES):

@@ -232,7 +232,7 @@ class Driver(HandoffPort):
             handoffs_live={"source": len(source.live), "target": len(target.live)},
             quarantined_blocks=target.quarantined_blocks,
             late_total=Counter(dict(source.late_total)) + Counter(dict(target.late_total)),
-            dropped_total=Counter({**self._sockets.dropped_total, **coordinator.dropped_total}),
+            dropped_total=self._dropped_total(),
             mismatches_total=target.mismatches_total,
             aux_fallbacks_total=Counter(dict(source.aux_fallbacks_total)) + Counter(dict(target.aux_fallbacks_total)),
             errors_total=self.errors_total,
@@ -241,7 +241,14 @@ class Driver(HandoffPort):
             poll_s_total=self._poll_s,
         )
 
+    def _dropped_total(self) -> Counter[str]:
+        total = Counter(dict(self._sockets.dropped_total))
+        total.update(dict(self._coordinator.dropped_total))
+        return total
+
     def _submit(self, command: _Command) -> None:
+        if self._stopping.is_set():
+            raise LocalError("the agents have stopped")
         if len(self._commands) >= _MAX_COMMANDS:
             raise LocalError(f"the agent has {_MAX_COMMANDS} commands waiting; it is stuck or far too slow")
         self._commands.append(command)
@@ -292,10 +299,10 @@ class Driver(HandoffPort):
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
         began = time.monotonic()
         for agent in self._agents:
-            agent.poll()
+            self._guarded(agent.poll)
         self._poll_s += time.monotonic() - began
         self._take_reports()
-        self._coordinator.tick(is_behind=self._is_behind(frames))
+        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames)))
         self._take_reports()
         if self._events:
             self._news()
@@ -322,4 +329,4 @@ class Driver(HandoffPort):
 
     def _take_reports(self) -> None:
         while self._reports:
-            self._coordinator.on_rank(self._reports.popleft())
+            self._guarded(partial(self._coordinator.on_rank, self._reports.popleft()))

@@ -108,11 +108,12 @@ class Farewells:
             if farewell.give_up_at <= now:
                 self._give_up(key)
                 continue
-            if farewell.retry_at <= now:
+            if is_due := farewell.retry_at <= now:
                 farewell.retry_s = min(farewell.retry_s * 2, self._limits.beat_s)
                 farewell.retry_at = now + farewell.retry_s
-                self._speak(farewell)
             self._alarms.set(key, min(farewell.retry_at, farewell.give_up_at))
+            if is_due:
+                self._speak(farewell)
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection
 
@@ -21,8 +20,6 @@ class Peers:
         self._limit = limit
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
         self._at: OrderedDict[ControlAddress, Incarnation] = OrderedDict()
-        self.shortest_give_up_s = math.inf
-        """The patience of the least patient of them."""
 
     def card(self, incarnation: Incarnation) -> Card | None:
         """The card of a peer, if it is known."""
@@ -45,7 +42,6 @@ class Peers:
             while len(self._at) > self._limit:
                 self._at.popitem(last=False)
         self._cards[card.incarnation] = card
-        self.shortest_give_up_s = min(self.shortest_give_up_s, card.give_up_s)
         self._cards.move_to_end(card.incarnation)
         if before is None or before == card.incarnation:
             return None
@@ -64,7 +60,6 @@ class Peers:
 
     def forget(self, incarnation: Incarnation) -> None:
         """Forget a peer and the address it answered at."""
-        if self._cards.pop(incarnation, None) is not None:
-            self.shortest_give_up_s = min((card.give_up_s for card in self._cards.values()), default=math.inf)
+        self._cards.pop(incarnation, None)
         for address in [address for address, known in self._at.items() if known == incarnation]:
             del self._at[address]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -103,6 +104,7 @@ class RankAgent:
         self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
         self.legs: dict[LegId, _Leg] = {}
         self._owners: dict[Ticket, tuple[LegId, int]] = {}
+        self._completions: deque[Completion] = deque()
 
     @property
     def executor(self) -> Executor:
@@ -218,7 +220,7 @@ class RankAgent:
     @property
     def has_work(self) -> bool:
         """Whether `poll` should be called again at once."""
-        return self._summer.has_work
+        return self._summer.has_work or bool(self._completions)
 
     def next_deadline(self) -> float | None:
         """When `poll` should be called again at the latest, whatever completes."""
@@ -226,14 +228,16 @@ class RankAgent:
 
     def poll(self) -> None:
         """Take what the transport has completed and report it, post what it had no room for, and sum a little."""
-        completions = self._transport.poll()
-        for completion in completions:
+        self._completions += self._transport.poll()
+        has_completed = bool(self._completions)
+        while self._completions:
+            completion = self._completions.popleft()
             owner = self._owners.pop(completion.ticket, None)
             if owner is not None and (leg := self.legs.get(owner[0])) is not None:
                 self._complete(leg, leg.moving[owner[1]], completion)
             elif (ask := self._aux_reads.pop(completion.ticket, None)) is not None:
                 self._report_aux(ask, completion.error)
-        self._offer_again(at_once=bool(completions))
+        self._offer_again(at_once=has_completed)
         self._summer.work()
 
     def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
@@ -265,6 +269,9 @@ class RankAgent:
         except KVBatonError as error:
             self._fail(leg, str(error))
             return
+        except Exception as error:
+            self._fail(leg, f"{type(error).__name__}: {error}")
+            raise
         moving.unposted -= 1
         moving.open.add(ticket)
         self._owners[ticket] = (part.leg, part.span)

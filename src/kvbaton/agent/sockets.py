@@ -84,22 +84,17 @@ class ControlSockets:
             self._drop(Dropped.NOT_DIALLED, refusal)
             self._refuse(address, refusal)
             return
-        try:
-            socket = self._dialled.get(address) or self._connect(address)
-        except zmq.ZMQError as error:
-            self._drop(Dropped.NOT_DIALLED, error.strerror)
-            self._refuse(address, f"{address} cannot be dialled: {error.strerror}")
-            return
-        self._dialled.move_to_end(address)
-        self._send(socket, [self._sealed("", message, Way.TO_LISTENER)])
+        socket = self._connected(address)
+        if socket is not None:
+            self._send(socket, [self._sealed("", message, Way.TO_LISTENER)])
 
     def send(self, peer: Incarnation, message: Message) -> None:
         """Send to a peer over the connection it was last heard on."""
         route = self._routes.get(peer)
         if isinstance(route, bytes):
             self._send(self._bound, [route, self._sealed(peer, message, Way.TO_DIALLER)])
-        elif route is not None and route in self._dialled:
-            self._send(self._dialled[route], [self._sealed(peer, message, Way.TO_LISTENER)])
+        elif route is not None and (socket := self._connected(route)) is not None:
+            self._send(socket, [self._sealed(peer, message, Way.TO_LISTENER)])
         else:
             self.dropped_total[Dropped.NO_ROUTE] += 1
 
@@ -162,6 +157,17 @@ class ControlSockets:
             self._context.destroy(linger=0)
             raise ConfigError(f"control port {port} on {host}: {error.strerror}; choose another with --control-port") from error
         return address
+
+    def _connected(self, address: ControlAddress) -> zmq.Socket[bytes] | None:
+        """The connection to `address`, made anew if it had to make room; None, and told by `refusals`, if there can be none."""
+        try:
+            socket = self._dialled.get(address) or self._connect(address)
+        except zmq.ZMQError as error:
+            self._drop(Dropped.NOT_DIALLED, error.strerror)
+            self._refuse(address, f"{address} cannot be dialled: {error.strerror}")
+            return None
+        self._dialled.move_to_end(address)
+        return socket
 
     def _connect(self, address: ControlAddress) -> zmq.Socket[bytes]:
         if len(self._dialled) >= _MAX_DIALLED:

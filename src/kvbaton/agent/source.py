@@ -142,7 +142,10 @@ class SourceSide(SourceEffects):
             self._confirm_again(record)
         elif not self.use_grant(sender, grant):
             self.late_total["grant"] += 1
-            self._refuse(sender, grant, "this grant was used before", stale=True)
+            if (end := self._end_of(sender, grant.key, grant.grant)) is not None:
+                self._control.send(sender, end)
+            else:
+                self._refuse(sender, grant, "this grant was used before", stale=True)
         elif record is None:
             self._park(sender, grant)
         elif not self.same_prompt(record, grant.prompt):
@@ -257,12 +260,19 @@ class SourceSide(SourceEffects):
     def tick(self) -> None:
         """End what has had no sign of life from its target for too long."""
         now = self._clock()
-        for record in [self.live[key] for key in self._alarms.ring(now)]:
-            if self._has_lease(record) and record.lease_until <= now:
-                reason = f"no word from the target for {self._limits.defer_timeout:g} s while {record.state}"
-                self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
-            else:
-                self._watch(record)
+        for key in self._alarms.ring(now):
+            try:
+                self._look_at(self.live[key], now)
+            except BaseException:
+                self._alarms.set(key, now + self._limits.retry)
+                raise
+
+    def _look_at(self, record: SourceRecord, now: float) -> None:
+        if self._has_lease(record) and record.lease_until <= now:
+            reason = f"no word from the target for {self._limits.defer_timeout:g} s while {record.state}"
+            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
+        else:
+            self._watch(record)
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
         """The heartbeats that are due to targets that wait for something of ours."""

@@ -90,16 +90,29 @@ class Summer:
         """Sum a few MiB at most, and report the spans that are through."""
         left = _TURN_BYTES
         while self._jobs and left > 0:
-            (side, key), jobs = self._jobs.popitem(last=False)
+            (side, key), jobs = next(iter(self._jobs.items()))
             while jobs and left > 0:
-                left -= self._go_on(jobs[0], left)
-                if jobs[0].done == len(jobs[0].pieces):
-                    job = jobs.popleft()
-                    self._report(LegSummed(job.leg, side, self._rank, job.span, job.value))
+                left -= self._go_on(side, jobs, left)
             if jobs:
-                self._jobs[side, key] = jobs
+                self._jobs.move_to_end((side, key))
+            else:
+                del self._jobs[side, key]
 
-    def _go_on(self, job: _Job, budget: int) -> int:
+    def _go_on(self, side: Side, jobs: deque[_Job], budget: int) -> int:
+        """Go on with the first job, and report it when it is through, or when it cannot be done; returns the bytes."""
+        job, summed, error = jobs[0], 0, ""
+        try:
+            summed = self._sum(job, budget)
+        except Exception as problem:
+            error = f"checksum: {type(problem).__name__}: {problem}"
+            raise
+        finally:
+            if error or job.done == len(job.pieces):
+                jobs.popleft()
+                self._report(LegSummed(job.leg, side, self._rank, job.span, job.value, error))
+        return summed
+
+    def _sum(self, job: _Job, budget: int) -> int:
         """Sum pieces of about `budget` bytes, one at least; returns the bytes."""
         if self._memory is None or job.done == len(job.pieces):
             return 0

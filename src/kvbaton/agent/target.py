@@ -45,6 +45,10 @@ __all__ = ["TargetRecord", "TargetSide"]
 _UNHEARD = frozenset({TargetState.QUEUED, TargetState.GREETING, TargetState.GRANTED})
 
 
+_NOT_RENEWED = CLOSING | {TargetState.CLEARING, TargetState.CONFIRMING}
+"""States in which a sign of life of the source is not enough: something has to come of it."""
+
+
 class TargetSide(TargetAux):
     """All live hand-offs that this instance is the target of."""
 
@@ -151,7 +155,8 @@ class TargetSide(TargetAux):
             return
         for span in announced.spans:
             self._note(record, Stage.ANNOUNCED, span)
-        record.source_blocks = announced.blocks
+        if sum(map(len, announced.blocks)) >= sum(map(len, record.source_blocks)):
+            record.source_blocks = announced.blocks
         record.unmoved |= {span.number: span for span in announced.spans if span.number not in record.spans}
         record.spans |= {span.number: span for span in announced.spans}
         self.step(record, TargetEvent.ANNOUNCED)
@@ -250,7 +255,7 @@ class TargetSide(TargetAux):
             record = self.live.get(key)
             if record is not None and record.source == sender and grant in (0, record.grant):
                 self.step(record, TargetEvent.HEARD)
-                if record.state not in CLOSING:
+                if record.state not in _NOT_RENEWED:
                     record.give_up_at = self._clock() + self._limits.transfer_timeout
             elif grant:
                 self._tell_end_again(sender, key, grant)
@@ -304,18 +309,25 @@ class TargetSide(TargetAux):
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         now = self._clock()
         self.farewells.tick()
-        for record in [self.live[key] for key in self._alarms.ring(now)]:
-            if record.state in CLOSING and record.stop_until <= now:
-                record.stop_until = now + self._limits.stop_timeout
-                self.step(record, TargetEvent.STOP_LATE)
-            elif self._asks_again(record) and record.retry_at <= now:
-                record.retry_at = self._lost_at(record)
-                if record.retry_at <= now:
-                    self._ask_again(record, now)
-            if self._has_deadline(record) and record.give_up_at <= now:
-                reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
-                self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
-            self._watch(record)
+        for key in self._alarms.ring(now):
+            try:
+                self._look_at(self.live[key], now)
+            except BaseException:
+                self._alarms.set(key, now + self._limits.retry)
+                raise
+
+    def _look_at(self, record: TargetRecord, now: float) -> None:
+        if record.state in CLOSING and record.stop_until <= now:
+            record.stop_until = now + self._limits.stop_timeout
+            self.step(record, TargetEvent.STOP_LATE)
+        elif self._asks_again(record) and record.retry_at <= now:
+            record.retry_at = self._lost_at(record)
+            if record.retry_at <= now:
+                self._ask_again(record, now)
+        if self._has_deadline(record) and record.give_up_at <= now:
+            reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
+            self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
+        self._watch(record)
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
         """The heartbeats that are due to sources that we wait for."""

@@ -152,6 +152,7 @@ class TargetEffects:
     def drop_spans(self, record: TargetRecord) -> None:
         """What was announced and moved is void."""
         record.spans.clear()
+        record.source_blocks = ()
         record.unmoved.clear()
         record.moved.clear()
         record.span_count = None
@@ -250,9 +251,12 @@ class TargetEffects:
         return LegOpen(record.leg, source, rank, record.executor, record.epoch, pull.blocks, pull.cached_tokens)
 
     def _note_answer(self, source: Incarnation, record: TargetRecord) -> None:
-        """A source has said something: everything that it was asked earlier is answered, or lost."""
-        number, _ = self._answered.pop(source, (0, 0.0))
-        self._answered[source] = (max(number, record.asked), self._clock())
+        """A source has answered something new: everything that it was asked earlier is answered, or lost."""
+        number, _ = self._answered.get(source, (0, 0.0))
+        if record.asked <= number:
+            return
+        self._answered.pop(source, None)
+        self._answered[source] = (record.asked, self._clock())
         while len(self._answered) > _MAX_ANSWERED:
             del self._answered[next(iter(self._answered))]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["Alarms"]
@@ -43,15 +44,17 @@ class Alarms(Generic[KeyT]):
         if not self._set:
             self._heap.clear()
 
-    def ring(self, now: float) -> list[KeyT]:
-        """Take the keys whose time has come, earliest first; each has to be set again to ring again."""
-        due = []
-        while self._heap and self._heap[0][0] <= now:
+    def ring(self, now: float) -> Iterator[KeyT]:
+        """Take the keys whose time has come, one by one and earliest first; each has to be set again to ring again.
+
+        Those that are not taken, because whoever asked failed on the way, ring the next time. What is set meanwhile does, too.
+        """
+        asked = next(self._numbers)
+        while self._heap and self._heap[0][0] <= now and self._heap[0][1] < asked:
             when, _, key = heapq.heappop(self._heap)
             if self._set.get(key) == when:
                 del self._set[key]
-                due.append(key)
-        return due
+                yield key
 
     def next(self) -> float | None:
         """When the next alarm rings; None when there is none."""

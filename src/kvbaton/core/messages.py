@@ -83,7 +83,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """
 
     key: HandoffKey
-    grant: Number
+    grant: Annotated[int, Meta(ge=1, le=1 << 62)]
     prompt: Annotated[str, Meta(max_length=128)]
     mode: Mode
     executor: Executor

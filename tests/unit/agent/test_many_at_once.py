@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from agent_rig import BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, Granted, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.records import SourceRecord
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
+from kvbaton.core.lifecycle import SourceEffect
 from kvbaton.core.messages import Envelope, Grant, Heartbeat, Hello, Refused
 from kvbaton.core.timeline import Note, Side, Stage
 
@@ -198,3 +201,25 @@ def test_a_side_that_walked_over_everything_would_be_seen() -> None:
     node.coordinator.target.__class__ = Walking
     node.coordinator.expect_source(wanted(0))
     assert node.walks_of(node.turn) == 1
+
+
+def test_an_error_with_one_hand_off_leaves_the_others_their_deadlines() -> None:
+    node = Node()
+    node.hear(Hello(card_of("s1", 1), wants_answer=False))
+    for index in range(3):
+        node.hear(grant(index))
+        node.coordinator.expect_target(key_of(f"k{index}"), "p")
+    returned = node.coordinator.source.return_blocks
+    broken = [key_of("k0")]
+
+    def failing(record: SourceRecord) -> None:
+        if record.key in broken:
+            raise OSError("a bug of ours")
+        returned(record)
+
+    node.coordinator.source.effects[SourceEffect.RETURN_BLOCKS] = failing
+    node.clock.now += LIMITS.defer_timeout
+    with pytest.raises(OSError, match="a bug of ours"):
+        node.coordinator.tick()
+    node.coordinator.tick()
+    assert {event.key for event in node.events if isinstance(event, SourceEnded)} == {key_of("k1"), key_of("k2")}

@@ -474,17 +474,37 @@ def test_a_question_without_an_answer_is_asked_again_less_and_less_often(stage: 
 
 
 def test_a_question_behind_others_that_are_being_answered_is_not_asked_again(rig: Rig) -> None:
-    first, second = key_of("first"), key_of("second")
-    for key in (first, second):
+    *others, last = (key_of(f"k{number}") for number in range(6))
+    for key in (*others, last):
         rig.grant(key)
     rig.said(Grant)
-    for _ in range(5):
+    for number, key in enumerate(others, 1):
         rig.clock.now += LIMITS.retry / 2
-        rig.side.on_announced(S1, Announced(first, 1, 1, SOURCE_BLOCKS, SPANS))
+        rig.side.on_announced(S1, Announced(key, number, 1, SOURCE_BLOCKS, SPANS))
         rig.side.tick()
-    assert second not in [grant.key for grant in rig.said(Grant)]
+    assert last not in [grant.key for grant in rig.said(Grant)]
     rig.pass_time(2 * LIMITS.retry)
-    assert second in [grant.key for grant in rig.said(Grant)], "the source has fallen silent"
+    assert last in [grant.key for grant in rig.said(Grant)], "the source has fallen silent"
+
+
+def test_a_lost_question_is_asked_again_however_long_the_source_streams_something_else(rig: Rig) -> None:
+    streamed, lost = key_of("streamed"), key_of("lost")
+    for key in (streamed, lost):
+        rig.grant(key)
+    rig.said(Grant)
+    for _ in range(4):
+        rig.clock.now += LIMITS.retry / 2
+        rig.side.on_announced(S1, Announced(streamed, 1, 1, SOURCE_BLOCKS, SPANS))
+        rig.side.tick()
+    assert lost in [grant.key for grant in rig.said(Grant)]
+
+
+def test_signs_of_life_do_not_replace_the_confirmation(rig: Rig) -> None:
+    rig.fill()
+    for _ in range(8):
+        rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
+        rig.pass_time(LIMITS.transfer_timeout / 4)
+    assert rig.state() is TargetState.STOPPING
 
 
 def test_a_question_that_was_overtaken_by_a_later_one_is_asked_again(rig: Rig) -> None:

@@ -66,7 +66,15 @@ KINDS: dict[type, st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, cards, st.booleans()),
     Refused: st.builds(Refused, texts, st.none() | keys, numbers, st.booleans()),
     Grant: st.builds(
-        Grant, keys, numbers, texts, st.sampled_from(Mode), st.sampled_from(Executor), numbers, block_lists, numbers
+        Grant,
+        keys,
+        numbers.filter(bool),
+        texts,
+        st.sampled_from(Mode),
+        st.sampled_from(Executor),
+        numbers,
+        block_lists,
+        numbers,
     ),
     Announced: st.builds(Announced, keys, numbers, numbers, block_lists, spans),
     Prefilled: st.builds(Prefilled, keys, numbers, numbers, numbers, numbers, seconds),
