@@ -68,7 +68,7 @@ KINDS: dict[type, st.SearchStrategy[Message]] = {
     Grant: st.builds(
         Grant,
         keys,
-        numbers.filter(bool),
+        st.integers(1, 1 << 62),
         texts,
         st.sampled_from(Mode),
         st.sampled_from(Executor),
