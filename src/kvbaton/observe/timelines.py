@@ -2,6 +2,8 @@
 
 `note` is called by the threads that do the work: it appends to a list under a lock, and nothing else. Sorting, relating and
 naming happen when somebody asks. What is kept is bounded three times: transfers, notes of one transfer, and notes in all.
+Of the notes of one transfer a quarter is kept free for those that come once per hand-off, so that a prompt of very many
+spans still has its end.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ __all__ = ["Timelines"]
 
 _SideKey = tuple[HandoffKey, Side]
 _FORGOTTEN_PER_TRANSFER = 4
+_PER_SPAN = frozenset((Stage.COMPUTED, Stage.ANNOUNCED, Stage.MOVED))
 _SEVERITY = (Outcome.FAILED, Outcome.EXPIRED, Outcome.CANCELLED, Outcome.DELIVERED)
 
 
 class _Transfer:
     """The notes of one transfer, side by side, as they came."""
 
-    __slots__ = ("count", "dropped", "sides")
+    __slots__ = ("count", "dropped", "sides", "spans")
 
     def __init__(self) -> None:
         self.sides: dict[_SideKey, list[Note]] = {}
         self.count = 0
+        self.spans = 0
         self.dropped = 0
 
     def restart(self, side: _SideKey) -> int:
@@ -39,7 +43,17 @@ class _Transfer:
             return 0
         del self.sides[side]
         self.count -= len(notes)
+        self.spans -= sum(note.stage in _PER_SPAN for note in notes)
         return len(notes)
+
+    def add(self, side: _SideKey, note: Note) -> None:
+        """Keep a note of a side."""
+        notes = self.sides.get(side)
+        if notes is None:
+            notes = self.sides[side] = []
+        notes.append(note)
+        self.count += 1
+        self.spans += note.stage in _PER_SPAN
 
 
 class Timelines:
@@ -54,6 +68,7 @@ class Timelines:
         self.about = about
         self._max_transfers = max_transfers
         self._max_notes = min(max_notes, max_notes_total)
+        self._max_spans = self._max_notes - self._max_notes // 4
         self._max_total = max_notes_total
         self._max_forgotten = _FORGOTTEN_PER_TRANSFER * max_transfers
         self._lock = threading.Lock()
@@ -70,14 +85,10 @@ class Timelines:
             side = (note.key, note.side)
             if note.stage is Stage.ARRIVED:
                 self._total -= transfer.restart(side)
-            if transfer.count >= self._max_notes:
+            if transfer.count >= self._max_notes or (note.stage in _PER_SPAN and transfer.spans >= self._max_spans):
                 transfer.dropped += 1
                 return
-            notes = transfer.sides.get(side)
-            if notes is None:
-                notes = transfer.sides[side] = []
-            notes.append(note)
-            transfer.count += 1
+            transfer.add(side, note)
             self._total += 1
             if self._total > self._max_total:
                 self._make_room()

@@ -73,16 +73,32 @@ def test_a_transfer_that_made_room_does_not_come_back_in_pieces() -> None:
 def test_notes_beyond_the_bound_of_a_transfer_are_counted() -> None:
     timelines = Timelines(ABOUT, max_notes=5)
     for number in range(8):
-        timelines.note(note("tx", at=number))
+        timelines.note(note("tx", Stage.RETRACTED, at=number))
     assert count(timelines, "tx") == 5
     assert kept(timelines, "tx").notes_dropped == 3
+
+
+def test_a_hand_off_of_very_many_spans_still_has_its_end() -> None:
+    timelines = Timelines(ABOUT, max_notes=40)
+    ends = (Stage.PREFILLED, Stage.FILLED, Stage.CONFIRMED, Stage.ENDED, Stage.FIRST_STEP)
+    for _ in range(2):
+        timelines.note(note("tx", Stage.ARRIVED, side=Side.TARGET))
+        for number in range(50):
+            timelines.note(note("tx", Stage.ANNOUNCED, at=number, side=Side.TARGET))
+            timelines.note(note("tx", Stage.MOVED, at=number, side=Side.TARGET))
+        for stage in ends:
+            timelines.note(note("tx", stage, at=100, side=Side.TARGET))
+        told = [told.stage for told in kept(timelines, "tx").sides[0].notes]
+        assert told[-len(ends) :] == list(ends)
+        assert len(told) == 1 + 30 + len(ends)
+    assert kept(timelines, "tx").notes_dropped == 2 * 70
 
 
 def test_the_oldest_transfers_make_room_when_there_are_too_many_notes_in_all() -> None:
     timelines = Timelines(ABOUT, max_notes_total=10, max_notes=6)
     for transfer in ("tx-0", "tx-1", "tx-2"):
         for number in range(6):
-            timelines.note(note(transfer, at=number))
+            timelines.note(note(transfer, Stage.RETRACTED, at=number))
     assert timelines.record("tx-0") is None
     assert sum(count(timelines, summary.transfer_id) for summary in timelines.newest(9)) <= 10
     assert count(timelines, "tx-2") == 6
