@@ -3,7 +3,8 @@
 Everything that a request has open belongs to `Legs.open`: leaving it closes the connections and cancels what still runs,
 and an instance whose connection is closed gives that request up. In push the client is served by the decode leg alone:
 nothing waits for prefill's answer. Only when prefill fails before decode has said its first word is the decode leg, which
-would wait in vain, given up at once.
+would wait in vain, given up at once. When both have failed, a refusal of decode is what the client is told: prefill then
+failed because nobody took its cache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from kvbaton.router.upstream import Answer, StreamedAnswer, Upstream
 __all__ = ["Begun", "Job", "LegFailure", "Legs"]
 
 _Result = TypeVar("_Result")
+
+_REFUSALS = frozenset((*range(400, 500), 503))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Legs:
         prefill = await kept.enter_async_context(_running(self._prefill(job, first_body)))
         async with _running(self._decode(job, second_body, kept)) as decode:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
-            if prefill.done() and isinstance(failure := prefill.result(), LegFailure) and not _has_answered(decode):
+            if prefill.done() and isinstance(failure := prefill.result(), LegFailure) and not _has_spoken(decode):
                 return failure
             await asyncio.wait((decode,))
             return decode.result()
@@ -122,8 +125,16 @@ async def _first_word(streamed: StreamedAnswer) -> Answer | Begun:
     return Begun(streamed.content_type, await anext(chunks, b""), chunks)
 
 
-def _has_answered(decode: asyncio.Task[Answer | Begun | LegFailure]) -> bool:
-    return decode.done() and not isinstance(decode.result(), LegFailure)
+def _has_spoken(decode: asyncio.Task[Answer | Begun | LegFailure]) -> bool:
+    """Whether decode has answered, or refused the request by itself; any other failure may follow from that of prefill."""
+    if not decode.done():
+        return False
+    match decode.result():
+        case LegFailure(said=Answer(status=status)):
+            return status in _REFUSALS
+        case LegFailure():
+            return False
+    return True
 
 
 @asynccontextmanager
