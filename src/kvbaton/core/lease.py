@@ -30,11 +30,6 @@ class GrantWindow:
         self._high = 0
         self._used = 0
 
-    @property
-    def high(self) -> int:
-        """The largest number used so far."""
-        return self._high
-
     def use(self, number: int) -> bool:
         """Use `number` up; false when it was used before, or is too old to tell."""
         if number < 1 or number <= self._high - self._size:

@@ -81,6 +81,7 @@ class EngineCore:
         self._sources: dict[HandoffKey, Sequence] = {}
         self._targets: dict[HandoffKey, Sequence] = {}
         self._sinkless: list[Sequence] = []
+        self._uncancelled: list[Sequence] = []
 
     @property
     def queued(self) -> int:
@@ -151,6 +152,7 @@ class EngineCore:
             self._take(event)
         while self._sinkless:
             self._give_up(self._sinkless.pop(), FinishReason.CANCELLED, "its outputs could not be delivered")
+        self._cancel_again()
         now = self._clock()
         for sequence in self._scheduler.admit(now):
             self._start(sequence, now)
@@ -208,17 +210,17 @@ class EngineCore:
             self._give_up(sequence, FinishReason.ERROR, _NOT_STARTED)
 
     def _end_ungranted(self, now: float) -> bool:
-        """End the source that has waited too long for a grant; whether there was one."""
-        sequence, limit_s = self._scheduler.first_ungranted, self._settings.defer_timeout_s
-        if sequence is None or sequence.ungranted_since is None or now - sequence.ungranted_since < limit_s:
-            return False
+        """End the sources that have waited too long for a grant; whether there were any."""
+        limit_s = self._settings.defer_timeout_s
+        late = self._scheduler.ungranted_since(now - limit_s)
         reserve = self._scheduler.pool.blocks_for(self._limit)
         error = (
             f"no grant of a target for {limit_s:g} s (defer_timeout), and without one {reserve} blocks have to stay free; "
             "see whether the decode instance has the request, or give this one more blocks"
         )
-        self._give_up(sequence, FinishReason.ERROR, error)
-        return True
+        for sequence in late:
+            self._give_up(sequence, FinishReason.ERROR, error)
+        return bool(late)
 
     def _retract(self, sequence: Sequence) -> None:
         if not self._tell_port(sequence.key, lambda port: port.retract(sequence.key)):
@@ -280,7 +282,7 @@ class EngineCore:
         self._scheduler.hold(sequence)
         offer = Offer(sequence.key, sequence.block_lists, sequence.prompt_tokens, sequence.aux(sampled))
         if not self._tell_port(sequence.key, lambda port: port.offer(offer)):
-            self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
+            self._cancel(sequence)
             if not sequence.spans_told:
                 self._drop(sequence)
         self._emit(sequence, output)
@@ -292,7 +294,7 @@ class EngineCore:
             self._cache.poison(fresh)
         pull = Pull(self._wanted(sequence.request), sequence.block_lists, sequence.prompt_tokens, cached_tokens)
         if not self._tell_port(sequence.key, lambda port: port.pull(pull)):
-            self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
+            self._cancel(sequence)
             self._end(sequence, FinishReason.ERROR, _NOT_STARTED)
 
     def _tell_port(self, key: HandoffKey, call: Callable[[HandoffPort], None]) -> bool:
@@ -303,6 +305,20 @@ class EngineCore:
             _logger.exception("hand-off %s: the agents refused a call that must not fail", key)
             return False
         return True
+
+    def _cancel(self, sequence: Sequence) -> None:
+        """Have the agents give a hand-off up; what they do not take now is told them again, step by step."""
+        if not self._tell_cancel(sequence) and sequence not in self._uncancelled:
+            self._uncancelled.append(sequence)
+
+    def _cancel_again(self) -> None:
+        while self._uncancelled and self._tell_cancel(self._uncancelled[0]):
+            self._uncancelled.pop(0)
+
+    def _tell_cancel(self, sequence: Sequence) -> bool:
+        if not self._has_open_handoff(sequence):
+            return True
+        return self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
 
     def _take(self, event: EngineEvent) -> None:
         match event:
@@ -364,8 +380,7 @@ class EngineCore:
 
     def _give_up(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
         """End a request early; blocks that a peer may touch stay held until the port says that the hand-off is over."""
-        if self._has_open_handoff(sequence):
-            self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
+        self._cancel(sequence)
         if sequence.spans_told and sequence.phase in (Phase.PREFILLING, Phase.DECODING):
             self._scheduler.hold(sequence)
         elif sequence.phase not in (Phase.FETCHING, Phase.HELD, Phase.RETRACTING, Phase.FINISHED):

@@ -74,6 +74,8 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield _labelled(CounterMetricFamily, "handoff_late_events", late, ("event",), _by(agent.late_total))
     mismatches = "Hand-offs that failed because of a checksum."
     yield CounterMetricFamily("kvbaton_checksum_mismatches", mismatches, agent.mismatches_total)
+    fallbacks = "Aux records that should have travelled by data and went by message after all, by cause."
+    yield _labelled(CounterMetricFamily, "aux_fallbacks", fallbacks, ("cause",), _by(agent.aux_fallbacks_total))
     yield CounterMetricFamily("kvbaton_agent_errors", "Errors of our own that the agents went on after.", agent.errors_total)
     yield CounterMetricFamily("kvbaton_agent_turns", "How often the agents' thread has worked.", agent.turns_total)
     yield CounterMetricFamily("kvbaton_agent_busy_seconds", "For how long it has worked.", agent.busy_s_total)

@@ -110,9 +110,9 @@ class BlockPool:
             matched.append(block)
         return matched
 
-    def can_allocate(self, count: int, acquired: Sequence[int] = ()) -> bool:
-        """Whether `count` blocks would be free once the cached blocks `acquired` are pinned."""
-        return self.free_beside(acquired) >= count
+    def can_allocate(self, count: int) -> bool:
+        """Whether `count` blocks are free."""
+        return self.free >= count
 
     def free_beside(self, acquired: Sequence[int]) -> int:
         """How many blocks could still be given out once the cached blocks `acquired` are pinned."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -91,15 +90,9 @@ class Scheduler:
         """Requests that have no place among the running ones yet."""
         return sum(map(len, (self._waiting, self._ungranted, self._fetching, self._landed, self._retracting)))
 
-    @property
-    def first_ungranted(self) -> Sequence | None:
-        """The source that has waited longest for a grant which it needs to start."""
-        return self._ungranted[0] if self._ungranted else None
-
-    def sequences(self) -> Iterator[Sequence]:
-        """Every live sequence."""
-        yield from (*self._waiting, *self._ungranted, *self._running, *self._landed)
-        yield from (*self._fetching.values(), *self._held.values(), *self._retracting.values())
+    def ungranted_since(self, moment: float) -> list[Sequence]:
+        """The sources that have waited for a grant, which they need to start, from `moment` or earlier; oldest first."""
+        return [sequence for sequence in self._ungranted if sequence.ungranted_s <= moment]
 
     def counts(self) -> dict[Phase, int]:
         """How many live sequences there are in each phase."""
@@ -119,7 +112,7 @@ class Scheduler:
 
     def granted(self, sequence: Sequence) -> None:
         """A target has blocks for this source: it may take the last ones here, and waits among the others from now on."""
-        sequence.has_grant, sequence.ungranted_since = True, None
+        sequence.has_grant = True
         if sequence in self._ungranted:
             self._ungranted.remove(sequence)
             _insert(self._waiting, sequence)
@@ -225,11 +218,8 @@ class Scheduler:
 
     def _next(self, now: float) -> Sequence | None:
         """Take the next sequence that may start out of its queue, with blocks allocated to it."""
-        if self._ungranted and self._has_place:
-            if self._allocate(self._ungranted[0]):
-                return self._ungranted.popleft()
-            if self._ungranted[0].ungranted_since is None:
-                self._ungranted[0].ungranted_since = now
+        if self._ungranted and self._has_place and self._allocate(self._ungranted[0]):
+            return self._ungranted.popleft()
         while self._waiting:
             sequence = self._waiting[0]
             if not (sequence.awaits_source or self._has_place):
@@ -239,6 +229,7 @@ class Scheduler:
                 return self._waiting.popleft()
             if not self._lacks_grant(sequence):
                 return None
+            sequence.ungranted_s = now
             _insert(self._ungranted, self._waiting.popleft())
         return None
 

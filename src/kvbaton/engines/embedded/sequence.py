@@ -44,7 +44,7 @@ class Sequence:
 
     `number` is the order of arrival. `limit` is the most tokens, prompt included, that the sequence may grow to. Of a source
     in push, `spans_told` counts what the agents were told of this attempt, `has_grant` says whether a target has blocks for
-    it, and `ungranted_since` when it came to be the first to wait for that.
+    it, and `ungranted_s` when it last stepped aside to wait for that.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Sequence:
         self.admitted_s: float | None = None
         self.has_ended = False
         self.has_grant = False
-        self.ungranted_since: float | None = None
+        self.ungranted_s = 0.0
         self.spans_told = 0
         self.is_first_step_noted = False
         self._is_local = False

@@ -12,6 +12,7 @@ from kvbaton.config import HandoffSettings, OnFailure
 from kvbaton.core.handoff import Aux, HandoffKey, Mode, Outcome, Span, span_problem
 from kvbaton.core.timeline import Side, Stage
 from kvbaton.engines.embedded.request import FinishReason, FromSource, ToTarget
+from kvbaton.errors import LocalError
 
 PROMPT = list(range(30, 53))
 KEY = key_of("t")
@@ -147,7 +148,10 @@ class TestGrants:
 
     def test_without_a_grant_for_too_long_it_ends_and_says_so(self) -> None:
         bench = pusher(blocks=8, defer_timeout_s=5.0)
-        answers = [push(bench, name) for name in ("a", "b")]
+        answers = [push(bench, "a")]
+        bench.step()
+        bench.clock.now += 1.0
+        answers.append(push(bench, "b"))
         while not answers[0].is_finished:
             bench.clock.now += 1.0
             bench.step()
@@ -160,6 +164,14 @@ class TestGrants:
         bench.clock.now += 60.0
         bench.run(answers[1])
         assert answers[1].last.finish_reason is FinishReason.LENGTH
+
+    def test_those_that_wait_together_for_a_grant_end_together(self) -> None:
+        bench = pusher(blocks=8, defer_timeout_s=5.0)
+        answers = [push(bench, f"t{i}") for i in range(5)]
+        bench.step()
+        bench.clock.now += 5.0
+        bench.step()
+        assert [answer.last.finish_reason for answer in answers] == [FinishReason.ERROR] * 5
 
     def test_cancelled_while_it_waits_for_a_grant(self) -> None:
         bench = pusher(blocks=8)
@@ -289,6 +301,33 @@ class TestEnds:
         bench.port.news.append(SourceEnded(KEY, Outcome.CANCELLED))
         bench.step()
         bench.assert_empty()
+
+    def test_a_cancel_that_the_agents_do_not_take_is_told_again(self) -> None:
+        class FullPort(FakePort):
+            is_full = True
+
+            def cancel(self, key: HandoffKey) -> None:
+                if self.is_full:
+                    raise LocalError("the agent has too many commands waiting")
+                super().cancel(key)
+
+        bench = Bench(port=FullPort(), context_tokens=32, handoff=PUSH, step_tokens=8)
+        answers = [push(bench, name) for name in ("a", "b")]
+        bench.step()
+        bench.cancel("a")
+        for _ in range(3):
+            bench.step()
+        assert answers[0].last.finish_reason is FinishReason.CANCELLED
+        assert bench.engine.stats().blocks_held
+        bench.run(answers[1])
+        bench.port.is_full = False
+        bench.step()
+        assert bench.port.cancelled == [key_of("a")]
+        bench.port.end_source(key_of("b"))
+        bench.step()
+        bench.step()
+        bench.assert_empty()
+        assert bench.port.cancelled == [key_of("a")]
 
     def test_a_failing_model_keeps_told_blocks_until_the_end(self) -> None:
         bench = pusher(step_tokens=8)

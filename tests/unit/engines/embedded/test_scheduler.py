@@ -154,7 +154,7 @@ def test_blocks_of_a_growing_sequence_stay_consecutive() -> None:
     seen: set[bool] = set()
     while not all(answer.is_finished for answer in answers):
         bench.step()
-        for sequence in bench.engine._core._scheduler.sequences():
+        for sequence in bench.engine._core._scheduler._running:
             seen.add(sequence.blocks == list(range(sequence.blocks[0], sequence.blocks[0] + len(sequence.blocks))))
     assert seen == {True}
 
