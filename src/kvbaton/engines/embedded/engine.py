@@ -20,7 +20,7 @@ from kvbaton.core.handoff import RequestId
 from kvbaton.core.timeline import Observer, nobody
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine_core import EngineCore
-from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sink
+from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import EngineStats
 from kvbaton.engines.embedded.weights import LoadedModel
@@ -204,13 +204,37 @@ class Engine:
         with self._condition:
             items = tuple(self._inbox)
             self._inbox.clear()
-        for item in items:
-            if isinstance(item, _Submission):
-                self._core.add(item.request, item.sink, item.submitted_s)
-            elif isinstance(item, _Declined):
-                self._core.decline(item.request, item.reason)
-            else:
-                self._core.cancel(item)
-        with self._condition:
-            self._submissions -= sum(isinstance(item, _Submission) for item in items)
+        try:
+            for item in items:
+                self._take_safely(item)
+        finally:
+            with self._condition:
+                self._submissions -= sum(isinstance(item, _Submission) for item in items)
         return bool(items)
+
+    def _take_safely(self, item: _Item) -> None:
+        """Hand one item to the engine; a bug there ends this request and no other."""
+        try:
+            self._take(item)
+        except Exception as error:
+            _logger.exception(
+                "the engine failed to take request %s", item if isinstance(item, str) else item.request.request_id
+            )
+            if isinstance(item, _Submission):
+                _refuse(item, f"the engine failed: {error!r}")
+
+    def _take(self, item: _Item) -> None:
+        if isinstance(item, _Submission):
+            self._core.add(item.request, item.sink, item.submitted_s)
+        elif isinstance(item, _Declined):
+            self._core.decline(item.request, item.reason)
+        else:
+            self._core.cancel(item)
+
+
+def _refuse(submission: _Submission, error: str) -> None:
+    output = TokenOutput(-1, "", finish_reason=FinishReason.ERROR, error=error, record=RequestRecord())
+    try:
+        submission.sink(output)
+    except Exception:
+        _logger.exception("the sink of request %s failed; nobody hears of its end", submission.request.request_id)

@@ -17,7 +17,7 @@ from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineBusy, EngineSettings, EngineStopped
 from kvbaton.engines.embedded.model import Span, Written
-from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
+from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sampling, Sink, TokenOutput, ToTarget
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import BadRequest, ConfigError
 
@@ -324,6 +324,24 @@ def test_closing_has_a_deadline() -> None:
     bench.engine._thread.join(WAIT_S)
     bench.engine.close()
     assert answer.last.error == "the engine is stopping"
+
+
+def test_a_bug_while_a_request_is_taken_ends_that_request_and_no_other() -> None:
+    bench = Bench()
+    add = bench.engine._core.add
+
+    def refuse_one(request: GenerationRequest, sink: Sink, submitted_s: float) -> None:
+        if request.request_id == "bad":
+            raise ZeroDivisionError("taken badly")
+        add(request, sink, submitted_s)
+
+    bench.engine._core.add = refuse_one  # type: ignore[method-assign]
+    first, bad, last = (bench.submit([1, 2, 3], name=name) for name in ("first", "bad", "last"))
+    bench.run(first, bad, last)
+    assert bad.last.finish_reason is FinishReason.ERROR
+    assert "taken badly" in bad.last.error
+    assert last.token_ids == first.token_ids == alone([1, 2, 3]).token_ids
+    bench.assert_empty()
 
 
 def test_a_bug_in_a_step_does_not_kill_the_thread() -> None:
