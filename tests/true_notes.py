@@ -63,8 +63,9 @@ def notes_of_push(way: Way) -> Way:
     moved = 0.0
     for chunk in range(way.chunks):
         for layer in range(way.layers):
-            now = way.source(Stage.COMPUTED, now + way.layer_s, **span(way, chunk, layer))
+            now += way.layer_s
             moved = _span_travels(way, max(now, granted), moved, span(way, chunk, layer))
+        way.source(Stage.COMPUTED, now, **span(way, chunk, 0, way.layers))
     sampled = way.source(Stage.PREFILLED, now + 0.0001)
     heard = way.target(Stage.PREFILLED, max(sampled, granted) + way.message_s)
     return _finish(way, max(moved, heard))

@@ -34,7 +34,7 @@ def explain(
     router
         address of the router that the request went through.
     verbose
-        also list every chunk and layer: when it was computed, and how long it travelled.
+        also list every chunk, how long it was computed, and every span, how long it travelled.
     json
         print one JSON object instead of a picture.
     """

@@ -48,7 +48,7 @@ def print_story(console: Console, story: Story) -> None:
 
 
 def print_details(console: Console, story: Story) -> None:
-    """Print a line per chunk and layer: how long it took to compute, and how long to travel."""
+    """Print a line per chunk and span: how long it took to compute, and how long to travel."""
     for handoff in story.handoffs[:_MOST_HANDOFFS]:
         table = Table("tokens", "layers", "computed in", "announced at", "on the wire", "exposed", "bytes")
         for part, span in _details(handoff):
@@ -159,7 +159,7 @@ def _details(handoff: HandoffStory) -> Iterator[tuple[Bar | None, Bar | None]]:
     computed: list[Bar] = []
     for bar in handoff.bars:
         if bar.phase is Phase.PREFILL:
-            computed = [layer for chunk in bar.parts for layer in (chunk.parts or (chunk,))]
+            computed = list(bar.parts)
         if bar.phase is Phase.WIRE:
             spans = {_place(span): span for span in bar.parts}
     for part in computed:

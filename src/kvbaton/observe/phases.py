@@ -29,9 +29,8 @@ class Phase(enum.StrEnum):
     QUEUE = "queue"
     """Either side: until the engine had room for the request."""
     PREFILL = "prefill"
-    """Source: from its first step to its first token; its parts are chunks, theirs are layers."""
+    """Source: from its first step to its first token; its parts are chunks."""
     CHUNK = "chunk"
-    LAYER = "layer"
     ROUTER = "router"
     """Pull: from the source's first token until the target has the request."""
     GREETING = "greeting"
@@ -41,7 +40,7 @@ class Phase(enum.StrEnum):
     ANNOUNCEMENT = "announcement"
     """From what the source says to its arrival at the target; seen only where somebody waited for it."""
     WIRE = "wire"
-    """From the first span announced to the last one moved; its parts are the spans."""
+    """From the first span announced to the last one moved; where the source writes, to the confirmation. Its parts are spans."""
     SPAN = "span"
     CONFIRMATION = "confirmation"
     """Target: from everything being in to the source's word that it is right."""
@@ -123,8 +122,8 @@ class Sides:
 
     @property
     def moved(self) -> list[Moment]:
-        """Every span that was moved, as told by whoever moved it."""
-        return self.moments(Side.TARGET, Stage.MOVED) or self.moments(Side.SOURCE, Stage.MOVED)
+        """Every span that was moved; none where the source writes, because nobody tells of them."""
+        return self.moments(Side.TARGET, Stage.MOVED)
 
     def _of(self, side: Side) -> Track | None:
         return self.source if side is Side.SOURCE else self.target
@@ -221,36 +220,10 @@ def _prefill(sides: Sides) -> Bar | None:
 
 
 def _chunks(computed: list[Moment], start: float) -> Iterator[Bar]:
-    """One bar per chunk, with its layers. A chunk that was computed again after a retraction is a chunk of its own."""
-    layers: list[Bar] = []
+    """One bar per chunk. A chunk that was computed again after a retraction is a chunk of its own."""
     for at, note in computed:
-        if layers and not _goes_on(layers[-1], note):
-            yield _chunk(layers)
-            layers = []
-        layers.append(_part(Phase.LAYER, Side.SOURCE, start, at, note))
+        yield _part(Phase.CHUNK, Side.SOURCE, start, at, note)
         start = at
-    if layers:
-        yield _chunk(layers)
-
-
-def _goes_on(layer: Bar, note: NoteRecord) -> bool:
-    same_tokens = (layer.first_token, layer.end_token) == (note.first_token, note.end_token)
-    return same_tokens and note.first_layer >= layer.end_layer
-
-
-def _chunk(layers: list[Bar]) -> Bar:
-    first, last = layers[0], layers[-1]
-    return Bar(
-        Phase.CHUNK,
-        Side.SOURCE,
-        first.start_s,
-        last.end_s,
-        first_token=first.first_token,
-        end_token=first.end_token,
-        first_layer=first.first_layer,
-        end_layer=last.end_layer,
-        parts=tuple(layers) if len(layers) > 1 else (),
-    )
 
 
 def _wire(sides: Sides) -> Bar | None:
@@ -259,7 +232,7 @@ def _wire(sides: Sides) -> Bar | None:
     if announced is None and not spans:
         return None
     start = min([span.start_s for span in spans] + ([] if announced is None else [announced]))
-    done = max((span.end_s for span in spans), default=None)
+    done = max((span.end_s for span in spans), default=sides.confirmed_s)
     is_in = _either(sides.settled(Side.TARGET, Stage.FILLED), sides.confirmed_s) is not None
     whole = _bar(sides, Phase.WIRE, Side.TARGET, start, done)
     if whole is None:

@@ -96,8 +96,7 @@ def _source_spoke(source: Track, target: Track) -> Iterator[tuple[float, float]]
 def _target_spoke(source: Track, target: Track) -> Iterator[tuple[float, float]]:
     for answer in (Stage.GRANTED, Stage.ANNOUNCED):  # nothing is announced without a grant
         yield from _both(target.first(Stage.GRANT_SENT), source.first(answer))
-    if not source.moments(Stage.MOVED):  # a source that writes confirms without being asked
-        yield from _both(target.first(Stage.FILLED), source.first(Stage.CONFIRMED))
+    yield from _both(target.first(Stage.FILLED), source.first(Stage.CONFIRMED))
 
 
 def _both(said: float | None, heard: float | None) -> Iterator[tuple[float, float]]:

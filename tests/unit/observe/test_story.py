@@ -102,10 +102,9 @@ def test_durations_are_the_true_ones_give_or_take_the_uncertainty(way: Way, walk
 
 @settings(deadline=None, max_examples=15)
 @given(ways)
-def test_chunks_and_layers_tile_the_prefill(way: Way) -> None:
+def test_chunks_tile_the_prefill(way: Way) -> None:
     prefill = bar(joined(notes_of_push(way)).handoffs[0], Phase.PREFILL)
     for chunk in prefill.parts:
-        assert len(chunk.parts) in (0, way.layers)
         assert (chunk.first_layer, chunk.end_layer) == (0, way.layers)
     for one, other in itertools.pairwise(prefill.parts):
         assert one.end_s == other.start_s
@@ -212,9 +211,7 @@ def test_a_retraction_is_told_and_the_chunk_computed_again_is_another() -> None:
     way = Way(chunks=1)
     way.source(Stage.ARRIVED, -1.0)
     way.source(Stage.STARTED, -0.9)
-    for layer in range(way.layers):
-        place = {"first_token": 0, "end_token": 16, "first_layer": layer, "end_layer": layer + 1}
-        way.source(Stage.COMPUTED, -0.8 + layer / 100, **place)
+    way.source(Stage.COMPUTED, -0.8, first_token=0, end_token=16, end_layer=way.layers)
     way.source(Stage.RETRACTED, -0.5)
     notes_of_push(way)
     handoff = joined(way).handoffs[0]
@@ -235,18 +232,15 @@ def test_several_hand_offs_share_one_timeline() -> None:
     assert story.total_s == pytest.approx(max(max(t) for way in ways for t in way.true.values()), abs=1e-3)
 
 
-def test_where_the_source_writes_it_tells_of_the_spans() -> None:
+def test_where_the_source_writes_the_wire_ends_with_the_confirmation() -> None:
     way = notes_of_push(Way())
-    turned = [msgspec.structs.replace(n, side=Side.SOURCE) if n.stage is Stage.MOVED else n for n in way.notes]
-    way.notes = [
-        msgspec.structs.replace(n, at=n.at - way.target_clock + way.source_clock) if n.stage is Stage.MOVED else n
-        for n in turned
-    ]
-    way.notes = [n for n in way.notes if (n.side, n.stage) != (Side.TARGET, Stage.FILLED)]
+    way.notes = [note for note in way.notes if note.stage not in (Stage.MOVED, Stage.FILLED)]
     handoff = joined(way).handoffs[0]
-    assert len(bar(handoff, Phase.WIRE).parts) == way.chunks * way.layers
-    assert not bar(handoff, Phase.WIRE).is_cut
-    assert not bar(handoff, Phase.CONFIRMATION).is_cut
+    wire, confirmation = bar(handoff, Phase.WIRE), bar(handoff, Phase.CONFIRMATION)
+    assert not wire.parts
+    assert wire.end_s == confirmation.end_s
+    assert not wire.is_cut
+    assert not confirmation.is_cut
 
 
 def test_a_story_travels_as_json() -> None:

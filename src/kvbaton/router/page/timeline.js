@@ -16,8 +16,8 @@ const height = (bar) => (isTall(bar) ? TALL : ROW);
 const label = (bar) => (bar.phase === "queue" ? `queue, ${bar.side ?? "target"}` : bar.phase);
 const range = (first, end) => (end - first > 1 ? `${first} to ${end - 1}` : `${first}`);
 
-// Layers of chunks, or spans: the smallest pieces that were told.
-const pieces = (bar) => (bar.parts ?? []).flatMap((part) => part.parts ?? [part]).slice(0, MOST_PARTS);
+// Chunks, or spans.
+const pieces = (bar) => (bar.parts ?? []).slice(0, MOST_PARTS);
 
 function scale(start, end) {
   const room = WIDTH - LABELS - TIMES;
