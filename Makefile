@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+BENCH ?= engine handoff serve
 
 .PHONY: help up test test-sim test-e2e check format bench diagrams clean
 .DEFAULT_GOAL := help
@@ -14,7 +15,7 @@ help:
 	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
 	@echo "make check      formatting, lint, types, import direction"
-	@echo "make bench      the embedded engine beside its bare matrix products"
+	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
 	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
 	@echo "make clean      remove the virtual environment and caches of tools"
 
@@ -62,7 +63,7 @@ diagrams: $(VENV)/.installed
 	$(BIN)/python tools/diagrams.py
 
 bench: $(VENV)/.installed
-	$(BIN)/kvbaton bench engine $(ARGS)
+	@for name in $(BENCH); do echo "== kvbaton bench $$name"; $(BIN)/kvbaton bench $$name $(ARGS) || exit $$?; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
