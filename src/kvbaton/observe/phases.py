@@ -40,7 +40,7 @@ class Phase(enum.StrEnum):
     ANNOUNCEMENT = "announcement"
     """From what the source says to its arrival at the target; seen only where somebody waited for it."""
     WIRE = "wire"
-    """From the first span announced to the last one moved; where the source writes, to the confirmation. Its parts are spans."""
+    """From the first span announced to the last one moved; where the source writes, to the confirmation. Parts: spans."""
     SPAN = "span"
     CONFIRMATION = "confirmation"
     """Target: from everything being in to the source's word that it is right."""
