@@ -38,7 +38,8 @@ __all__ = ["Driver"]
 
 log = logging.getLogger(__name__)
 
-_Command = Callable[[], None]
+_Command = Callable[[], None] | tuple[SpansReady, ...]
+"""What the engine wants done. Spans are data, so that those that wait together are told together."""
 
 _MAX_COMMANDS = 100_000
 _COMMANDS_PER_BEAT = 256
@@ -190,11 +191,11 @@ class Driver(HandoffPort):
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """Spans are computed."""
-        self._submit(partial(self._coordinator.spans_ready, key, blocks, spans))
+        self._submit((SpansReady(key, blocks, spans),))
 
     def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
         """Spans of many hand-offs are computed."""
-        self._submit(partial(self._take_spans, ready))
+        self._submit(tuple(ready))
 
     def retract(self, key: HandoffKey) -> None:
         """What was said about a prefill is void."""
@@ -319,12 +320,26 @@ class Driver(HandoffPort):
         for number in itertools.count(1):
             if not self._commands:
                 return
-            self._guarded(self._commands.popleft())
+            command = self._commands.popleft()
+            if isinstance(command, tuple):
+                self._take_spans(command)
+            else:
+                self._guarded(command)
             if number % _COMMANDS_PER_BEAT == 0:
                 self._guarded(self._coordinator.beat)
 
-    def _take_spans(self, ready: Sequence[SpansReady]) -> None:
-        for each in ready:
+    def _take_spans(self, ready: tuple[SpansReady, ...]) -> None:
+        """Tell the coordinator of spans, once per hand-off, however often the engine has spoken of it by now."""
+        together: dict[HandoffKey, SpansReady] = {}
+        next_command: _Command | None = ready
+        while isinstance(next_command, tuple):
+            for each in next_command:
+                before = together.get(each.key)
+                together[each.key] = each if before is None else each._replace(spans=before.spans + each.spans)
+            next_command = self._commands[0] if self._commands else None
+            if isinstance(next_command, tuple):
+                self._commands.popleft()
+        for each in together.values():
             self._guarded(partial(self._coordinator.spans_ready, each.key, each.blocks, each.spans))
 
     def _take_reports(self) -> None:

@@ -235,7 +235,7 @@ class TargetSide(TargetAux):
         if record is None:
             self.late_total["over"] += 1
             return
-        record.peer_is_quiet = True
+        record.peer_is_quiet |= record.grant == over.grant
         self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, f"the source {over.outcome}: {over.reason}")
 
     def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
