@@ -111,8 +111,13 @@ class TargetRecord:
     reason: str = ""
     held_s: float = 0.0
     prefilled_at: float = 0.0
-    first_move_at: float = 0.0
-    last_move_at: float = 0.0
+    on_wire: int = 0
+    """Spans of all ranks that are being moved right now."""
+    wire_since: float = 0.0
+    wire_s: float = 0.0
+    """For how long something was being moved."""
+    exposed_wire_s: float = 0.0
+    """How much of that lay after the source's word that its first token is chosen, and was hidden by no computing."""
     bytes_planned: int = 0
     bytes_moved: int = 0
 

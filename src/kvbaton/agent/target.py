@@ -287,7 +287,8 @@ class TargetSide(TargetAux):
             moved.add(report.span)
             record.bytes_planned += report.bytes_planned
             record.bytes_moved += report.bytes_moved
-            now = record.last_move_at = self._clock()
+            now = self._clock()
+            self._count_wire(record, now)
             span, moved_bytes = record.spans.get(report.span), report.bytes_moved
             self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
             self.sum_moved(record, report.rank, report.span)
@@ -304,6 +305,14 @@ class TargetSide(TargetAux):
             record.sums[report.rank, report.span] = report.value
             self._progress(record)
             self._settle(record)
+
+    def _count_wire(self, record: TargetRecord, now: float) -> None:
+        """One span less is being moved; with the last of them, a time on the wire is over."""
+        record.on_wire -= 1
+        if not record.on_wire:
+            record.wire_s += now - record.wire_since
+            if record.span_count is not None:
+                record.exposed_wire_s += now - max(record.wire_since, record.prefilled_at)
 
     def tick(self) -> None:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""

@@ -142,7 +142,9 @@ class TargetEffects:
         if not new:
             return
         record.unmoved.clear()
-        record.first_move_at = record.first_move_at or self._clock()
+        if not record.on_wire:
+            record.wire_since = self._clock()
+        record.on_wire += len(new) * len(self._card.ranks)
         for rank in self._card.ranks:
             if rank.rank not in record.open_legs:
                 record.open_legs[rank.rank] = record.leg
@@ -155,6 +157,7 @@ class TargetEffects:
         record.source_blocks = ()
         record.unmoved.clear()
         record.moved.clear()
+        record.on_wire = 0
         record.span_count = None
         record.is_confirmed = False
         self._drop_sums(record)
@@ -282,12 +285,11 @@ class TargetEffects:
 
     def _stats(self, record: TargetRecord) -> HandoffStats:
         now = self._clock()
-        wire_s = max(0.0, record.last_move_at - record.first_move_at)
         waited = record.held_s + (now - record.prefilled_at)
         return HandoffStats(
             bytes_planned=record.bytes_planned,
             bytes_moved=record.bytes_moved,
-            handover_s=max(0.0, waited - min(wire_s, now - record.prefilled_at)),
-            wire_s=wire_s,
+            handover_s=max(0.0, waited - record.exposed_wire_s),
+            wire_s=record.wire_s,
             transport=self._transport,
         )

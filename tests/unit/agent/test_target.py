@@ -610,3 +610,22 @@ def test_heartbeats_go_to_the_sources_that_are_waited_for(rig: Rig) -> None:
     number = rig.grant()
     assert rig.side.beat() == {S1: Heartbeat(False, ((key_of("queued"), 0), (KEY, number)))}
     assert rig.side.peers() == {S1}
+
+
+def test_wire_time_that_computing_hid_is_not_taken_off_the_hand_over(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1)
+    rig.clock.now += 3.0
+    rig.ranks.finish_all()
+    rig.clock.now += 5.0
+    rig.announce(2)
+    rig.clock.now += 1.0
+    rig.finish_prefill()
+    rig.clock.now += 0.25
+    rig.ranks.finish_all()
+    rig.clock.now += 0.5
+    rig.confirm()
+    (landed,) = rig.told()
+    assert isinstance(landed, Landed)
+    assert landed.stats.wire_s == pytest.approx(3.0 + 1.25)
+    assert landed.stats.handover_s == pytest.approx(0.5)
