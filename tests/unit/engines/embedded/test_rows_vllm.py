@@ -130,7 +130,10 @@ class TestRow30:
     def test_preempted_after_the_load(self, mode: Mode) -> None:
         prompt, other = prompt_of(12, 1), prompt_of(3, 2)
         with EnginePair(mode, source={"blocks": 64}, target={"blocks": 12}) as pair:
-            older = pair.target.submit(other, max_tokens=44)
+            target = pair.target
+            paused = PausingWaiter(lambda: target.engine.stats().requests["waiting"] > 0, lambda: target.has_noted(Stage.ENDED))
+            older = target.submit(other, waiter=paused, max_tokens=44)
+            wait_until(lambda: bool(paused.outputs), "the older request decodes")
             answer = pair.hand_off(prompt, "t", max_tokens=24)
             assert_equal(answer, alone(prompt, max_tokens=24))
             assert_equal(older, alone(other, max_tokens=44))
