@@ -21,6 +21,7 @@ LIMITS = Limits(transfer_timeout=1.5, defer_timeout=2.5, stop_timeout=0.3, retry
 TOKENS = 60
 _CHUNK_TOKENS = 32
 _SPANS = 8
+_CHUNKS = 2
 _EACH = 3
 _BLOCKS = 128
 _BLOCKS_EACH = 4
@@ -110,7 +111,8 @@ class Scene:
             self.relay.wait(partial(self._stands, holder, stage), stage.name, _PATIENCE_S)
 
     def _stands(self, holder: BareProcess, stage: Stage) -> bool:
-        batches = _SPANS if stage.target.stalls and self.mode is Mode.PUSH else 1
+        """Whether the hand-offs are there; layers that were told together are moved as one, chunks are not."""
+        batches = _CHUNKS if stage.target.stalls and self.mode is Mode.PUSH else 1
         return holder.gauges().held[stage.name] >= _EACH * batches
 
     def cancel_queued(self, side: str) -> None:
