@@ -27,12 +27,12 @@ said in the docstring of each test. Rows that are about every interleaving are i
 | SGLang 22 | control frames, foreign protocols | `test_rows_frames.py::TestSglangRow22`, `::TestValidMessagesInTheWrongState` |
 | SGLang 23 | transient and permanent errors of a post | `test_rows_load.py::TestVllmRow23`, `::TestSglangRow23` |
 | SGLang 25 | 1,000 hand-offs over 50 peers, a dead one among them | `test_rows_load.py::TestSglangRow25` |
-| SGLang 28 | IPv6, wildcard binds, host names | (router, up and serve) |
+| SGLang 28 | IPv6, wildcard binds, host names | `unit/engines/embedded/test_instance_modes.py::test_sglang_row_28_a_cache_is_handed_over_whatever_the_address_looks_like` |
 | SGLang 30 | source data that is not ready | `test_rows_events.py::TestSglangRow30` |
 | SGLang 31 | shutdown: threads, memory, reasons | `test_rows_shutdown.py::TestSglangRow31` |
 
 This module fails when a test named here does not exist, or a row is missing.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def test_every_row_is_in_the_map() -> None:
 def test_every_test_in_the_map_exists() -> None:
     path = Path(__file__)
     for _, row, tests in table():
+        assert "::" in tests, f"row {row} names no test"
         for file, name in re.findall(r"`([\w/]+\.py)?::(\w+)`", tests):
             path = (HERE.parent if "/" in file else HERE) / file if file else path
             names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}

@@ -175,7 +175,7 @@ async def _is_the_same(host: Host, mode: Mode, transport: str, *, drop_writes: b
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.host)
-def test_a_cache_is_handed_over_whatever_the_address_looks_like(host: Host, mode: Mode) -> None:
+def test_sglang_row_28_a_cache_is_handed_over_whatever_the_address_looks_like(host: Host, mode: Mode) -> None:
     assert asyncio.run(_is_the_same(host, mode, "tcp"))
 
 
