@@ -112,7 +112,7 @@ def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple
 
 def _over_planes(group: Group, layer: int, in_plane: Pieces) -> Pieces:
     bases = np.zeros((group.planes, 1, 2), np.int64)
-    bases[:, 0, 0] = group.offset + layer * group.layer_stride + np.arange(group.planes) * group.plane_stride
+    bases[:, 0, 0] = group.layer_offsets[layer] + np.arange(group.planes) * group.plane_stride
     return (bases + in_plane[None]).reshape(-1, 2)
 
 

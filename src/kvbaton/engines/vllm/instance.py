@@ -51,7 +51,7 @@ class WorkerInstance:
             parts.callback(transport.close)
             card = _card(settings, model, incarnation, cache, transport)
             limits, handoff = settings.limits, settings.handoff
-            self.driver = Driver(card, cache.layout, transport, limits, sockets, self._news.set, handoff)
+            self.driver = Driver(card, cache.layout, transport, limits, sockets, self._news.set, handoff, memory=region.view)
             parts.pop_all()
         self.info = HandoffInfo(self.driver.address, incarnation)
         poison = self._poison if settings.poison else None

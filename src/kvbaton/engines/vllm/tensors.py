@@ -134,29 +134,22 @@ def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, regio
     first = tensors[0]
     blocks, heads, block_tokens, channels = first.shape
     block_stride, head_stride, token_stride, _ = first.strides
-    steps = {later.address - earlier.address for earlier, later in itertools.pairwise(tensors)}
-    if len(steps) > 1 or min(steps, default=0) < 0:
-        raise ConfigError(
-            f"the layers' caches are {sorted(steps)} bytes apart; only evenly spaced ones can be described so far"
-        )
-    packed = heads == 1 or head_stride == channels * first.element_bytes
     group = Group(
         kind=spec.kind,
         layers=tuple(range(len(tensors))),
-        planes=1 if packed else heads,
+        planes=1,
         blocks=blocks,
         block_tokens=block_tokens,
         head_start=0,
-        heads=heads if packed else 1,
+        heads=heads,
         total_heads=spec.total_heads,
         head_size=channels,
         dtype=first.dtype,
         element_bytes=first.element_bytes,
-        offset=first.address - address,
-        layer_stride=min(steps, default=0),
-        plane_stride=0 if packed else head_stride,
+        layer_offsets=tuple(tensor.address - address for tensor in tensors),
+        plane_stride=0,
         block_stride=block_stride,
         token_stride=token_stride,
-        head_stride=head_stride if packed else channels * first.element_bytes,
+        head_stride=head_stride,
     )
     return Layout(region_bytes, (group,))
