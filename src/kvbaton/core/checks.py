@@ -60,12 +60,13 @@ def plan_pieces(
     if integrity is Integrity.OFF or first >= span.end_token or not held:
         return np.empty((0, 2), np.int64)
     ids = {number: _ids(layout.groups[number], blocks[number], first, span.end_token) for _, number, _ in held}
-    whole = (np.array([first]), np.array([span.end_token]))
     parts = []
     for layer, number, index in held:
         group = layout.groups[number]
-        ranges = whole if integrity is Integrity.FULL else _sampled(f"{key} {span.number} {layer}", first, span.end_token)
-        parts.append(_over_planes(group, index, _in_plane(group, ids[number], first // group.block_tokens, *ranges)))
+        low, high = group.reach(first, span.end_token)
+        seed = f"{key} {span.number} {layer}"
+        ranges = (np.array([low]), np.array([high])) if integrity is Integrity.FULL else _sampled(seed, low, high)
+        parts.append(_over_planes(group, index, _in_plane(group, ids[number], low // group.block_tokens, *ranges)))
     return np.concatenate(parts)
 
 

@@ -17,6 +17,8 @@ class Group(msgspec.Struct, frozen=True):
     The byte of (layer, plane, block, token, head) lies at
     `layer_offsets[layer] + plane*plane_stride + block*block_stride + token*token_stride + head*head_stride`,
     with `layer` counted within `layers` and `head` within the `heads` that this rank holds. Layers may lie anywhere.
+    With `whole_blocks` only the engine knows what lies where inside a block, so blocks are never moved in part; the strides
+    then say no more than which bytes a block has.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class Group(msgspec.Struct, frozen=True):
     block_stride: int
     token_stride: int
     head_stride: int
+    whole_blocks: bool = False
 
     @property
     def head_bytes(self) -> int:
@@ -56,6 +59,11 @@ class Group(msgspec.Struct, frozen=True):
     def is_head_contiguous(self) -> bool:
         """Whether the tokens of one head of a block lie side by side."""
         return self.token_stride == self.head_bytes
+
+    def reach(self, first_token: int, end_token: int) -> tuple[int, int]:
+        """The tokens that have to be moved so that these are: up to the edges of their blocks where those are moved whole."""
+        size = self.block_tokens if self.whole_blocks else 1
+        return first_token // size * size, -(-end_token // size) * size
 
     @property
     def end(self) -> int:

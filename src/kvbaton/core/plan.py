@@ -36,6 +36,7 @@ _MUST_AGREE = (
     "head_start",
     "heads",
     "block_tokens",
+    "whole_blocks",
 )
 
 
@@ -118,6 +119,7 @@ def _block_runs(
     if first_token >= tokens:
         return np.empty((0, 3), np.int64)
     size = source.block_tokens
+    first_token, tokens = source.reach(first_token, tokens)
     first, last = first_token // size, -(-tokens // size)
     source_ids = block_ids("source", source, source_list, first, last)
     target_ids = block_ids("target", target, target_list, first, last)

@@ -94,6 +94,12 @@ def test_where_only_one_side_has_heads_apart_every_head_of_every_token_is_a_run(
     assert runs.tolist() == [[96, 0, 4], [112, 4, 4], [128, 8, 4], [100, 12, 4], [116, 16, 4], [132, 20, 4]]
 
 
+def test_blocks_that_only_their_engine_understands_are_moved_whole() -> None:
+    layout = layout_of(msgspec.structs.replace(compact_group(layers=1, planes=1), whole_blocks=True))
+    runs = plan_runs(pair_layouts(layout, layout), ((5, 3),), ((0, 2),), 3, 5)
+    assert runs.tolist() == [[240, 0, 48], [144, 96, 48]]
+
+
 def test_consecutive_blocks_are_one_run_per_layer_and_plane() -> None:
     layout = layout_of(compact_group(layers=3, planes=2, blocks=64))
     runs = plan_runs(pair_layouts(layout, layout), (tuple(range(5, 45)),), (tuple(range(20, 60)),), 2, 157)
@@ -180,6 +186,7 @@ OTHER_VALUES = {
     "head_start": 2,
     "heads": 1,
     "block_tokens": 16,
+    "whole_blocks": True,
 }
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -67,7 +69,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._bound: StepOrders | None = None
         self._report = StepReport()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(self._settings.mode, is_producer, is_consumer)
+            block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer)
 
     # In the worker.
 
@@ -240,12 +243,12 @@ def _spec(vllm_config: Any, kv_cache_config: Any) -> CacheSpec:
 
 
 def _model(vllm_config: Any) -> ModelName:
-    """The fingerprint covers what decides the meaning of a cache: architecture, weights by size, dtypes, adapters."""
+    """The fingerprint covers what decides the meaning of a cache: architecture, weights by size, dtypes, kind of CPU."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     names = model.served_model_name
     name = names if isinstance(names, str) else (names[0] if names else model.model)
     parts = [model.hf_config.to_json_string(use_diff=False), str(model.dtype), str(cache.cache_dtype), str(model.quantization)]
-    parts += [str(getattr(model, "revision", "") or "")]
+    parts += [str(getattr(model, "revision", "") or ""), platform.machine(), torch.backends.cpu.get_cpu_capability()]
     directory = Path(model.model)
     weights = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     parts += [f"{path.name} {path.stat().st_size}" for path in weights] or [model.model]

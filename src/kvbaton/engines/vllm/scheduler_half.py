@@ -78,8 +78,9 @@ class _Target:
 class SchedulerHalf:
     """One instance's part. It may be asked to be a source, a target, or both, as its role allows."""
 
-    def __init__(self, mode: Mode, is_source: bool, is_target: bool) -> None:
+    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool) -> None:
         self._mode = mode
+        self._block_tokens = block_tokens
         self._is_source = is_source
         self._is_target = is_target
         self._info: HandoffInfo | None = None
@@ -194,12 +195,17 @@ class SchedulerHalf:
         return StepOrders(orders, chunks, has_forward)
 
     def _chunks(self, computing: Iterable[Computing], block_ids: Callable[[str], Sequence[Sequence[int]]]) -> Iterable[Chunk]:
-        """What is new of each source. What its own prefix cache held may still be computed by others of the same step."""
+        """What is new of each source, in whole blocks: the rest of one may still be written in the next step.
+
+        What a source found in the prefix cache counts as new, because others of the same step may be computing it.
+        """
         for each in computing:
             source = self._sources.get(each.request_id)
             if source is None:
                 continue
             end = min(each.computed_tokens + each.tokens, source.request.num_prompt_tokens)
+            if end < source.request.num_prompt_tokens:
+                end -= end % self._block_tokens
             if end > source.told_tokens:
                 blocks = tuple(tuple(ids) for ids in block_ids(each.request_id))
                 yield Chunk(each.request_id, source.key, blocks, source.told_tokens, end)

@@ -1,14 +1,16 @@
 """From the tensors that vLLM registers to a layout and a region: what each axis means, where each byte lies.
 
-vLLM 0.32 registers one tensor per layer with the axes (blocks, KV heads, tokens, channels), in whatever order they lie in
-memory; keys and values share the channels of a head. Tensors may be slices of one storage, or storages of their own. What
-is not understood is refused by name: other axes, several groups, layers that share memory.
+vLLM 0.32 registers one tensor per layer with the axes (blocks, KV heads, tokens, channels); keys and values share the channels
+of a head. Tensors may be slices of one storage, or storages of their own. On CPUs the shape is not the truth: the attention
+kernels keep keys and values of a block in an order of their own, so blocks are only moved whole. What is not understood is
+refused by name: other axes, blocks in pieces, several groups, layers that share memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +115,12 @@ def _check(tensors: Sequence[CacheTensor], spec: CacheSpec) -> None:
     wanted = f"(blocks, {spec.heads} heads, {spec.block_tokens} tokens, channels)"
     if len(first.shape) != 4 or first.shape[1] != spec.heads or first.shape[2] != spec.block_tokens:
         raise ConfigError(f"the cache of {first.layer} has the shape {first.shape}; {wanted} is understood")
-    if first.strides[3] != first.element_bytes:
-        raise ConfigError(f"the channels of {first.layer} are {first.strides[3]} bytes apart; they must lie side by side")
+    block_bytes = math.prod(first.shape[1:]) * first.element_bytes
+    if first.end - first.address != (first.shape[0] - 1) * first.strides[0] + block_bytes:
+        raise ConfigError(
+            f"the blocks of {first.layer} are in pieces (shape {first.shape}, steps of {first.strides} bytes); "
+            "only blocks in one piece can be handed over so far"
+        )
     ordered = sorted(tensors, key=lambda tensor: tensor.address)
     for tensor, following in itertools.pairwise(ordered):
         if following.address < tensor.end and _overlap(tensor, following):
@@ -133,7 +139,7 @@ def _overlap(one: CacheTensor, other: CacheTensor) -> bool:
 def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, region_bytes: int) -> Layout:
     first = tensors[0]
     blocks, heads, block_tokens, channels = first.shape
-    block_stride, head_stride, token_stride, _ = first.strides
+    token_bytes = heads * channels * first.element_bytes
     group = Group(
         kind=spec.kind,
         layers=tuple(range(len(tensors))),
@@ -148,8 +154,9 @@ def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, regio
         element_bytes=first.element_bytes,
         layer_offsets=tuple(tensor.address - address for tensor in tensors),
         plane_stride=0,
-        block_stride=block_stride,
-        token_stride=token_stride,
-        head_stride=head_stride,
+        block_stride=first.strides[0],
+        token_stride=token_bytes,
+        head_stride=channels * first.element_bytes,
+        whole_blocks=True,
     )
     return Layout(region_bytes, (group,))
