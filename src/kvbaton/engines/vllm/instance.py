@@ -11,7 +11,8 @@ from kvbaton.agent.driver import Driver
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.core.card import Card, RankCard
-from kvbaton.core.handoff import BlockLists, Incarnation, Mode
+from kvbaton.core.handoff import BlockLists, Incarnation
+from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.vllm.registration import LateAnnouncer
@@ -53,7 +54,7 @@ class WorkerInstance:
             limits, handoff = settings.limits, settings.handoff
             self.driver = Driver(card, cache.layout, transport, limits, sockets, self._news.set, handoff, memory=region.view)
             parts.pop_all()
-        self.info = HandoffInfo(self.driver.address, incarnation)
+        self.info = HandoffInfo(settings.control_address, incarnation)
         poison = self._poison if settings.poison else None
         layers = len(cache.layout.groups[0].layers)
         self.half = WorkerHalf(self.driver, layers, self._news, limits.stop_timeout, poison)
@@ -78,7 +79,10 @@ class WorkerInstance:
 
 def _open_transport(settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
     transport_settings = TransportSettings(
-        incarnation=incarnation, timeout_s=settings.transfer_timeout, host=settings.control_host
+        incarnation=incarnation,
+        timeout_s=settings.transfer_timeout,
+        host=settings.control_host,
+        advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
     )
     transport = open_transport(settings.transport, region, transport_settings)
     return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
@@ -108,7 +112,7 @@ def _announcer(
         type=registers_as,
         http_address=settings.http_address,
         zmq_address=str(info.control_address),
-        transfer_mode=TransferMode.WRITE if settings.mode is Mode.PUSH else TransferMode.READ,
+        transfer_mode=TransferMode.of(settings.mode),
         incarnation=info.incarnation,
         model=model.name,
         fingerprint=model.fingerprint,

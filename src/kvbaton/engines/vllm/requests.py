@@ -23,7 +23,7 @@ from kvbaton.engines.embedded.handoff_params import (
 )
 from kvbaton.errors import BadRequest
 
-__all__ = ["EngineRequest", "HandoffInfo", "SourceWish", "Wish", "answer_params", "prompt_digest", "read_wish"]
+__all__ = ["EngineRequest", "HandoffInfo", "SourceWish", "Wish", "answer_params", "indices", "prompt_digest", "read_wish"]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
 _PROMPT = re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z")
@@ -32,13 +32,33 @@ _PROMPT = re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z")
 class EngineRequest(Protocol):
     """What the connector reads of a vLLM request."""
 
-    request_id: str
-    kv_transfer_params: dict[str, Any] | None
-    prompt_token_ids: Sequence[int] | None
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    status: Any
-    output_token_ids: Sequence[int]
+    @property
+    def request_id(self) -> str:
+        """vLLM's own name of it."""
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the router, or the client, wants of the connector."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The prompt; None where it came as embeddings."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """How much of it, and of the answer, is in the cache."""
+
+    @property
+    def status(self) -> Any:
+        """An enum; only the names of its ends are read."""
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """What was generated."""
 
 
 @dataclass(frozen=True, slots=True)

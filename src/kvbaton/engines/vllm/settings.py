@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.config import HandoffSettings, Limits, Trust, parse_limits, parse_trust
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S
 from kvbaton.errors import ConfigError
 from kvbaton.transport.choose import TRANSPORTS
@@ -40,6 +42,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport:        how cache bytes travel: local (same host) or tcp
     control_host:     where other instances reach this one
     control_port:     on which port; must be given
+    advertise_host:   under which address others reach this instance, when that is not control_host
     http_address:     host:port of this instance's API, told to routers
     routers:          discovery addresses (host:port) of the routers to register with
     heartbeat_s:      how often to tell routers that this instance lives
@@ -56,6 +59,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = Mode.PUSH
     transport: str = "local"
     control_host: str = "127.0.0.1"
+    advertise_host: str = ""
     http_address: str = ""
     routers: tuple[str, ...] = ()
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
@@ -68,6 +72,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     poison: bool = False
     drop_writes: bool = False
+
+    @property
+    def control_address(self) -> ControlAddress:
+        """Where other instances reach this one."""
+        return ControlAddress.of(self.advertise_host or self.control_host, self.control_port)
 
     @property
     def limits(self) -> Limits:
@@ -111,6 +120,10 @@ def _hint(key: str) -> str:
 def _check(settings: ConnectorSettings) -> None:
     if not 0 < settings.control_port < 65536:
         raise ConfigError(f"{_WHERE}: control_port is {settings.control_port}; it must be between 1 and 65535")
+    if is_wildcard(settings.control_address.host):
+        raise ConfigError(
+            f"{_WHERE}: control_host is {settings.control_host!r}, where nobody can be told to come; give advertise_host"
+        )
     if settings.transport not in TRANSPORTS:
         known = ", ".join(sorted(TRANSPORTS))
         raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")

@@ -18,7 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, HandoffPort, HandoffStats, Landed, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import (
+    Drained,
+    EngineEvent,
+    Granted,
+    HandoffPort,
+    HandoffStats,
+    Landed,
+    SourceEnded,
+    SpansReady,
+    TargetEnded,
+)
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -120,15 +130,13 @@ class WorkerHalf:
         """This step's keys and values of one layer are in the cache: tell the agents, while the next layer computes."""
         if self._chunks and layer not in self._told:
             self._told.add(layer)
-            for chunk in self._chunks:
-                self._tell_spans(chunk, ((layer, layer + 1),))
+            self._tell_spans(((layer, layer + 1),))
 
     def forward_done(self) -> None:
         """The forward is over: tell of the layers that had no hook."""
         missing = [layer for layer in range(self._layers) if layer not in self._told]
         if self._chunks and missing:
-            for chunk in self._chunks:
-                self._tell_spans(chunk, _ranges(missing))
+            self._tell_spans(_ranges(missing))
         self._chunks = ()
 
     def end_step(self) -> Finished:
@@ -206,19 +214,20 @@ class WorkerHalf:
         self._settle_source(key, source)
         return not source.has_ended
 
-    def _tell_spans(self, chunk: Chunk, layers: tuple[tuple[int, int], ...]) -> None:
-        source = self._source(chunk.key, chunk.request_id)
-        if source is None or source.has_ended:
+    def _tell_spans(self, layers: tuple[tuple[int, int], ...]) -> None:
+        """Tell of these layers of every chunk of the step, in one call."""
+        ready = []
+        for chunk in self._chunks:
+            source = self._source(chunk.key, chunk.request_id)
+            if source is not None and not source.has_ended:
+                ready.append(SpansReady(chunk.key, chunk.blocks, _spans(chunk, layers, source.spans)))
+                source.spans += len(layers)
+        if not ready:
             return
-        spans = tuple(
-            Span(source.spans + index, chunk.first_token, chunk.end_token, first, end)
-            for index, (first, end) in enumerate(layers)
-        )
-        source.spans += len(spans)
         try:
-            self._port.spans_ready(chunk.key, chunk.blocks, spans)
+            self._port.spans_ready_all(ready)
         except KVBatonError:
-            log.exception("hand-off %s: computed layers could not be told of", chunk.key)
+            log.exception("%d hand-offs: computed layers could not be told of", len(ready))
 
     def _wait_drained(self) -> None:
         """Wait until retracted blocks may be written. The agents answer at once; one that is stuck confirms nothing either."""
@@ -325,6 +334,12 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
         "handoff_s": stats.handover_s + stats.wire_s,
         "transport": stats.transport,
     }
+
+
+def _spans(chunk: Chunk, layers: tuple[tuple[int, int], ...], number: int) -> tuple[Span, ...]:
+    return tuple(
+        Span(number + index, chunk.first_token, chunk.end_token, first, end) for index, (first, end) in enumerate(layers)
+    )
 
 
 def _ranges(layers: list[int]) -> tuple[tuple[int, int], ...]:

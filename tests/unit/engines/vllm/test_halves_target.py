@@ -175,7 +175,7 @@ def test_refused_before_admission_lets_the_source_go() -> None:
     assert rig.port.names() == ["expect_source", "cancel"]
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "no transfer id": {"do_remote_prefill": True},
     "empty transfer id": {"do_remote_prefill": True, "transfer_id": ""},
     "long transfer id": {"do_remote_prefill": True, "transfer_id": "x" * 257},

@@ -38,7 +38,7 @@ def test_everything_is_read() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "control_port is missing"),
     "unknown": ({"control_prot": 1}, "unknown key 'control_prot'; did you mean 'control_port'"),
-    "far off": ({"zzz": 1}, "known are allow"),
+    "far off": ({"zzz": 1}, "known are advertise_host"),
     "of another connector": ({"handshake_port": 1}, "give control_port"),
     "of vllm": ({"on_failure": "fail"}, "kv_load_failure_policy"),
     "secret": ({"cluster_key": "x"}, "cluster_key_file"),

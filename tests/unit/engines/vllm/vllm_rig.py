@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted
+from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.engines.vllm.requests import HandoffInfo
@@ -109,6 +109,11 @@ class ScriptedPort:
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """Remember."""
         self._call("spans_ready", (key, blocks, spans))
+
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
+        """Remember each."""
+        for each in ready:
+            self.spans_ready(*each)
 
     def retract(self, key: HandoffKey) -> None:
         """Remember."""
