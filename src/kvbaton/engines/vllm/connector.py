@@ -1,4 +1,4 @@
-"""`KVBatonConnector`: vLLM's hooks, each passed on to the half that it belongs to. The only module that imports vLLM."""
+"""`KVBatonConnector`: vLLM's hooks, each passed on to the half that it belongs to. Imports vLLM, as only `metrics` does too."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbaton.discovery.messages import InstanceType
 from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
+from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
@@ -125,6 +126,25 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         """The same for callers that do not know of failures."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
+
+    def get_kv_connector_stats(self) -> KVBatonStats | None:
+        """What happened since the last call, for vLLM's log and its metrics."""
+        if self._instance is None:
+            return None
+        data = self._instance.half.counts.take(self._instance.driver.stats())
+        return None if data is None else KVBatonStats(data=data)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVBatonStats:
+        """Statistics from what `get_kv_connector_stats` told."""
+        return KVBatonStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVBatonMetrics:
+        """Series for Prometheus."""
+        return KVBatonMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> _WorkerMetadata | None:
         """What the scheduler half is told beside the ids."""

@@ -29,7 +29,8 @@ from kvbaton.agent.engine_port import (
     SpansReady,
     TargetEnded,
 )
-from kvbaton.core.handoff import BlockLists, HandoffKey, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
+from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     Chunk,
     FailLoad,
@@ -106,6 +107,7 @@ class WorkerHalf:
         self._has_forward = False
         self._undrained: set[HandoffKey] = set()
         self._finished = Finished()
+        self.counts = Counts()
 
     @property
     def live(self) -> int:
@@ -285,11 +287,19 @@ class WorkerHalf:
                 self._undrained.discard(event.key)
             case SourceEnded():
                 self._undrained.discard(event.key)
+                self.counts.source_ended(event.outcome)
                 self._end_source(event.key)
             case Landed() | TargetEnded():
+                self._count_target(event)
                 if (target := self._targets.get(event.key)) is not None:
                     target.end = event
                     self._settle_target(event.key, target)
+
+    def _count_target(self, event: Landed | TargetEnded) -> None:
+        if isinstance(event, Landed):
+            self.counts.target_ended(Outcome.DELIVERED, event.stats)
+        else:
+            self.counts.target_ended(event.outcome)
 
     def _end_source(self, key: HandoffKey) -> None:
         if (source := self._sources.get(key)) is not None:
