@@ -81,4 +81,4 @@ def shown(data: dict[str, Any]) -> dict[str, float]:
         values = sorted(data["series"][name])
         if values:
             line[f"{name}_median"] = round(values[len(values) // 2], 4)
-    return line | data["grown"] | data["gauges"]
+    return {**line, **data["grown"], **data["gauges"]}

@@ -19,7 +19,7 @@ class KVBatonStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start anew."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVBatonStats:
         """Add what another worker, or a later step, has counted."""
@@ -46,12 +46,9 @@ class KVBatonMetrics(KVConnectorPromMetrics):
         self._ended = counter("vllm:kvbaton_handoffs", "Hand-offs by side and outcome", [*labelnames, "side", "outcome"])
         self._grown = counter("vllm:kvbaton_events", "What the agents counted, by kind", [*labelnames, "kind"])
         self._bytes = counter("vllm:kvbaton_moved_bytes", "Bytes of landed hand-offs", labelnames)
+        described = (("handover_s", "From the end of prefill until landed, without the wire"), ("wire_s", "Wire time"))
         self._seconds = {
-            name: histogram(f"vllm:kvbaton_{name}econds", text, labelnames, buckets=_SECONDS)
-            for name, text in (
-                ("handover_s", "From the end of prefill until landed, wire time taken off"),
-                ("wire_s", "Wire time"),
-            )
+            name: histogram(f"vllm:kvbaton_{name}econds", text, labelnames, buckets=_SECONDS) for name, text in described
         }
         self._gauges = gauge("vllm:kvbaton_now", "Live hand-offs and quarantined blocks", [*labelnames, "kind"])
 
