@@ -17,7 +17,7 @@ def agents(late: int = 0, live: int = 0) -> AgentStats:
         late_total=Counter({"aux": late}),
         dropped_total=Counter(),
         mismatches_total=0,
-        aux_fallbacks_total=0,
+        aux_fallbacks_total=Counter(),
         errors_total=0,
         turns_total=0,
         busy_s_total=0.0,
