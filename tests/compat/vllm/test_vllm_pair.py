@@ -73,7 +73,7 @@ def texts(document: dict[str, object]) -> list[object]:
 
 SHAPES: dict[str, dict[str, object]] = {
     "several prompts": {"prompt": [prompt_of(20), prompt_of(150), prompt_of(7)]},
-    "several samples": {"prompt": prompt_of(140, seed=2), "n": 2, "temperature": 0.0},
+    "several samples": {"prompt": prompt_of(140, seed=2), "n": 2, "temperature": 0.8, "seed": 7},
     "prompt logprobs": {"prompt": prompt_of(40, seed=3), "prompt_logprobs": 1},
     "one token": {"prompt": prompt_of(60, seed=4), "max_tokens": 1},
 }
