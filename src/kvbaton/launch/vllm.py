@@ -34,6 +34,8 @@ class VllmOptions:
     handoff: HandoffSettings = DEFAULT_HANDOFF
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for `vllm serve`."""
     cache_gib: int = 1
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
 
@@ -65,7 +67,7 @@ def vllm_part(name: str, role: str, options: VllmOptions, ports: PortPicker, rou
         config = transfer_config(role, options.handoff, extra)
     arguments = serve_arguments(str(options.model), "127.0.0.1", port, config)
     arguments += ["--served-model-name", options.served_name, "--dtype", "float32", "--enforce-eager"]
-    arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
+    arguments += ["--max-model-len", str(MAX_MODEL_TOKENS), *options.arguments]
     environment = {
         **options.environment.variables(),
         **core_share(options.engines),

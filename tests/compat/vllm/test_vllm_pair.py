@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -28,7 +29,7 @@ LENGTHS = (1, 5, 127, 128, 129, 300, 600)
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
 def servers(request: pytest.FixtureRequest) -> Iterator[VllmStand]:
-    with stand(request.param) as running:
+    with stand(request.param, transfer_timeout=20, defer_timeout=25) as running:
         yield running
 
 
@@ -161,12 +162,20 @@ def test_an_abort_storm_leaves_nothing_behind(servers: VllmStand) -> None:
     assert_at_rest(servers)
 
 
+def test_an_idle_source_gives_blocks_back_that_nobody_comes_for(servers: VllmStand) -> None:
+    async def send(session: aiohttp.ClientSession) -> None:
+        order = {"do_remote_decode": True, "transfer_id": "orphan"}
+        answer = await completion(session, servers.prefill, prompt=prompt_of(140), max_tokens=1, kv_transfer_params=order)
+        assert answer["kv_transfer_params"]
+
+    together(send)
+    assert not servers.is_idle(servers.prefill), "they are held for a while"
+    assert_at_rest(servers)
+
+
 def test_the_control_a_decoder_that_receives_nothing_answers_wrongly(servers: VllmStand) -> None:
     """Without the bytes the answers must differ, else equal answers prove nothing."""
-    settings = {**servers.options.settings, "drop_writes": True}
-    options = type(servers.options)(
-        **{name: getattr(servers.options, name) for name in servers.options.__slots__ if name != "settings"}, settings=settings
-    )
+    options = replace(servers.options, settings={**servers.options.settings, "drop_writes": True})
     part, url = vllm_part("deaf", "decode", options, servers.ports)
     servers.fleet.start(part)
     servers.fleet.wait_healthy(900)

@@ -10,7 +10,7 @@ import signal
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -24,9 +24,12 @@ from kvbaton.launch.vllm import VllmOptions, vllm_part
 from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.verify.client import Reply, ask
 
-__all__ = ["MODEL", "VllmStand", "session", "stand", "together"]
+__all__ = ["MODEL", "STEP_TOKENS", "VllmStand", "both", "session", "stand", "together"]
 
 MODEL = "smollm2"
+STEP_TOKENS = 256
+"""Long prompts take several steps, and vLLM publishes its metrics after each."""
+
 _START_S = 900.0
 _REQUEST_S = 600.0
 _USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -65,7 +68,8 @@ class VllmStand:
 def stand(mode: Mode, **settings: Any) -> Iterator[VllmStand]:
     """Start everything in this mode; `settings` go into `kv_connector_extra_config`. Stops everything afterwards."""
     ports = PortPicker()
-    options = ready_vllm(MODEL, MODEL, "local", 3, HandoffSettings(mode=mode), print, {"poison": True, **settings})
+    ready = ready_vllm(MODEL, MODEL, "local", 3, HandoffSettings(mode=mode), print, {"poison": True, **settings})
+    options = replace(ready, arguments=("--max-num-batched-tokens", str(STEP_TOKENS)))
     router_port, discovery_port = ports.pick(), ports.pick()
     routers = [f"127.0.0.1:{discovery_port}"]
     with Fleet() as fleet:
