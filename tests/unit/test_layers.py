@@ -76,7 +76,12 @@ def test_defaults_of_router_are_those_of_its_settings() -> None:
 
 @pytest.mark.parametrize("name", sorted(_modules()))
 def test_every_module_says_what_it_is_for_and_what_is_public(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "vllm"):
+            raise
+        pytest.skip(f"needs {error.name}, which is not installed here")
     assert module.__doc__
     public = module.__all__
     assert len(set(public)) == len(public)

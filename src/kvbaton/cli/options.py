@@ -11,7 +11,10 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from kvbaton.config import HandoffSettings
 
-__all__ = ["HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
+__all__ = ["EngineName", "HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
+
+EngineName = Literal["embedded", "vllm"]
+"""What computes: the engine of this package, or vLLM in an environment of its own."""
 
 TransportName = Literal["local", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""

@@ -6,19 +6,26 @@ import json
 import os
 import signal
 import time
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.panel import Panel
 
-from kvbaton.cli.options import HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
 from kvbaton.core.addresses import in_url
+
+if TYPE_CHECKING:
+    from kvbaton.config import HandoffSettings
+    from kvbaton.launch.fleet import Part
+    from kvbaton.launch.ports import PortPicker
 
 __all__ = ["up"]
 
 _DEFAULT_HANDOFF = HandoffOptions()
-_HEALTHY_WITHIN_S = 180.0
+_HEALTHY_WITHIN_S = {"embedded": 180.0, "vllm": 900.0}
 _WATCH_S = 0.2
 _LAST_WORDS_S = 1.0
 _SHOWN = ("WARNING", "ERROR", "CRITICAL", "Traceback")
@@ -26,6 +33,7 @@ _SHOWN = ("WARNING", "ERROR", "CRITICAL", "Traceback")
 
 def up(
     *,
+    engine: EngineName = "embedded",
     prefill: int = 1,
     decode: int = 1,
     model: str = "smollm2",
@@ -41,6 +49,8 @@ def up(
 
     Parameters
     ----------
+    engine
+        `embedded`, or `vllm`: real vLLM servers on this machine's CPUs, installed on first use.
     prefill
         how many prefill instances.
     decode
@@ -60,7 +70,7 @@ def up(
     from kvbaton.engines.embedded.weights import load_model
     from kvbaton.errors import ConfigError
     from kvbaton.launch.fleet import Fleet
-    from kvbaton.launch.local import InstanceOptions, new_cluster_key, pair_parts, router_part
+    from kvbaton.launch.local import new_cluster_key, router_part
     from kvbaton.launch.ports import PortPicker, check_port_free
 
     for name, count in (("--prefill", prefill), ("--decode", decode)):
@@ -68,28 +78,49 @@ def up(
             raise ConfigError(f"{name} is {count}; at least one instance of each kind is needed")
     console = Console()
     check_port_free(host, port, "--port")
-    served = load_model(
-        model, progress=lambda line: console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
-    ).name
+    say = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
+    served = load_model(model, progress=say).name
     ports = PortPicker()
     discovery_port = ports.pick()
     parse_trust(None, os.environ)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
-    options = InstanceOptions(model, transport, prefill + decode, handoff=handoff_settings(handoff), cluster_key=cluster_key)
+    common = (model, served, transport, handoff_settings(handoff), cluster_key)
+    parts = _instances(engine, (prefill, decode), common, ports, discovery_port, say)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     started = time.monotonic()
     with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
         try:
             fleet.start(router_part(host, port, discovery_port))
-            for part in pair_parts(prefill, decode, options, ports, discovery_port):
+            for part in parts:
                 fleet.start(part)
-            fleet.wait_healthy(_HEALTHY_WITHIN_S, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
+            fleet.wait_healthy(_HEALTHY_WITHIN_S[engine], lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
             _welcome(console, host, port, served, time.monotonic() - started)
             return _watch(fleet, console)
         except KeyboardInterrupt:
             console.print("\nstopping; nothing will be left behind")
             return 0
+
+
+def _instances(
+    engine: EngineName,
+    counts: tuple[int, int],
+    common: tuple[str, str, str, HandoffSettings, str],
+    ports: PortPicker,
+    discovery_port: int,
+    say: Callable[[str], None],
+) -> list[Part]:
+    """The prefill and decode instances, of whichever engine."""
+    from kvbaton.launch.local import InstanceOptions, pair_parts
+    from kvbaton.launch.vllm import vllm_pair_parts
+    from kvbaton.launch.vllm_ready import ready_vllm
+
+    model, served, transport, handoff, cluster_key = common
+    if engine == "vllm":
+        ready = ready_vllm(model, served, transport, sum(counts), handoff, say, cluster_key=cluster_key)
+        return vllm_pair_parts(*counts, ready, ports, discovery_port)
+    options = InstanceOptions(model, transport, sum(counts), handoff=handoff, cluster_key=cluster_key)
+    return pair_parts(*counts, options, ports, discovery_port)
 
 
 def _watch(fleet: Any, console: Console) -> int:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
 
 if TYPE_CHECKING:
     from kvbaton.verify.report import Report, RequestRow
@@ -24,6 +24,7 @@ _FOUND = 1
 
 def verify(
     *,
+    engine: EngineName = "embedded",
     requests: int = 40,
     concurrency: int = 8,
     transport: TransportName = "local",
@@ -43,6 +44,8 @@ def verify(
 
     Parameters
     ----------
+    engine
+        `embedded`, or `vllm`: real vLLM servers on this machine's CPUs, installed on first use.
     requests
         how many requests.
     concurrency
@@ -75,6 +78,7 @@ def verify(
         if value < 1:
             raise ConfigError(f"--{name} is {value}; it must be at least 1")
     settings = VerifySettings(
+        engine=engine,
         model=model,
         transport=transport,
         requests=requests,

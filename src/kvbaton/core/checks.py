@@ -60,12 +60,13 @@ def plan_pieces(
     if integrity is Integrity.OFF or first >= span.end_token or not held:
         return np.empty((0, 2), np.int64)
     ids = {number: _ids(layout.groups[number], blocks[number], first, span.end_token) for _, number, _ in held}
-    whole = (np.array([first]), np.array([span.end_token]))
     parts = []
     for layer, number, index in held:
         group = layout.groups[number]
-        ranges = whole if integrity is Integrity.FULL else _sampled(f"{key} {span.number} {layer}", first, span.end_token)
-        parts.append(_over_planes(group, index, _in_plane(group, ids[number], first // group.block_tokens, *ranges)))
+        low, high = group.reach(first, span.end_token)
+        seed = f"{key} {span.number} {layer}"
+        ranges = (np.array([low]), np.array([high])) if integrity is Integrity.FULL else _sampled(seed, low, high)
+        parts.append(_over_planes(group, index, _in_plane(group, ids[number], low // group.block_tokens, *ranges)))
     return np.concatenate(parts)
 
 
@@ -112,7 +113,7 @@ def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple
 
 def _over_planes(group: Group, layer: int, in_plane: Pieces) -> Pieces:
     bases = np.zeros((group.planes, 1, 2), np.int64)
-    bases[:, 0, 0] = group.offset + layer * group.layer_stride + np.arange(group.planes) * group.plane_stride
+    bases[:, 0, 0] = group.layer_offsets[layer] + np.arange(group.planes) * group.plane_stride
     return (bases + in_plane[None]).reshape(-1, 2)
 
 

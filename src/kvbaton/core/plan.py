@@ -36,6 +36,7 @@ _MUST_AGREE = (
     "head_start",
     "heads",
     "block_tokens",
+    "whole_blocks",
 )
 
 
@@ -55,16 +56,16 @@ def pair_layouts(source: Layout, target: Layout) -> Pair:
         for field in _MUST_AGREE:
             if getattr(ours, field) != getattr(theirs, field):
                 raise Incompatible(f"layout group {index} {field}", getattr(ours, field), getattr(theirs, field))
-        if not (ours.is_token_contiguous and theirs.is_token_contiguous):
-            raise Incompatible(f"layout group {index} strides", _strides(ours), _strides(theirs))
+        if not len(ours.layer_offsets) == len(theirs.layer_offsets) == len(ours.layers):
+            raise Incompatible(f"layout group {index} layer_offsets", _placed(ours), _placed(theirs))
         if not (ours.is_within(target.region_bytes) and theirs.is_within(source.region_bytes)):
             here, there = _bounds(ours, target), _bounds(theirs, source)
             raise Incompatible(f"layout group {index} bytes within their region", here, there)
     return Pair(source, target)
 
 
-def _strides(group: Group) -> str:
-    return f"token {group.token_stride}, head {group.head_stride}, {group.token_bytes} bytes per token"
+def _placed(group: Group) -> str:
+    return f"{len(group.layer_offsets)} for {len(group.layers)} layers"
 
 
 def _bounds(group: Group, layout: Layout) -> str:
@@ -118,6 +119,7 @@ def _block_runs(
     if first_token >= tokens:
         return np.empty((0, 3), np.int64)
     size = source.block_tokens
+    first_token, tokens = source.reach(first_token, tokens)
     first, last = first_token // size, -(-tokens // size)
     source_ids = block_ids("source", source, source_list, first, last)
     target_ids = block_ids("target", target, target_list, first, last)
@@ -126,7 +128,29 @@ def _block_runs(
     counts = np.minimum(starts + size, tokens) - starts - lows
     source_at = source_ids * source.block_stride + lows * source.token_stride
     target_at = target_ids * target.block_stride + lows * target.token_stride
-    return _join_neighbours(source_at, target_at, counts * source.token_bytes)
+    if source.is_token_contiguous and target.is_token_contiguous:
+        return _join_neighbours(source_at, target_at, counts * source.token_bytes)
+    return _head_runs(source, target, source_at, target_at, counts)
+
+
+def _head_runs(
+    source: Group,
+    target: Group,
+    source_at: npt.NDArray[np.int64],
+    target_at: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Runs where the heads of a token lie apart on one side at least: per head of a block, or per head of a token."""
+    if not (source.is_head_contiguous and target.is_head_contiguous):
+        owner = np.repeat(np.arange(len(counts)), counts)
+        token = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        source_at = source_at[owner] + token * source.token_stride
+        target_at = target_at[owner] + token * target.token_stride
+        counts = np.ones(len(owner), np.int64)
+    head = np.arange(source.heads, dtype=np.int64)
+    source_at = (source_at[:, None] + head * source.head_stride).reshape(-1)
+    target_at = (target_at[:, None] + head * target.head_stride).reshape(-1)
+    return _join_neighbours(source_at, target_at, np.repeat(counts * source.head_bytes, source.heads))
 
 
 def block_ids(side: str, group: Group, ids: tuple[int, ...], first: int, last: int) -> npt.NDArray[np.int64]:
@@ -160,9 +184,9 @@ def _join_neighbours(
 
 def _repeat_over_layers(source: Group, target: Group, in_block: npt.NDArray[np.int64], layers: range | None) -> Runs:
     chosen = [index for index, layer in enumerate(source.layers) if layers is None or layer in layers]
-    layer = np.repeat(np.asarray(chosen, dtype=np.int64), source.planes)
-    plane = np.tile(np.arange(source.planes, dtype=np.int64), len(chosen))
-    bases = np.zeros((len(layer), 1, 3), np.int64)
-    bases[:, 0, 0] = source.offset + layer * source.layer_stride + plane * source.plane_stride
-    bases[:, 0, 1] = target.offset + layer * target.layer_stride + plane * target.plane_stride
+    plane = np.arange(source.planes, dtype=np.int64)
+    bases = np.zeros((len(chosen) * source.planes, 1, 3), np.int64)
+    for column, group in enumerate((source, target)):
+        offsets = np.asarray(group.layer_offsets, np.int64)[chosen]
+        bases[:, 0, column] = (offsets[:, None] + plane * group.plane_stride).reshape(-1)
     return (bases + in_block[None]).reshape(-1, 3).astype(np.uint64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import os
@@ -126,6 +127,7 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait(_KILL_AFTER_S)
+            _kill_session(running.process.pid)
             running.reader.join(1.0)
         self._running.clear()
         for path in self.log_directory.glob("*.log"):
@@ -156,6 +158,12 @@ class _Running:
                 self.last_lines.append(line.rstrip("\n"))
                 if self._on_line is not None:
                     self._on_line(self.part.name, line.rstrip("\n"))
+
+
+def _kill_session(leader: int) -> None:
+    """End what a part has left behind; its children share the session that was made for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def core_share(engines: int) -> dict[str, str]:

@@ -65,9 +65,14 @@ def _read(document: Any) -> Reply:
         if not len(tokens) == len(values) == len(gaps):
             raise ValueError(f"{len(tokens)} tokens, {len(values)} logprobs, {len(gaps)} lists of candidates")
         answer = Answer(tokens, values, gaps, str(choice["finish_reason"]))
-        return Reply(answer, dict(document.get("kvbaton") or {}))
+        return Reply(answer, _record(document))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ProtocolError(f"the answer has no logprobs in the expected form: {error!r}") from error
+
+
+def _record(document: dict[str, Any]) -> dict[str, Any]:
+    """What an instance recorded of the hand-off; vLLM lets a connector answer in `kv_transfer_params` only."""
+    return dict(document.get("kvbaton") or (document.get("kv_transfer_params") or {}).get("kvbaton") or {})
 
 
 def _gap(candidates: dict[str, float]) -> float:

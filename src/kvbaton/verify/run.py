@@ -10,11 +10,13 @@ import aiohttp
 import msgspec
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
-from kvbaton.engines.embedded.weights import load_model
+from kvbaton.engines.embedded.weights import LoadedModel, load_model
 from kvbaton.errors import PeerError
-from kvbaton.launch.fleet import Fleet
+from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, router_part
 from kvbaton.launch.ports import PortPicker
+from kvbaton.launch.vllm import MAX_MODEL_TOKENS, vllm_pair_parts, vllm_part
+from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.verify.client import Reply, ask
 from kvbaton.verify.compare import compare
 from kvbaton.verify.report import Report, RequestRow, make_report
@@ -22,14 +24,15 @@ from kvbaton.verify.workload import make_prompts
 
 __all__ = ["VerifySettings", "run_verify"]
 
-_HEALTHY_WITHIN_S = 180.0
+_HEALTHY_WITHIN_S = {"embedded": 180.0, "vllm": 900.0}
 _REQUEST_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
-    """What to verify, and how much of it."""
+    """What to verify, and how much of it. `engine` is `embedded` or `vllm`."""
 
+    engine: str = "embedded"
     model: str = "smollm2"
     transport: str = "local"
     requests: int = 40
@@ -41,6 +44,11 @@ class VerifySettings:
     seed: int = 0
     drop_writes: bool = False
     handoff: HandoffSettings = DEFAULT_HANDOFF
+
+    @property
+    def engines(self) -> int:
+        """How many engines share the cores of this machine."""
+        return self.prefill + self.decode + 1
 
     def shown(self) -> dict[str, str | int | bool]:
         """Every setting by its name, in one level."""
@@ -58,31 +66,48 @@ class _Servers:
 def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
     loaded = load_model(settings.model, progress=say)
-    longest = min(settings.longest_prompt, loaded.config.context_tokens - settings.max_tokens)
+    context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)
+    longest = min(settings.longest_prompt, context - settings.max_tokens)
     if longest < settings.longest_prompt:
         say(f"prompts have at most {longest} tokens, so that they fit into the model's context")
     prompts = make_prompts(lambda text: loaded.tokenizer.encode(text), settings.requests, settings.seed, longest)
     with Fleet() as fleet:
         say("starting a router, a prefill, a decode and a single instance")
-        servers = _start(fleet, settings, loaded.name)
+        servers = _start(fleet, settings, loaded, say)
         say(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
     return make_report(settings.shown(), rows)
 
 
-def _start(fleet: Fleet, settings: VerifySettings, model: str) -> _Servers:
+def _start(fleet: Fleet, settings: VerifySettings, loaded: LoadedModel, say: Callable[[str], None]) -> _Servers:
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
-    engines = settings.prefill + settings.decode + 1
-    extra = ("--poison", "--drop-writes") if settings.drop_writes else ("--poison",)
-    options = InstanceOptions(settings.model, settings.transport, engines, extra, handoff=settings.handoff)
+    make = _vllm_parts if settings.engine == "vllm" else _embedded_parts
+    parts, single_url = make(settings, loaded, ports, discovery_port, say)
     fleet.start(router_part("127.0.0.1", router_port, discovery_port))
-    for part in pair_parts(settings.prefill, settings.decode, options, ports, discovery_port):
+    for part in parts:
         fleet.start(part)
+    fleet.wait_healthy(_HEALTHY_WITHIN_S[settings.engine])
+    return _Servers(f"http://127.0.0.1:{router_port}", single_url, loaded.name)
+
+
+def _embedded_parts(
+    settings: VerifySettings, loaded: LoadedModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
+) -> tuple[list[Part], str]:
+    del loaded, say
+    extra = ("--poison", "--drop-writes") if settings.drop_writes else ("--poison",)
+    options = InstanceOptions(settings.model, settings.transport, settings.engines, extra, handoff=settings.handoff)
     single, single_url = instance_part("single", "both", options, ports)
-    fleet.start(single)
-    fleet.wait_healthy(_HEALTHY_WITHIN_S)
-    return _Servers(f"http://127.0.0.1:{router_port}", single_url, model)
+    return [*pair_parts(settings.prefill, settings.decode, options, ports, discovery_port), single], single_url
+
+
+def _vllm_parts(
+    settings: VerifySettings, loaded: LoadedModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
+) -> tuple[list[Part], str]:
+    extra = {"poison": True, "drop_writes": settings.drop_writes}
+    options = ready_vllm(settings.model, loaded.name, settings.transport, settings.engines, settings.handoff, say, extra)
+    single, single_url = vllm_part("single", "both", options, ports)
+    return [*vllm_pair_parts(settings.prefill, settings.decode, options, ports, discovery_port), single], single_url
 
 
 async def _send_all(

@@ -60,7 +60,7 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
     rows, mib = 64, 1 << 20
     (group,) = layout_of_tokens(1, rows).groups
     names = ("head_size", "block_stride", "token_stride", "head_stride")
-    wide = msgspec.structs.replace(group, **dict.fromkeys(names, mib), layer_stride=rows * mib, plane_stride=rows * mib)
+    wide = msgspec.structs.replace(group, **dict.fromkeys(names, mib), plane_stride=rows * mib)
     reports: list[LegSummed] = []
     memory = Slow()
     summer = Summer(0, Layout(rows * mib, (wide,)), memory, reports.append)

@@ -36,9 +36,10 @@ def shape(order: tuple[int, ...], blocks: int, block_tokens: int) -> Group:
     strides, step = [0] * 5, HEAD_BYTES
     for axis in reversed(order):
         strides[axis], step = step, step * counts[axis]
-    names = ("layer_stride", "plane_stride", "block_stride", "token_stride", "head_stride")
+    names = ("plane_stride", "block_stride", "token_stride", "head_stride")
     group = compact_group(LAYERS, PLANES, blocks, block_tokens, HEADS, HEAD_BYTES // 2)
-    return msgspec.structs.replace(group, **dict(zip(names, strides, strict=True)))
+    offsets = tuple(layer * strides[0] for layer in range(LAYERS))
+    return msgspec.structs.replace(group, layer_offsets=offsets, **dict(zip(names, strides[1:], strict=True)))
 
 
 def placed(layout: Layout, ids: list[int], what: Content) -> bytearray:
@@ -46,7 +47,7 @@ def placed(layout: Layout, ids: list[int], what: Content) -> bytearray:
     region = bytearray(b"\xa5" * layout.region_bytes)
     (group,) = layout.groups
     for layer, plane, token, head in np.ndindex(*what.shape[:4]):
-        at = group.offset + layer * group.layer_stride + plane * group.plane_stride + head * group.head_stride
+        at = group.layer_offsets[layer] + plane * group.plane_stride + head * group.head_stride
         at += ids[token // group.block_tokens] * group.block_stride + token % group.block_tokens * group.token_stride
         region[at : at + HEAD_BYTES] = what[layer, plane, token, head].tobytes()
     return region

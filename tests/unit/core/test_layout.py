@@ -46,10 +46,18 @@ def test_bounds() -> None:
     group = compact_group()
     assert group.is_within(group.end)
     assert not group.is_within(group.end - 1)
-    assert not msgspec.structs.replace(group, offset=-1).is_within(2 * group.end)
+    assert not msgspec.structs.replace(group, layer_offsets=(-1, 0)).is_within(2 * group.end)
 
 
-CHANGES = {"kind": "sliding", "layers": (0, 7), "blocks": 9, "block_stride": 100, "offset": 2, "dtype": "float32"}
+CHANGES = {
+    "kind": "sliding",
+    "layers": (0, 7),
+    "blocks": 9,
+    "block_stride": 100,
+    "layer_offsets": (2, 50),
+    "dtype": "float32",
+    "whole_blocks": True,
+}
 
 
 @pytest.mark.parametrize(("field", "value"), CHANGES.items())

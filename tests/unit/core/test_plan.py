@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from caches import Case, cases, compact_group, layout_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from kvbaton.core.layout import Group, Layout
 from kvbaton.core.plan import Runs, pair_layouts, plan_runs
@@ -64,6 +64,7 @@ def test_runs_stay_within_both_regions(case: Case) -> None:
 def test_neighbours_are_joined(case: Case) -> None:
     fewest = 0
     for index, (source, target) in enumerate(zip(case.source.groups, case.target.groups, strict=True)):
+        assume(source.is_token_contiguous and target.is_token_contiguous)
         full = source.block_tokens * source.token_bytes
         is_dense = source.block_stride == full and target.block_stride == full
         per_plane = _fewest_runs(source, case.source_blocks[index], case.target_blocks[index], case)
@@ -72,6 +73,31 @@ def test_neighbours_are_joined(case: Case) -> None:
             per_plane = per_plane if case.first_token < case.tokens else 0
         fewest += per_plane * len(source.layers) * source.planes
     assert len(_plan(case)) == fewest
+
+
+def _heads_outside_tokens() -> Layout:
+    group = compact_group(layers=1, planes=1, blocks=8, block_tokens=4, heads=3, head_size=2)
+    return layout_of(msgspec.structs.replace(group, token_stride=4, head_stride=16))
+
+
+def test_where_heads_lie_apart_whole_blocks_are_one_run_and_parts_one_per_head() -> None:
+    layout = _heads_outside_tokens()
+    pair = pair_layouts(layout, layout)
+    assert plan_runs(pair, ((2, 3, 5),), ((0, 1, 7),), 0, 12).tolist() == [[96, 0, 96], [240, 336, 48]]
+    assert plan_runs(pair, ((2,),), ((0,),), 1, 3).tolist() == [[100, 4, 8], [116, 20, 8], [132, 36, 8]]
+
+
+def test_where_only_one_side_has_heads_apart_every_head_of_every_token_is_a_run() -> None:
+    apart = _heads_outside_tokens()
+    packed = layout_of(compact_group(layers=1, planes=1, blocks=8, block_tokens=4, heads=3, head_size=2))
+    runs = plan_runs(pair_layouts(apart, packed), ((2,),), ((0,),), 0, 2)
+    assert runs.tolist() == [[96, 0, 4], [112, 4, 4], [128, 8, 4], [100, 12, 4], [116, 16, 4], [132, 20, 4]]
+
+
+def test_blocks_that_only_their_engine_understands_are_moved_whole() -> None:
+    layout = layout_of(msgspec.structs.replace(compact_group(layers=1, planes=1), whole_blocks=True))
+    runs = plan_runs(pair_layouts(layout, layout), ((5, 3),), ((0, 2),), 3, 5)
+    assert runs.tolist() == [[240, 0, 48], [144, 96, 48]]
 
 
 def test_consecutive_blocks_are_one_run_per_layer_and_plane() -> None:
@@ -160,6 +186,7 @@ OTHER_VALUES = {
     "head_start": 2,
     "heads": 1,
     "block_tokens": 16,
+    "whole_blocks": True,
 }
 
 
@@ -185,27 +212,25 @@ def test_another_number_of_groups_is_refused_with_both() -> None:
         pair_layouts(layout_of(group, group), layout_of(group))
 
 
-@pytest.mark.parametrize("field", ["token_stride", "head_stride"])
-def test_tokens_that_are_not_side_by_side_are_refused(field: str) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_places_than_of_layers_is_refused(count: int) -> None:
     group = compact_group()
-    apart = msgspec.structs.replace(group, **{field: getattr(group, field) + 2})
-    for source, target in ((group, apart), (apart, group)):
-        with pytest.raises(Incompatible, match="layout group 0 strides") as caught:
-            pair_layouts(layout_of(source), layout_of(target))
-        assert caught.value.ours != caught.value.theirs
+    wrong = msgspec.structs.replace(group, layer_offsets=(0,) * count)
+    for source, target in ((group, wrong), (wrong, group)):
+        with pytest.raises(Incompatible, match=f"layer_offsets is .*{count} for 2 layers"):
+            pair_layouts(Layout(10**6, (source,)), Layout(10**6, (target,)))
 
 
 ESCAPES = {
-    "offset": 1,
-    "layer_stride": 10**6,
+    "layer_offsets": (0, 10**6),
     "plane_stride": 10**6,
     "block_stride": 2**63,
     "head_stride": 2**64 - 1,
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [*ESCAPES.items(), ("offset", -1), ("block_stride", -24)])
-def test_a_layout_that_leaves_its_region_is_refused(field: str, value: int) -> None:
+@pytest.mark.parametrize(("field", "value"), [*ESCAPES.items(), ("layer_offsets", (-1, 0)), ("block_stride", -24)])
+def test_a_layout_that_leaves_its_region_is_refused(field: str, value: object) -> None:
     """Strides come from a peer's card; what they reach is checked before any address is used."""
     group = compact_group(heads=1)
     size = layout_of(group).region_bytes

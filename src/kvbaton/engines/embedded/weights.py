@@ -21,7 +21,7 @@ from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weight_cache import FORMAT, CachedWeights, Header, open_weights, write_weights
 from kvbaton.errors import ModelError
 
-__all__ = ["LoadedModel", "default_cache_dir", "load_model"]
+__all__ = ["LoadedModel", "default_cache_dir", "load_model", "locate_model"]
 
 Array = npt.NDArray[np.float32]
 Progress = Callable[[str], None]
@@ -53,7 +53,7 @@ def load_model(model: str, *, cache_dir: Path | None = None, progress: Progress 
     The first load writes prepared weights into `cache_dir`; `progress` is told about what takes long.
     """
     cache_dir = cache_dir or default_cache_dir()
-    path = _locate(model, cache_dir)
+    path = locate_model(model, cache_dir)
     cached_path = cache_dir / f"{path.stem[:40]}-{_key(path)}.weights"
     cached = open_weights(cached_path)
     if cached is None:
@@ -66,7 +66,8 @@ def _silent(line: str) -> None:
     del line
 
 
-def _locate(model: str, cache_dir: Path) -> Path:
+def locate_model(model: str, cache_dir: Path) -> Path:
+    """The file or directory that a model's name means. Raises ModelError when there is none."""
     if model == "smollm2":
         return _smollm2_path()
     if model == "tiny" or model.startswith("tiny:"):

@@ -50,7 +50,7 @@ def test_layout_finds_every_head(layer: int, plane: int, block: int, token: int,
     cache = PagedCache(CONFIG, 5, 8)
     cache.data[layer, plane, block, token, head] = np.arange(16)
     (group,) = cache.layout().groups
-    offset = group.offset + layer * group.layer_stride + plane * group.plane_stride + block * group.block_stride
+    offset = group.layer_offsets[layer] + plane * group.plane_stride + block * group.block_stride
     offset += token * group.token_stride + head * group.head_stride
     found = np.frombuffer(cache.memory[offset : offset + group.head_bytes], np.float32)
     assert np.array_equal(found, np.arange(16))

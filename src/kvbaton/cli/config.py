@@ -1,0 +1,84 @@
+"""`kvbaton config`: prints what other engines have to be started with."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, TrustOptions, handoff_settings
+
+__all__ = ["config_app"]
+
+config_app = App(name="config", help="Print the command line that starts another engine with kvbaton in it.")
+
+_DEFAULT_HANDOFF = HandoffOptions()
+_DEFAULT_LIMITS = LimitOptions()
+_NO_TRUST = TrustOptions()
+
+
+@config_app.command
+def vllm(
+    *,
+    role: Literal["prefill", "decode", "both"],
+    model: str,
+    host: str = "127.0.0.1",
+    port: int = 8100,
+    control_port: int = 8101,
+    router: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    advertise_host: str | None = None,
+    transport: TransportName = "local",
+    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
+    limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
+    trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
+) -> int:
+    """Print a complete `vllm serve` line with the connector; every setting is checked first.
+
+    Parameters
+    ----------
+    role
+        prefill instances compute prompts, decode instances answer; `both` does either.
+    model
+        what vLLM is to serve.
+    host
+        where vLLM listens for HTTP, and the connector for control messages.
+    port
+        port of vLLM's API.
+    control_port
+        port on which other instances reach this one.
+    router
+        discovery address (host:port) of a router to register with; may be repeated.
+    advertise_host
+        under which address others reach this instance; `host` when not given.
+    transport
+        how cache bytes travel: `local` (same host) or `tcp`.
+    """
+    from kvbaton.core.addresses import in_url
+    from kvbaton.engines.vllm.settings import parse_settings
+    from kvbaton.launch.ports import check_port
+    from kvbaton.launch.vllm import serve_arguments, transfer_config
+
+    check_port(port, "--port")
+    extra: dict[str, Any] = {"control_port": control_port, "control_host": host, "transport": transport}
+    if advertise_host is not None:
+        extra["advertise_host"] = advertise_host
+    if router:
+        extra |= {"routers": list(router), "http_address": f"{in_url(advertise_host or host)}:{port}"}
+    extra |= _changed(limits) | _trusted(trust)
+    config = transfer_config(role, handoff_settings(handoff), extra)
+    parse_settings(config["kv_connector_extra_config"])
+    sys.stdout.write("vllm " + shlex.join(serve_arguments(model, host, port, config)) + "\n")
+    return 0
+
+
+def _changed(limits: LimitOptions) -> dict[str, float]:
+    """What differs from the defaults, so that the line stays short."""
+    names = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry")
+    return {name: getattr(limits, name) for name in names if getattr(limits, name) != getattr(_DEFAULT_LIMITS, name)}
+
+
+def _trusted(trust: TrustOptions) -> dict[str, Any]:
+    told: dict[str, Any] = {} if trust.cluster_key_file is None else {"cluster_key_file": str(trust.cluster_key_file)}
+    return told | ({"allow": list(trust.allow)} if trust.allow else {})

@@ -1,0 +1,275 @@
+"""`KVBatonConnector`: vLLM's hooks, each passed on to the half that it belongs to. Imports vLLM, as only `metrics` does too."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvbaton.discovery.messages import InstanceType
+from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
+from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
+from kvbaton.engines.vllm.orders import StepOrders, StepReport
+from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
+from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
+from kvbaton.engines.vllm.tensors import CacheSpec, RegisteredCache, read_tensors
+from kvbaton.errors import Bug, ConfigError
+
+__all__ = ["KVBatonConnector"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    orders: StepOrders
+
+
+@dataclass
+class _WorkerMetadata(KVConnectorWorkerMetadata):
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> _WorkerMetadata:
+        return _WorkerMetadata(self.report.aggregate(other.report))
+
+
+@dataclass
+class _Handshake(KVConnectorHandshakeMetadata):
+    info: HandoffInfo
+
+
+class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
+    """One half of kvbaton in vLLM: in the scheduler process it turns what vLLM says into orders, in the worker it obeys."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
+        self._settings: ConnectorSettings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
+        _check_shape(vllm_config, kv_cache_config)
+        is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
+        self._registers_as = _registers_as(is_producer, is_consumer)
+        self._scheduler: SchedulerHalf | None = None
+        self._instance: WorkerInstance | None = None
+        self._caches: dict[str, Any] = {}
+        self._layer_index: dict[str, int] = {}
+        self._bound: StepOrders | None = None
+        self._report = StepReport()
+        if role is KVConnectorRole.SCHEDULER:
+            block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer)
+
+    # In the worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Describe the cache, and start the agents over it."""
+        self._caches = kv_caches
+        cache = RegisteredCache(read_tensors(kv_caches), _spec(self._vllm_config, self._kv_cache_config))
+        self._layer_index = cache.layer_index
+        self._instance = WorkerInstance(self._settings, cache, _model(self._vllm_config), self._registers_as)
+        self._instance.start()
+        log.info("kvbaton listens at %s, incarnation %s", self._instance.info.control_address, self._instance.info.incarnation)
+
+    def get_handshake_metadata(self) -> _Handshake | None:
+        """Where this instance listens; vLLM carries it to the scheduler half."""
+        return None if self._instance is None else _Handshake(self._instance.info)
+
+    def handle_preemptions(self, kv_connector_metadata: _Metadata) -> None:
+        """Carry out the orders of this step; retracted blocks are free when this returns."""
+        self._take_orders(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: _Metadata) -> None:
+        """Carry out the orders of this step, where `handle_preemptions` was not called."""
+        super().bind_connector_metadata(connector_metadata)
+        self._take_orders(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads begin when their blocks are there."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no request runs before its whole cache has landed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """A layer of this step is computed: let it stream."""
+        layer = self._layer_index.get(layer_name)
+        if layer is not None and self._instance is not None:
+            self._instance.half.layer_computed(layer)
+
+    def wait_for_save(self) -> None:
+        """The forward is over: let the layers stream that had no hook. Blocks stay until the sending is reported."""
+        if self._instance is not None:
+            self._instance.half.forward_done()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What has finished, each id once."""
+        if self._instance is None:
+            return KVConnectorTransferResults()
+        finished = self._instance.half.end_step()
+        self._report = finished.report
+        return KVConnectorTransferResults(finished.sending, finished.receiving, finished.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same for callers that do not know of failures."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_kv_connector_stats(self) -> KVBatonStats | None:
+        """What happened since the last call, for vLLM's log and its metrics."""
+        if self._instance is None:
+            return None
+        data = self._instance.half.counts.take(self._instance.driver.stats())
+        return None if data is None else KVBatonStats(data=data)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVBatonStats:
+        """Statistics from what `get_kv_connector_stats` told."""
+        return KVBatonStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVBatonMetrics:
+        """Series for Prometheus."""
+        return KVBatonMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def build_connector_worker_meta(self) -> _WorkerMetadata | None:
+        """What the scheduler half is told beside the ids."""
+        report, self._report = self._report, StepReport()
+        return _WorkerMetadata(report) if report.landed else None
+
+    # In the scheduler.
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], _Handshake]) -> None:
+        """Learn where the worker listens. Keys are (pp rank, tp rank)."""
+        if set(metadata) != {(0, 0)}:
+            raise ConfigError(f"workers {sorted(metadata)} have said hello; one worker (TP 1, PP 1) can be handed over so far")
+        self._half.meet_worker(metadata[0, 0].info)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was admitted."""
+        self._half.begin(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How much of the prompt comes from a source, asynchronously."""
+        tokens = self._half.matched_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are there."""
+        self._half.allocated(request, tuple(tuple(ids) for ids in blocks.get_block_ids()), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> _Metadata:
+        """The orders for this step."""
+        orders = self._half.orders(
+            _computing(scheduler_output),
+            scheduler_output.preempted_req_ids or (),
+            self._block_ids,
+            scheduler_output.total_num_scheduled_tokens > 0,
+        )
+        return _Metadata(orders)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the worker told after a step."""
+        if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
+            self._half.take_report(connector_output.kv_connector_worker_meta.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over."""
+        return self._half.finish(request, (tuple(block_ids),))
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over."""
+        return self._half.finish(request, tuple(tuple(ids) for ids in block_ids))
+
+    def shutdown(self) -> None:
+        """End every hand-off, and give everything back."""
+        if self._instance is not None:
+            self._instance.close()
+            self._instance = None
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise Bug("vLLM asked the worker's half of the connector what only the scheduler's half knows")
+        return self._scheduler
+
+    def _take_orders(self, metadata: _Metadata) -> None:
+        if metadata.orders is not self._bound and self._instance is not None:
+            self._bound = metadata.orders
+            self._instance.half.begin_step(metadata.orders)
+
+    def _block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        if self._kv_cache_manager is None:
+            raise Bug("vLLM scheduled a step before it bound its cache manager")
+        ids: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
+        return ids
+
+
+def _log_with_vllm() -> None:
+    """Let kvbaton's log lines go where vLLM's go."""
+    ours, theirs = logging.getLogger("kvbaton"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers[:] = theirs.handlers
+        ours.setLevel(theirs.level or logging.INFO)
+        ours.propagate = False
+
+
+def _check_shape(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name, setting in (("tensor_parallel_size", "TP"), ("pipeline_parallel_size", "PP"), ("data_parallel_size", "DP")):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(f"{name} is {getattr(parallel, name)}; {setting} 1 can be handed over so far")
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        raise ConfigError(f"the model has {groups} groups of layers (kv_cache_groups); one can be handed over so far")
+
+
+def _registers_as(is_producer: bool, is_consumer: bool) -> InstanceType | None:
+    if is_producer and is_consumer:
+        return None
+    return InstanceType.PREFILL if is_producer else InstanceType.DECODE
+
+
+def _computing(scheduler_output: Any) -> list[Computing]:
+    """Every request of a step, with what it had before."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    before = [(each.req_id, each.num_computed_tokens) for each in scheduler_output.scheduled_new_reqs]
+    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [Computing(request_id, computed, scheduled.get(request_id, 0)) for request_id, computed in before]
+
+
+def _spec(vllm_config: Any, kv_cache_config: Any) -> CacheSpec:
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise ConfigError(f"the cache of this model is a {kind}; full attention and MLA can be handed over so far")
+    total_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return CacheSpec(spec.block_size, spec.num_kv_heads, total_heads, "mla" if kind.startswith("MLA") else "full")
+
+
+def _model(vllm_config: Any) -> ModelName:
+    """The fingerprint covers what decides the meaning of a cache: architecture, weights by size, dtypes, kind of CPU."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    names = model.served_model_name
+    name = names if isinstance(names, str) else (names[0] if names else model.model)
+    parts = [model.hf_config.to_json_string(use_diff=False), str(model.dtype), str(cache.cache_dtype), str(model.quantization)]
+    parts += [str(getattr(model, "revision", "") or ""), platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    directory = Path(model.model)
+    weights = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    parts += [f"{path.name} {path.stat().st_size}" for path in weights] or [model.model]
+    return ModelName(str(name), hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest())

@@ -1,0 +1,84 @@
+"""What happened in a worker since vLLM last asked: ends of hand-offs, their costs, and what the agents counted.
+
+The numbers travel as plain maps from the worker to vLLM's front end, which logs them and shows them to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kvbaton.agent.engine_port import HandoffStats
+from kvbaton.agent.stats import AgentStats
+from kvbaton.core.handoff import Outcome
+
+__all__ = ["Counts", "added", "is_empty", "shown"]
+
+_TOTALS = ("late", "dropped", "mismatches", "errors")
+_SERIES = ("moved_bytes", "handover_s", "wire_s")
+
+
+class Counts:
+    """Collects until `take`. Belongs to the worker's thread."""
+
+    def __init__(self) -> None:
+        self._ended: Counter[str] = Counter()
+        self._series: dict[str, list[float]] = {name: [] for name in _SERIES}
+        self._seen = dict.fromkeys(_TOTALS, 0)
+        self._gauges: dict[str, int] = {}
+
+    def source_ended(self, outcome: Outcome) -> None:
+        """A hand-off from here is over."""
+        self._ended[f"source {outcome}"] += 1
+
+    def target_ended(self, outcome: Outcome, stats: HandoffStats | None = None) -> None:
+        """A hand-off to here is over; `stats` if it landed."""
+        self._ended[f"target {outcome}"] += 1
+        if stats is not None:
+            for name, value in zip(_SERIES, (stats.bytes_moved, stats.handover_s, stats.wire_s), strict=True):
+                self._series[name].append(value)
+
+    def take(self, agent: AgentStats) -> dict[str, Any] | None:
+        """Everything that is new since the last call, as one map; None when nothing is."""
+        totals = {
+            "late": agent.late_total.total(),
+            "dropped": agent.dropped_total.total(),
+            "mismatches": agent.mismatches_total,
+            "errors": agent.errors_total,
+        }
+        grown = {name: total - self._seen[name] for name, total in totals.items() if total > self._seen[name]}
+        live = {f"live_{side}": count for side, count in agent.handoffs_live.items()}
+        gauges = {**live, "quarantined_blocks": agent.quarantined_blocks}
+        if not self._ended and not grown and gauges == self._gauges:
+            return None
+        self._seen, self._gauges = totals, gauges
+        ended, self._ended = self._ended, Counter()
+        series, self._series = self._series, {name: [] for name in _SERIES}
+        return {"ended": dict(ended), "series": series, "grown": grown, "gauges": gauges}
+
+
+def is_empty(data: dict[str, Any]) -> bool:
+    """Whether there is nothing in these numbers."""
+    return not data
+
+
+def added(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Both as one; gauges are those of the second."""
+    if is_empty(first) or is_empty(second):
+        return first or second
+    series = {name: [*first["series"].get(name, ()), *second["series"].get(name, ())] for name in _SERIES}
+    sums = {name: dict(Counter(first[name]) + Counter(second[name])) for name in ("ended", "grown")}
+    return {**sums, "series": series, "gauges": second["gauges"]}
+
+
+def shown(data: dict[str, Any]) -> dict[str, float]:
+    """The numbers as a line in vLLM's log has them."""
+    if is_empty(data):
+        return {}
+    line: dict[str, float] = {name.replace(" ", "_"): count for name, count in sorted(data["ended"].items())}
+    line["moved_MB"] = round(sum(data["series"]["moved_bytes"]) / 1e6, 1)
+    for name in ("handover_s", "wire_s"):
+        values = sorted(data["series"][name])
+        if values:
+            line[f"{name}_median"] = round(values[len(values) // 2], 4)
+    return {**line, **data["grown"], **data["gauges"]}

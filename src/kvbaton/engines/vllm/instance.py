@@ -1,0 +1,120 @@
+"""One vLLM instance's agents put together in its worker process: transport, control sockets, driver, registration."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvbaton.agent.driver import Driver
+from kvbaton.agent.process import this_process
+from kvbaton.agent.sockets import ControlSockets
+from kvbaton.core.card import Card, RankCard
+from kvbaton.core.handoff import BlockLists, Incarnation
+from kvbaton.discovery.advertise import numeric_host
+from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.engines.vllm.registration import LateAnnouncer
+from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm.tensors import RegisteredCache
+from kvbaton.engines.vllm.worker_half import WorkerHalf
+from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.faulty import Faults, FaultyTransport
+
+__all__ = ["ModelName", "WorkerInstance"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """What is served: the name that clients use, and a digest of everything that decides what a cache means."""
+
+    name: str
+    fingerprint: str
+
+
+class WorkerInstance:
+    """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector."""
+
+    def __init__(
+        self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelName, registers_as: InstanceType | None
+    ) -> None:
+        incarnation = Incarnation(secrets.token_hex(8))
+        self._news = threading.Event()
+        self._cache = cache
+        region = cache.region
+        with ExitStack() as parts:
+            sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust())
+            parts.callback(sockets.close)
+            transport = _open_transport(settings, incarnation, region)
+            parts.callback(transport.close)
+            card = _card(settings, model, incarnation, cache, transport)
+            limits, handoff = settings.limits, settings.handoff
+            self.driver = Driver(card, cache.layout, transport, limits, sockets, self._news.set, handoff, memory=region.view)
+            parts.pop_all()
+        self.info = HandoffInfo(settings.control_address, incarnation)
+        poison = self._poison if settings.poison else None
+        layers = len(cache.layout.groups[0].layers)
+        self.half = WorkerHalf(self.driver, layers, self._news, limits.stop_timeout, poison)
+        self._announcer = _announcer(settings, self.info, model, registers_as)
+
+    def start(self) -> None:
+        """Start the agents, and register with the routers as soon as the API answers."""
+        self.driver.start()
+        if self._announcer is not None:
+            self._announcer.start()
+
+    def close(self) -> None:
+        """Say goodbye, end every hand-off, and give everything back. Idempotent."""
+        if self._announcer is not None:
+            self._announcer.stop()
+        self.driver.close()
+
+    def _poison(self, blocks: BlockLists, cached_tokens: int) -> None:
+        block_tokens = self._cache.layout.groups[0].block_tokens
+        self._cache.poison(blocks[0][cached_tokens // block_tokens :])
+
+
+def _open_transport(settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
+    transport_settings = TransportSettings(
+        incarnation=incarnation,
+        timeout_s=settings.transfer_timeout,
+        host=settings.control_host,
+        advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
+    )
+    transport = open_transport(settings.transport, region, transport_settings)
+    return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
+
+
+def _card(
+    settings: ConnectorSettings, model: ModelName, incarnation: Incarnation, cache: RegisteredCache, transport: Transport
+) -> Card:
+    return Card(
+        incarnation=incarnation,
+        model=model.name,
+        fingerprint=model.fingerprint,
+        shape="tp1",
+        ranks=(RankCard(0, cache.layout, (transport.endpoint(),)),),
+        process=this_process(),
+        hold_s=settings.defer_timeout,
+        give_up_s=settings.transfer_timeout,
+    )
+
+
+def _announcer(
+    settings: ConnectorSettings, info: HandoffInfo, model: ModelName, registers_as: InstanceType | None
+) -> LateAnnouncer | None:
+    if registers_as is None or not settings.routers:
+        return None
+    registration = Registration(
+        type=registers_as,
+        http_address=settings.http_address,
+        zmq_address=str(info.control_address),
+        transfer_mode=TransferMode.of(settings.mode),
+        incarnation=info.incarnation,
+        model=model.name,
+        fingerprint=model.fingerprint,
+    )
+    return LateAnnouncer(Announcer(registration, settings.routers, settings.heartbeat_s), settings.http_address)

@@ -1,0 +1,127 @@
+"""What the scheduler half of the connector orders from the worker half in one step, and what it hears back.
+
+vLLM carries both between its processes, so they are plain values. Every order names the request, because a request can be
+over, and its hand-off's key taken by another one, while the first is still being stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.core.handoff import BlockLists, HandoffKey
+
+__all__ = [
+    "Chunk",
+    "FailLoad",
+    "Order",
+    "SourceBegins",
+    "SourceGivesUp",
+    "SourceOffers",
+    "SourceRetracts",
+    "StepOrders",
+    "StepReport",
+    "TargetBegins",
+    "TargetGivesUp",
+    "TargetPulls",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBegins:
+    """A prefill for a hand-off was admitted; `prompt` is a digest."""
+
+    request_id: str
+    key: HandoffKey
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRetracts:
+    """The blocks of a prefill were taken away; what was told of it is void before the next forward."""
+
+    request_id: str
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOffers:
+    """The prefill is complete; vLLM keeps the blocks until it is told that the sending has finished."""
+
+    request_id: str
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class SourceGivesUp:
+    """The prefill was aborted; vLLM keeps the blocks until it is told that the sending has finished."""
+
+    request_id: str
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBegins:
+    """A request for a hand-off was admitted."""
+
+    request_id: str
+    wanted: SourceWanted
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPulls:
+    """Blocks are there; vLLM waits until it is told that the receiving has finished."""
+
+    request_id: str
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class TargetGivesUp:
+    """The request is over, or does not want the hand-off any more."""
+
+    request_id: str
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class FailLoad:
+    """vLLM waits for a cache that cannot come: tell it so at once."""
+
+    request_id: str
+    reason: str
+
+
+Order = SourceBegins | SourceRetracts | SourceOffers | SourceGivesUp | TargetBegins | TargetPulls | TargetGivesUp | FailLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """In this step the tokens `first_token` up to `end_token` of a prefill are computed into `blocks`, layer by layer."""
+
+    request_id: str
+    key: HandoffKey
+    blocks: BlockLists
+    first_token: int
+    end_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """Everything for one step: what to do before the forward, and what the forward computes for hand-offs."""
+
+    orders: tuple[Order, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    has_forward: bool = True
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a worker tells after a step, beside the ids that vLLM itself wants: a record of each hand-off that landed."""
+
+    landed: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        """Both reports as one."""
+        return StepReport({**self.landed, **other.landed})

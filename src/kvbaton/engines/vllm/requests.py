@@ -1,0 +1,113 @@
+"""What a vLLM request wants of kvbaton: its `kv_transfer_params` and its id, read into the words of a hand-off."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from kvbaton.agent.engine_port import SourceWanted
+from kvbaton.core.handoff import HandoffKey, Mode, key_problem
+from kvbaton.engines.embedded.handoff_params import (
+    HandoffInfo,
+    KVTransferParams,
+    SourceWish,
+    TargetWish,
+    answer_params,
+    read_params,
+)
+from kvbaton.errors import BadRequest
+
+__all__ = ["EngineRequest", "HandoffInfo", "SourceWish", "Wish", "answer_params", "indices", "prompt_digest", "read_wish"]
+
+_SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
+_PROMPT = re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z")
+
+
+class EngineRequest(Protocol):
+    """What the connector reads of a vLLM request."""
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's own name of it."""
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the router, or the client, wants of the connector."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The prompt; None where it came as embeddings."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """How much of it, and of the answer, is in the cache."""
+
+    @property
+    def status(self) -> Any:
+        """An enum; only the names of its ends are read."""
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """What was generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request wants: to be a source, to be a target, or, with a `problem`, something that cannot be."""
+
+    key: HandoffKey | None
+    source: SourceWish | None = None
+    wanted: SourceWanted | None = None
+    problem: str = ""
+
+
+def read_wish(request: EngineRequest, mode: Mode) -> Wish | None:
+    """What a request wants; None for a plain one. Never raises: a client's mistake is a problem of its request."""
+    params = request.kv_transfer_params
+    if not isinstance(params, Mapping) or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
+        return None
+    try:
+        wish = read_params(msgspec.convert(dict(params), KVTransferParams), request.request_id)
+    except (BadRequest, msgspec.ValidationError) as error:
+        return Wish(None, problem=f"kv_transfer_params: {error}")
+    prompt, sample = indices(request.request_id)
+    if wish is None:
+        return None
+    key = HandoffKey(wish.transfer_id, prompt, sample)
+    problem = key_problem(key) or ("" if request.prompt_token_ids else "a prompt without token ids cannot be handed off")
+    if problem:
+        return Wish(None, problem=problem)
+    if isinstance(wish, TargetWish):
+        wanted = SourceWanted(key, prompt_digest(request), wish.source, wish.source_incarnation, mode)
+        return Wish(key, wanted=wanted)
+    return Wish(key, source=wish)
+
+
+def indices(request_id: str) -> tuple[int, int]:
+    """Which prompt and which sample of an HTTP request this is, by what vLLM puts before and behind its id.
+
+    Completions append `-PROMPT`, several samples are `SAMPLE_...`, and eight random hex digits may follow.
+    """
+    sample = _SAMPLE.match(request_id)
+    prompt = _PROMPT.search(request_id) if "cmpl-" in request_id and "chatcmpl-" not in request_id else None
+    return int(prompt[1]) if prompt else 0, int(sample[1]) if sample else 0
+
+
+def prompt_digest(request: EngineRequest) -> str:
+    """What the prompt is, in short: both sides of a hand-off must have the same. Images and adapters belong to it."""
+    digest = hashlib.blake2b(array("q", request.prompt_token_ids or ()).tobytes(), digest_size=16)
+    for feature in getattr(request, "mm_features", None) or ():
+        digest.update(f"|{feature.identifier}".encode())
+    if (adapter := getattr(request, "lora_request", None)) is not None:
+        digest.update(f"|lora {adapter.lora_name}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,218 @@
+"""The scheduler half of the connector: what vLLM's scheduler asks and tells, turned into orders for the worker half.
+
+A request that wants a hand-off goes through here once: it begins, blocks are allocated (several times when it is preempted),
+and it finishes. A target asks for its cache once; after that, whatever became of it, it is a plain request here, so a
+preempted one, or one whose load failed, is computed locally. What a client got wrong becomes a load that fails, and vLLM's
+policy decides between an error and local computing.
+
+Belongs to vLLM's scheduler thread. Decides nothing about hand-offs.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode
+from kvbaton.engines.vllm.orders import (
+    Chunk,
+    FailLoad,
+    Order,
+    SourceBegins,
+    SourceGivesUp,
+    SourceOffers,
+    SourceRetracts,
+    StepOrders,
+    StepReport,
+    TargetBegins,
+    TargetGivesUp,
+    TargetPulls,
+)
+from kvbaton.engines.vllm.requests import EngineRequest, HandoffInfo, SourceWish, Wish, answer_params, prompt_digest, read_wish
+
+__all__ = ["Computing", "SchedulerHalf"]
+
+log = logging.getLogger(__name__)
+
+_COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
+_MAX_TOKEN_ID = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """One request in a step: how many of its tokens were there before, and how many come."""
+
+    request_id: str
+    computed_tokens: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Source:
+    request: EngineRequest
+    key: HandoffKey
+    wish: SourceWish
+    told_tokens: int = 0
+
+
+class _Phase(enum.Enum):
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    SPENT = enum.auto()
+
+
+@dataclass(slots=True)
+class _Target:
+    tokens: int
+    wanted: SourceWanted | None
+    problem: str
+    phase: _Phase = _Phase.WAITING
+    cached_tokens: int = 0
+    record: dict[str, Any] | None = None
+
+
+class SchedulerHalf:
+    """One instance's part. It may be asked to be a source, a target, or both, as its role allows."""
+
+    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool) -> None:
+        self._mode = mode
+        self._block_tokens = block_tokens
+        self._is_source = is_source
+        self._is_target = is_target
+        self._info: HandoffInfo | None = None
+        self._sources: dict[str, _Source] = {}
+        self._targets: dict[str, _Target] = {}
+        self._orders: list[Order] = []
+
+    @property
+    def live(self) -> int:
+        """Requests that take part in a hand-off here."""
+        return len(self._sources) + len(self._targets)
+
+    def meet_worker(self, info: HandoffInfo) -> None:
+        """The worker is there and listens at this address."""
+        self._info = info
+
+    # What the scheduler asks and tells.
+
+    def begin(self, request: EngineRequest) -> None:
+        """A request was admitted."""
+        wish = read_wish(request, self._mode)
+        if wish is None:
+            return
+        is_remote_prefill = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        if is_remote_prefill:
+            self._begin_target(request, wish)
+        elif wish.key is None or wish.source is None or not self._is_source:
+            why = wish.problem or "this instance is no source (kv_role)"
+            log.error("request %s is computed without a hand-off: %s", request.request_id, why)
+        elif any(source.key == wish.key for source in self._sources.values()):
+            log.error("request %s is computed without a hand-off: %s is under way already", request.request_id, wish.key)
+        else:
+            self._sources[request.request_id] = _Source(request, wish.key, wish.source)
+            self._orders.append(SourceBegins(request.request_id, wish.key, prompt_digest(request)))
+
+    def _begin_target(self, request: EngineRequest, wish: Wish) -> None:
+        problem = wish.problem or ("" if self._is_target else "this instance is no target (kv_role)")
+        target = _Target(request.num_prompt_tokens, None if problem else wish.wanted, problem)
+        self._targets[request.request_id] = target
+        if target.wanted is not None:
+            self._orders.append(TargetBegins(request.request_id, target.wanted))
+
+    def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int:
+        """How many tokens after the first `computed_tokens` a source will send; asked often, changes nothing."""
+        target = self._targets.get(request.request_id)
+        if target is None or target.phase is not _Phase.WAITING:
+            return 0
+        return max(0, target.tokens - computed_tokens)
+
+    def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
+        """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
+        target = self._targets.get(request.request_id)
+        if target is None or target.phase is not _Phase.WAITING:
+            return
+        if not external_tokens:
+            target.phase = _Phase.SPENT
+            if target.wanted is not None:
+                self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
+            return
+        target.phase = _Phase.LOADING
+        target.cached_tokens = target.tokens - external_tokens
+        if target.wanted is None:
+            self._orders.append(FailLoad(request.request_id, target.problem))
+        else:
+            pull = Pull(target.wanted, blocks, target.tokens, target.cached_tokens)
+            self._orders.append(TargetPulls(request.request_id, pull))
+
+    def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""
+        source = self._sources.pop(request.request_id, None)
+        if source is not None:
+            return self._finish_source(request, source, blocks)
+        target = self._targets.pop(request.request_id, None)
+        if target is None:
+            return False, None
+        if target.wanted is not None and target.phase is not _Phase.SPENT:
+            self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
+        return False, self._target_record(request, target)
+
+    def _finish_source(self, request: EngineRequest, source: _Source, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
+        is_complete = request.num_computed_tokens >= request.num_prompt_tokens
+        if request.status.name not in _COMPLETE or not is_complete or self._info is None:
+            self._orders.append(SourceGivesUp(request.request_id, source.key))
+            return True, None
+        first = next(iter(request.output_token_ids), 0)
+        offer = Offer(source.key, blocks, request.num_prompt_tokens, Aux(min(first, _MAX_TOKEN_ID), 0.0))
+        self._orders.append(SourceOffers(request.request_id, offer))
+        return True, answer_params(source.wish, self._info)
+
+    def _target_record(self, request: EngineRequest, target: _Target) -> dict[str, Any]:
+        record = target.record or {"handed_off": False}
+        recomputed = target.record is None and request.status.name in _COMPLETE
+        return {"kvbaton": {**record, "cached_tokens": target.cached_tokens, "recomputed": recomputed}}
+
+    # The step.
+
+    def orders(
+        self,
+        computing: Iterable[Computing],
+        preempted: Iterable[str],
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        has_forward: bool,
+    ) -> StepOrders:
+        """Everything for the worker's next step; asked once per step."""
+        for request_id in preempted:
+            source = self._sources.get(request_id)
+            if source is not None and source.told_tokens:
+                source.told_tokens = 0
+                self._orders.append(SourceRetracts(request_id, source.key))
+        chunks = tuple(self._chunks(computing, block_ids)) if self._mode is Mode.PUSH and self._sources else ()
+        orders, self._orders = tuple(self._orders), []
+        return StepOrders(orders, chunks, has_forward)
+
+    def _chunks(self, computing: Iterable[Computing], block_ids: Callable[[str], Sequence[Sequence[int]]]) -> Iterable[Chunk]:
+        """What is new of each source, in whole blocks: the rest of one may still be written in the next step.
+
+        What a source found in the prefix cache counts as new, because others of the same step may be computing it.
+        """
+        for each in computing:
+            source = self._sources.get(each.request_id)
+            if source is None:
+                continue
+            end = min(each.computed_tokens + each.tokens, source.request.num_prompt_tokens)
+            if end < source.request.num_prompt_tokens:
+                end -= end % self._block_tokens
+            if end > source.told_tokens:
+                blocks = tuple(tuple(ids) for ids in block_ids(each.request_id))
+                yield Chunk(each.request_id, source.key, blocks, source.told_tokens, end)
+                source.told_tokens = end
+
+    def take_report(self, report: StepReport) -> None:
+        """What the worker tells after a step."""
+        for request_id, record in report.landed.items():
+            if (target := self._targets.get(request_id)) is not None:
+                target.record = record

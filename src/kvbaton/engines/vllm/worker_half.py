@@ -1,0 +1,363 @@
+"""The worker half of the connector: carries out what the scheduler half orders, tells of computed layers, reports ends.
+
+Theory of operation. vLLM calls the worker once per step: orders first, then the forward with one hook per layer, then the
+question what has finished. Every id is reported exactly once, and only while vLLM waits for it: a sending is reported when
+the scheduler half has offered or given it up (from then on vLLM keeps the blocks) and the source side has ended, in either
+order; a receiving when blocks were pulled for it and the target side has ended. A receiving that did not land is reported
+as failed too, and vLLM's own policy decides what becomes of the request.
+
+Belongs to vLLM's worker thread; the agents' thread only sets `news`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.agent.engine_port import (
+    Drained,
+    EngineEvent,
+    Granted,
+    HandoffPort,
+    HandoffStats,
+    Landed,
+    SourceEnded,
+    SpansReady,
+    TargetEnded,
+)
+from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
+from kvbaton.engines.vllm.counts import Counts
+from kvbaton.engines.vllm.orders import (
+    Chunk,
+    FailLoad,
+    Order,
+    SourceBegins,
+    SourceGivesUp,
+    SourceOffers,
+    SourceRetracts,
+    StepOrders,
+    StepReport,
+    TargetBegins,
+    TargetGivesUp,
+    TargetPulls,
+)
+from kvbaton.errors import KVBatonError
+
+__all__ = ["Finished", "WorkerHalf"]
+
+log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.003
+"""How long a step without a forward waits for news, so that an engine with nothing but hand-offs does not spin."""
+
+
+@dataclass(slots=True)
+class Finished:
+    """What vLLM is told after a step: requests whose sending, or receiving, has finished; failed receivings are in both."""
+
+    sending: set[str] = field(default_factory=set)
+    receiving: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    report: StepReport = field(default_factory=StepReport)
+
+    def __bool__(self) -> bool:
+        return bool(self.sending or self.receiving)
+
+
+@dataclass(slots=True)
+class _Source:
+    request_id: str
+    spans: int = 0
+    is_kept: bool = False
+    has_ended: bool = False
+
+
+@dataclass(slots=True)
+class _Target:
+    request_id: str
+    is_pulled: bool = False
+    is_over: bool = False
+    end: Landed | TargetEnded | None = None
+
+
+class WorkerHalf:
+    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are pulled."""
+
+    def __init__(
+        self,
+        port: HandoffPort,
+        layers: int,
+        news: threading.Event,
+        drain_s: float,
+        poison: Callable[[BlockLists, int], None] | None = None,
+    ) -> None:
+        self._port = port
+        self._layers = layers
+        self._news = news
+        self._drain_s = drain_s
+        self._poison = poison
+        self._sources: dict[HandoffKey, _Source] = {}
+        self._targets: dict[HandoffKey, _Target] = {}
+        self._chunks: tuple[Chunk, ...] = ()
+        self._told: set[int] = set()
+        self._has_forward = False
+        self._undrained: set[HandoffKey] = set()
+        self._finished = Finished()
+        self.counts = Counts()
+
+    @property
+    def live(self) -> int:
+        """Hand-offs that have not ended, or whose end vLLM has not been told."""
+        return len(self._sources) + len(self._targets)
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Carry the orders out; returns when nothing that the forward may overwrite is announced any more."""
+        self._chunks = orders.chunks
+        self._has_forward = orders.has_forward
+        self._told.clear()
+        for order in orders.orders:
+            try:
+                self._carry_out(order)
+            except KVBatonError:
+                log.exception("request %s: the agents refused a call that must not fail", order.request_id)
+                self._refused(order)
+        if self._undrained:
+            self._wait_drained()
+
+    def layer_computed(self, layer: int) -> None:
+        """This step's keys and values of one layer are in the cache: tell the agents, while the next layer computes."""
+        if self._chunks and layer not in self._told:
+            self._told.add(layer)
+            self._tell_spans(((layer, layer + 1),))
+
+    def forward_done(self) -> None:
+        """The forward is over: tell of the layers that had no hook."""
+        missing = [layer for layer in range(self._layers) if layer not in self._told]
+        if self._chunks and missing:
+            self._tell_spans(_ranges(missing))
+        self._chunks = ()
+
+    def end_step(self) -> Finished:
+        """What has finished since the last call; a step without a forward waits a moment for it."""
+        self._take_events()
+        if not self._finished and not self._has_forward and self.live:
+            self._news.wait(_IDLE_WAIT_S)
+            self._take_events()
+        finished, self._finished = self._finished, Finished()
+        return finished
+
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case SourceBegins():
+                self._begin_source(order)
+            case SourceRetracts():
+                self._retract(order)
+            case SourceOffers():
+                self._offer(order)
+            case SourceGivesUp():
+                self._keep(order.request_id, order.key)
+                self._port.cancel(order.key)
+            case TargetBegins():
+                self._begin_target(order)
+            case TargetPulls():
+                self._pull(order)
+            case TargetGivesUp():
+                self._give_up_target(order)
+            case FailLoad():
+                log.error("request %s: %s", order.request_id, order.reason)
+                self._report_failed(order.request_id)
+
+    def _refused(self, order: Order) -> None:
+        """Nothing was begun, offered or pulled, so no event will follow, and nobody can be using the blocks."""
+        match order:
+            case SourceBegins() | SourceGivesUp():
+                self._end_source(order.key)
+            case SourceOffers():
+                self._end_source(order.offer.key)
+            case TargetBegins():
+                self._targets.pop(order.wanted.key, None)
+            case TargetPulls():
+                self._targets.pop(order.pull.key, None)
+                self._report_failed(order.request_id)
+
+    # Sources.
+
+    def _begin_source(self, order: SourceBegins) -> None:
+        if order.key in self._sources:
+            log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
+            return
+        self._sources[order.key] = _Source(order.request_id)
+        self._port.expect_target(order.key, order.prompt)
+
+    def _retract(self, order: SourceRetracts) -> None:
+        source = self._source(order.key, order.request_id)
+        if source is None or source.has_ended or not source.spans:
+            return
+        source.spans = 0
+        self._undrained.add(order.key)
+        self._port.retract(order.key)
+
+    def _offer(self, order: SourceOffers) -> None:
+        key = order.offer.key
+        if self._keep(order.request_id, key):
+            self._port.offer(order.offer)
+
+    def _keep(self, request_id: str, key: HandoffKey) -> bool:
+        """vLLM keeps the blocks from now on; whether there is still a hand-off to keep them for."""
+        source = self._source(key, request_id)
+        if source is None:
+            self._finished.sending.add(request_id)
+            return False
+        source.is_kept = True
+        self._settle_source(key, source)
+        return not source.has_ended
+
+    def _tell_spans(self, layers: tuple[tuple[int, int], ...]) -> None:
+        """Tell of these layers of every chunk of the step, in one call."""
+        ready = []
+        for chunk in self._chunks:
+            source = self._source(chunk.key, chunk.request_id)
+            if source is not None and not source.has_ended:
+                ready.append(SpansReady(chunk.key, chunk.blocks, _spans(chunk, layers, source.spans)))
+                source.spans += len(layers)
+        if not ready:
+            return
+        try:
+            self._port.spans_ready_all(ready)
+        except KVBatonError:
+            log.exception("%d hand-offs: computed layers could not be told of", len(ready))
+
+    def _wait_drained(self) -> None:
+        """Wait until retracted blocks may be written. The agents answer at once; one that is stuck confirms nothing either."""
+        give_up_at = time.monotonic() + self._drain_s
+        while self._undrained and (left_s := give_up_at - time.monotonic()) > 0:
+            self._news.wait(left_s)
+            self._take_events()
+        for key in self._undrained:
+            log.error("hand-off %s: not drained within %g s after it was retracted; giving it up", key, self._drain_s)
+            self._port.cancel(key)
+        self._undrained.clear()
+
+    # Targets.
+
+    def _begin_target(self, order: TargetBegins) -> None:
+        key = order.wanted.key
+        if key in self._targets:
+            log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
+            return
+        self._targets[key] = _Target(order.request_id)
+        self._port.expect_source(order.wanted)
+
+    def _pull(self, order: TargetPulls) -> None:
+        key = order.pull.key
+        target = self._target(key, order.request_id)
+        if target is None:
+            self._report_failed(order.request_id)
+            return
+        target.is_pulled = True
+        if target.end is None:
+            if self._poison is not None:
+                self._poison(order.pull.blocks, order.pull.cached_tokens)
+            self._port.pull(order.pull)
+        self._settle_target(key, target)
+
+    def _give_up_target(self, order: TargetGivesUp) -> None:
+        target = self._target(order.key, order.request_id)
+        if target is not None:
+            target.is_over = True
+            self._settle_target(order.key, target)
+            self._port.cancel(order.key)
+
+    # What the agents decided.
+
+    def _take_events(self) -> None:
+        self._news.clear()
+        for event in self._port.events():
+            self._take(event)
+
+    def _take(self, event: EngineEvent) -> None:
+        match event:
+            case Granted():
+                pass
+            case Drained():
+                self._undrained.discard(event.key)
+            case SourceEnded():
+                self._undrained.discard(event.key)
+                self.counts.source_ended(event.outcome)
+                self._end_source(event.key)
+            case Landed() | TargetEnded():
+                self._count_target(event)
+                if (target := self._targets.get(event.key)) is not None:
+                    target.end = event
+                    self._settle_target(event.key, target)
+
+    def _count_target(self, event: Landed | TargetEnded) -> None:
+        if isinstance(event, Landed):
+            self.counts.target_ended(Outcome.DELIVERED, event.stats)
+        else:
+            self.counts.target_ended(event.outcome)
+
+    def _end_source(self, key: HandoffKey) -> None:
+        if (source := self._sources.get(key)) is not None:
+            source.has_ended = True
+            self._settle_source(key, source)
+
+    def _settle_source(self, key: HandoffKey, source: _Source) -> None:
+        if source.is_kept and source.has_ended:
+            del self._sources[key]
+            self._finished.sending.add(source.request_id)
+
+    def _settle_target(self, key: HandoffKey, target: _Target) -> None:
+        if target.end is None or not (target.is_pulled or target.is_over):
+            return
+        del self._targets[key]
+        if target.is_pulled:
+            if isinstance(target.end, Landed):
+                self._finished.receiving.add(target.request_id)
+                self._finished.report.landed[target.request_id] = _record(target.end.stats)
+            else:
+                self._report_failed(target.request_id)
+
+    def _report_failed(self, request_id: str) -> None:
+        self._finished.receiving.add(request_id)
+        self._finished.failed.add(request_id)
+
+    def _source(self, key: HandoffKey, request_id: str) -> _Source | None:
+        source = self._sources.get(key)
+        return source if source is not None and source.request_id == request_id else None
+
+    def _target(self, key: HandoffKey, request_id: str) -> _Target | None:
+        target = self._targets.get(key)
+        return target if target is not None and target.request_id == request_id else None
+
+
+def _record(stats: HandoffStats) -> dict[str, Any]:
+    return {
+        "handed_off": True,
+        "bytes_planned": stats.bytes_planned,
+        "bytes_moved": stats.bytes_moved,
+        "handover_s": stats.handover_s,
+        "handoff_s": stats.handover_s + stats.wire_s,
+        "transport": stats.transport,
+    }
+
+
+def _spans(chunk: Chunk, layers: tuple[tuple[int, int], ...], number: int) -> tuple[Span, ...]:
+    return tuple(
+        Span(number + index, chunk.first_token, chunk.end_token, first, end) for index, (first, end) in enumerate(layers)
+    )
+
+
+def _ranges(layers: list[int]) -> tuple[tuple[int, int], ...]:
+    """Runs of neighbours, as (first, end)."""
+    ranges: list[tuple[int, int]] = []
+    for layer in layers:
+        if ranges and ranges[-1][1] == layer:
+            ranges[-1] = (ranges[-1][0], layer + 1)
+        else:
+            ranges.append((layer, layer + 1))
+    return tuple(ranges)

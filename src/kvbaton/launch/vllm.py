@@ -1,0 +1,88 @@
+"""vLLM servers as parts of a local set-up, and the command line that starts one with the connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbaton.config import CLUSTER_KEY_VARIABLE, DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.local import new_cluster_key
+from kvbaton.launch.ports import PortPicker
+from kvbaton.launch.vllm_environment import VllmEnvironment
+
+__all__ = ["MAX_MODEL_TOKENS", "VllmOptions", "serve_arguments", "transfer_config", "vllm_pair_parts", "vllm_part"]
+
+MAX_MODEL_TOKENS = 2048
+"""Prompt and answer together, in local set-ups."""
+
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What every vLLM server of a set-up has in common."""
+
+    environment: VllmEnvironment
+    model: Path
+    served_name: str
+    transport: str
+    engines: int
+    handoff: HandoffSettings = DEFAULT_HANDOFF
+    settings: dict[str, Any] = field(default_factory=dict)
+    """More of `kv_connector_extra_config`."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for `vllm serve`."""
+    cache_gib: int = 1
+    cluster_key: str = field(default_factory=new_cluster_key, repr=False)
+
+
+def transfer_config(role: str, handoff: HandoffSettings, extra: dict[str, Any]) -> dict[str, Any]:
+    """The value of `--kv-transfer-config` for an instance of this role."""
+    return {
+        "kv_connector": "KVBatonConnector",
+        "kv_connector_module_path": "kvbaton.engines.vllm",
+        "kv_role": _ROLES[role],
+        "kv_load_failure_policy": str(handoff.on_failure),
+        "kv_connector_extra_config": {"mode": str(handoff.mode), "integrity": str(handoff.integrity), **extra},
+    }
+
+
+def serve_arguments(model: str, host: str, port: int, config: dict[str, Any] | None) -> list[str]:
+    """What follows `vllm` on the command line."""
+    arguments = ["serve", model, "--host", host, "--port", str(port)]
+    return arguments if config is None else [*arguments, "--kv-transfer-config", json.dumps(config)]
+
+
+def vllm_part(name: str, role: str, options: VllmOptions, ports: PortPicker, routers: Sequence[str] = ()) -> tuple[Part, str]:
+    """One vLLM server on free loopback ports, and its base URL; role `both` is a plain server without the connector."""
+    port = ports.pick()
+    config = None
+    if role != "both":
+        extra = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"127.0.0.1:{port}"}
+        extra |= {"routers": list(routers), **options.settings}
+        config = transfer_config(role, options.handoff, extra)
+    arguments = serve_arguments(str(options.model), "127.0.0.1", port, config)
+    arguments += ["--served-model-name", options.served_name, "--dtype", "float32", "--enforce-eager"]
+    arguments += ["--max-model-len", str(MAX_MODEL_TOKENS), *options.arguments]
+    environment = {
+        **options.environment.variables(),
+        **core_share(options.engines),
+        "VLLM_CPU_KVCACHE_SPACE": str(options.cache_gib),
+        CLUSTER_KEY_VARIABLE: options.cluster_key,
+    }
+    url = f"http://127.0.0.1:{port}"
+    return Part(name, [*options.environment.command, *arguments], f"{url}/health", environment), url
+
+
+def vllm_pair_parts(prefill: int, decode: int, options: VllmOptions, ports: PortPicker, discovery_port: int) -> list[Part]:
+    """`prefill` prefill and `decode` decode servers that register with the router at `discovery_port`."""
+    routers = [f"127.0.0.1:{discovery_port}"]
+    return [
+        vllm_part(f"{role}-{index}", role, options, ports, routers)[0]
+        for role, count in (("prefill", prefill), ("decode", decode))
+        for index in range(count)
+    ]

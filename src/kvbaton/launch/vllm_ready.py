@@ -1,0 +1,41 @@
+"""Everything that vLLM servers of a local set-up need before they start: environment, model, options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvbaton.config import HandoffSettings
+from kvbaton.engines.embedded.weights import default_cache_dir, locate_model
+from kvbaton.launch.local import new_cluster_key
+from kvbaton.launch.vllm import VllmOptions
+from kvbaton.launch.vllm_environment import ensure_environment
+from kvbaton.launch.vllm_model import ensure_model
+
+__all__ = ["ready_vllm"]
+
+
+def ready_vllm(
+    model: str,
+    served_name: str,
+    transport: str,
+    engines: int,
+    handoff: HandoffSettings,
+    say: Callable[[str], None],
+    settings: dict[str, Any] | None = None,
+    cluster_key: str | None = None,
+) -> VllmOptions:
+    """Install vLLM and convert the model where that was not done before; then nothing takes long."""
+    cache_dir = default_cache_dir()
+    environment = ensure_environment(cache_dir, say)
+    path = ensure_model(locate_model(model, cache_dir), environment, say)
+    return VllmOptions(
+        environment,
+        path,
+        served_name,
+        transport,
+        engines,
+        handoff,
+        settings or {},
+        cluster_key=cluster_key or new_cluster_key(),
+    )

@@ -1,0 +1,36 @@
+"""`kvbaton config`: a line that can be pasted, or one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from kvbaton.cli.main import make_app
+from kvbaton.engines.vllm.settings import parse_settings
+from kvbaton.errors import ConfigError
+
+
+def line(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    make_app()(["config", "vllm", *arguments], result_action="return_value")
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_a_launch_line_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--role", "decode", "--model", "m", "--router", "10.0.0.1:8002", "--host", "0.0.0.0", "--retry", "2"]  # noqa: S104
+    words = line(capsys, *options, "--advertise-host", "10.0.0.5", "--mode", "pull", "--on-failure", "recompute")
+    assert words[:3] == ["vllm", "serve", "m"]
+    config = json.loads(words[-1])
+    assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_consumer", "recompute")
+    settings = parse_settings(config["kv_connector_extra_config"])
+    assert (settings.http_address, settings.control_address.host) == ("10.0.0.5:8100", "10.0.0.5")
+    assert settings.limits.retry == 2
+    assert "transfer_timeout" not in config["kv_connector_extra_config"], "defaults are left out"
+
+
+def test_what_cannot_work_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="advertise_host"):
+        line(capsys, "--role", "prefill", "--model", "m", "--host", "0.0.0.0")  # noqa: S104
+    with pytest.raises(ConfigError, match="--port is 0"):
+        line(capsys, "--role", "prefill", "--model", "m", "--port", "0")

@@ -1,0 +1,210 @@
+"""Sources: what is told of a prefill and when, and that vLLM hears of its end exactly once, and only while it waits for it."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_rig import BLOCK_TOKENS, LAYERS, Request, Rig, Status, key_of, source_params
+
+from kvbaton.agent.engine_port import Drained, SourceEnded
+from kvbaton.core.handoff import Mode, Outcome, Span, span_problem
+from kvbaton.engines.vllm.scheduler_half import Computing
+
+BLOCKS = ((5, 6, 7),)
+
+
+def begun(rig: Rig, **fields: object) -> Request:
+    request = Request(source_params(), **fields)  # type: ignore[arg-type]
+    rig.scheduler.begin(request)
+    rig.blocks[request.request_id] = BLOCKS
+    return request
+
+
+def finished(rig: Rig, request: Request, status: Status = Status.FINISHED_LENGTH_CAPPED) -> tuple[bool, object]:
+    request.status = status
+    request.num_computed_tokens = request.num_prompt_tokens
+    return rig.scheduler.finish(request, BLOCKS)
+
+
+def whole(tokens: int = 10) -> Span:
+    return Span(0, 0, tokens, 0, LAYERS)
+
+
+@pytest.mark.parametrize("chunks", [(10,), (4, 6), (3, 3, 4), (1,) * 10, (8, 2)])
+def test_every_token_of_every_layer_is_told_once_however_the_prompt_is_cut(chunks: tuple[int, ...]) -> None:
+    rig = Rig()
+    request = begun(rig)
+    done = 0
+    for tokens in chunks:
+        rig.step(Computing(request.request_id, done, tokens))
+        done += tokens
+    assert span_problem(rig.spans(), whole()) == ""
+    assert [span.number for span in rig.spans()] == list(range(len(rig.spans())))
+
+
+def test_a_block_is_told_of_only_when_nothing_more_is_written_to_it() -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 7))
+    assert {(span.first_token, span.end_token) for span in rig.spans()} == {(0, BLOCK_TOKENS)}
+    rig.step(Computing(request.request_id, 7, 3))
+    assert {(span.first_token, span.end_token) for span in rig.spans()[LAYERS:]} == {(BLOCK_TOKENS, 10)}
+
+
+def test_what_the_prefix_cache_held_is_told_layer_by_layer_too() -> None:
+    """Another request of the same step may be computing it."""
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 8, 2))
+    assert span_problem(rig.spans(), whole()) == ""
+    assert all(span.end_layer == span.first_layer + 1 for span in rig.spans())
+
+
+@pytest.mark.parametrize("hooks", [(), (1,), (0, 2), (0, 0, 1)])
+def test_layers_without_a_hook_are_told_after_the_forward(hooks: tuple[int, ...]) -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 10), hooks=hooks)
+    assert span_problem(rig.spans(), whole()) == ""
+
+
+def test_in_pull_nothing_is_told_before_the_offer() -> None:
+    rig = Rig(Mode.PULL)
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 10))
+    assert rig.port.names() == ["expect_target"]
+    assert finished(rig, request)[0] is True
+    rig.step()
+    assert rig.port.names() == ["expect_target", "offer"]
+
+
+def test_tokens_that_a_source_decodes_are_none_of_the_hand_off() -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 10))
+    rig.step(Computing(request.request_id, 10, 1))
+    assert span_problem(rig.spans(), whole()) == ""
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED])
+def test_a_complete_prefill_is_offered_and_blocks_stay_until_it_has_ended(status: Status) -> None:
+    """A first token that ends the text is no reason not to hand over: the target finds the same one."""
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 10))
+    stays, params = finished(rig, request, status)
+    assert stays
+    assert isinstance(params, dict)
+    assert (params["transfer_id"], params["remote_port"], params["remote_engine_id"]) == ("tx-1", 7001, "p1")
+    assert not rig.step().sending
+    (offer,) = [argument for name, argument in rig.port.calls if name == "offer"]
+    assert (offer.key, offer.blocks, offer.tokens, offer.aux.token_id) == (key_of(), BLOCKS, 10, 7)
+    rig.port.push(SourceEnded(key_of(), Outcome.DELIVERED))
+    assert rig.step().sending == {request.request_id}
+    assert not rig.step().sending
+    assert rig.worker.live == rig.scheduler.live == 0
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED_ABORTED, Status.FINISHED_ERROR])
+def test_an_aborted_prefill_is_given_up_and_its_blocks_stay_until_nobody_reads_them(status: Status) -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 10))
+    assert finished(rig, request, status) == (True, None)
+    assert not rig.step().sending
+    assert rig.port.names()[-1] == "cancel"
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    assert rig.step().sending == {request.request_id}
+
+
+def test_a_prefill_that_stopped_half_way_is_never_offered() -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 4))
+    request.status, request.num_computed_tokens = Status.FINISHED_STOPPED, 4
+    assert rig.scheduler.finish(request, BLOCKS) == (True, None)
+    rig.step()
+    assert "offer" not in rig.port.names()
+
+
+def test_an_end_that_comes_before_the_request_is_over_is_told_afterwards() -> None:
+    """vLLM would die of an id that it does not wait for."""
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 4))
+    rig.port.push(SourceEnded(key_of(), Outcome.FAILED, "the target left"))
+    assert not rig.step(Computing(request.request_id, 4, 6)).sending
+    told = len(rig.spans())
+    assert finished(rig, request)[0] is True
+    assert rig.step().sending == {request.request_id}
+    assert "offer" not in rig.port.names()
+    assert len(rig.spans()) == told, "nothing more is told of what has ended"
+
+
+def test_preempted_blocks_are_retracted_before_the_forward_and_told_anew_from_the_start() -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 8))
+    rig.port.push(Drained(key_of()))
+    rig.step(preempted=[request.request_id])
+    assert rig.port.names()[-1] == "retract"
+    before = len(rig.spans())
+    rig.step(Computing(request.request_id, 0, 10))
+    again = rig.spans()[before:]
+    assert span_problem(again, whole()) == ""
+    assert again[0].number == 0
+
+
+def test_a_forward_waits_until_retracted_blocks_are_drained() -> None:
+    """The control: without the event it goes on only when its time is over, and gives the hand-off up."""
+    rig = Rig(drain_s=0.05)
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 8))
+    rig.step(preempted=[request.request_id])
+    assert rig.port.names()[-2:] == ["retract", "cancel"]
+
+
+def test_what_was_never_told_need_not_be_retracted() -> None:
+    rig = Rig(Mode.PULL)
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 8))
+    rig.step(preempted=[request.request_id])
+    assert "retract" not in rig.port.names()
+
+
+def test_a_second_request_of_the_same_hand_off_is_computed_without_one() -> None:
+    rig = Rig()
+    begun(rig)
+    second = begun(rig, request_id="cmpl-x-0-ffffffff")
+    rig.step()
+    assert rig.port.names() == ["expect_target"]
+    assert finished(rig, second) == (False, None)
+
+
+def test_a_key_that_is_still_being_stopped_is_not_taken_up_again() -> None:
+    rig = Rig()
+    first = begun(rig)
+    finished(rig, first, Status.FINISHED_ABORTED)
+    second = begun(rig, request_id="cmpl-x-0-ffffffff")
+    assert not rig.step().sending
+    finished(rig, second)
+    assert rig.step().sending == {second.request_id}
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    assert rig.step().sending == {first.request_id}
+
+
+def test_agents_that_refuse_calls_keep_no_blocks_for_ever() -> None:
+    rig = Rig()
+    request = begun(rig)
+    rig.port.is_stuck = True
+    rig.step(Computing(request.request_id, 0, 10))
+    finished(rig, request)
+    assert rig.step().sending == {request.request_id}
+    assert rig.worker.live == 0
+
+
+def test_an_instance_that_is_no_source_computes_without_a_hand_off() -> None:
+    rig = Rig(is_source=False)
+    request = begun(rig)
+    rig.step()
+    assert rig.port.calls == []
+    assert finished(rig, request) == (False, None)

@@ -1,0 +1,76 @@
+"""`kv_connector_extra_config`: what is taken, and that every mistake is named by its key."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.config import Limits
+from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
+from kvbaton.errors import ConfigError
+
+
+def test_a_port_is_enough() -> None:
+    settings = parse_settings({"control_port": 7000})
+    assert settings.limits == Limits()
+    assert (settings.mode, settings.transport, settings.routers) == (Mode.PUSH, "local", ())
+
+
+def test_everything_is_read() -> None:
+    settings = parse_settings(
+        {
+            "control_port": 7000,
+            "mode": "pull",
+            "integrity": "full",
+            "routers": ["127.0.0.1:1"],
+            "http_address": "127.0.0.1:2",
+            "retry": 2,
+        }
+    )
+    assert (settings.handoff.mode, settings.handoff.integrity) == (Mode.PULL, Integrity.FULL)
+    assert settings.limits.retry == 2
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "control_port is missing"),
+    "unknown": ({"control_prot": 1}, "unknown key 'control_prot'; did you mean 'control_port'"),
+    "far off": ({"zzz": 1}, "known are advertise_host"),
+    "of another connector": ({"handshake_port": 1}, "give control_port"),
+    "of vllm": ({"on_failure": "fail"}, "kv_load_failure_policy"),
+    "secret": ({"cluster_key": "x"}, "cluster_key_file"),
+    "port": ({"control_port": 65536}, "control_port is 65536"),
+    "text": ({"control_port": "7000"}, r"\$\.control_port"),
+    "mode": ({"control_port": 1, "mode": "shove"}, r"\$\.mode"),
+    "transport": ({"control_port": 1, "transport": "pigeon"}, "known are local, tcp"),
+    "order": ({"control_port": 1, "transfer_timeout": 60}, "defer_timeout .60 s. must be longer"),
+    "negative": ({"control_port": 1, "retry": -1}, "retry is -1"),
+    "zero": ({"control_port": 1, "stop_timeout": 0}, "stop_timeout is 0"),
+    "nan": ({"control_port": 1, "transfer_timeout": math.nan}, "transfer_timeout is nan"),
+    "infinite": ({"control_port": 1, "defer_timeout": math.inf}, "defer_timeout is inf"),
+    "word": ({"control_port": 1, "retry": "soon"}, r"\$\.retry"),
+    "unreachable": ({"control_port": 1, "routers": ["127.0.0.1:9"]}, "no http_address"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_named_by_their_key(name: str) -> None:
+    extra, words = WRONG[name]
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_settings(extra)
+    assert "kv_connector_extra_config" in str(caught.value)
+
+
+def test_the_limits_are_those_of_every_instance() -> None:
+    assert set(Limits.__struct_fields__) <= set(ConnectorSettings.__struct_fields__)
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("k" * 32)
+    path.chmod(0o600)
+    assert parse_settings({"control_port": 1, "cluster_key_file": str(path)}).trust({}).key == b"k" * 32
+    assert parse_settings({"control_port": 1}).trust({"KVBATON_CLUSTER_KEY": "e" * 32}).key == b"e" * 32

