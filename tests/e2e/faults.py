@@ -21,7 +21,6 @@ LIMITS = Limits(transfer_timeout=1.5, defer_timeout=2.5, stop_timeout=0.3, retry
 TOKENS = 60
 _CHUNK_TOKENS = 32
 _SPANS = 8
-_CHUNKS = 2
 _EACH = 3
 _BLOCKS = 128
 _BLOCKS_EACH = 4
@@ -46,14 +45,15 @@ class Stage:
 STAGES = (
     Stage("queued", "target", target=Hold(pulls=False), is_pull_too=False, router_cancels=True),
     Stage("offered, grant lost", "target", target=Hold(muted=("grant",)), waits=False),
+    Stage("moving", "target", target=Hold(stalls=True)),
     Stage("granted", "source", source=Hold(spans=0), is_pull_too=False),
     Stage("in mid-stream", "source", source=Hold(spans=_SPANS // 2), is_pull_too=False),
     Stage("all announced", "source", source=Hold(spans=_SPANS), is_pull_too=False),
-    Stage("moving", "target", target=Hold(stalls=True)),
     Stage("confirming", "source", source=Hold(muted=("confirmed",))),
     Stage("before release", "target", target=Hold(muted=("release",))),
 )
-"""In the order in which they are set up; the last one is the only one that passes by itself."""
+"""In the order in which they are set up: nothing is copied before the stage whose copies are held up; the last one alone passes
+by itself."""
 
 
 def stages_of(mode: Mode) -> Sequence[Stage]:
@@ -111,9 +111,7 @@ class Scene:
             self.relay.wait(partial(self._stands, holder, stage), stage.name, _PATIENCE_S)
 
     def _stands(self, holder: BareProcess, stage: Stage) -> bool:
-        """Whether the hand-offs are there; layers that were told together are moved as one, chunks are not."""
-        batches = _CHUNKS if stage.target.stalls and self.mode is Mode.PUSH else 1
-        return holder.gauges().held[stage.name] >= _EACH * batches
+        return holder.gauges().held[stage.name] >= _EACH
 
     def cancel_queued(self, side: str) -> None:
         """What a router does when it has lost the other side: cancel what nobody's patience would end."""

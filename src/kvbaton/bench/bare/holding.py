@@ -46,12 +46,12 @@ class MutedSockets(ControlSockets):
 
 
 class HoldingTransport(FaultyTransport):
-    """A transport that fails on command, and counts the batches that it holds up."""
+    """A transport that fails on command, and counts the bytes that it holds up."""
 
     def __init__(self, inner: Transport, region: Region) -> None:
         super().__init__(inner, region, Faults())
         self._wrong = Faults()
-        self.stalled_total = 0
+        self.stalled_bytes = 0
 
     def go_wrong(self, faults: Faults) -> None:
         """What goes wrong from the next post on."""
@@ -65,5 +65,6 @@ class HoldingTransport(FaultyTransport):
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Post, and count it when it will not complete."""
         ticket = super().post(batch, after)
-        self.stalled_total += self._wrong.stall
+        if self._wrong.stall:
+            self.stalled_bytes += batch.wire_bytes
         return ticket

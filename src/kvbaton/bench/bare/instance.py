@@ -30,6 +30,7 @@ from kvbaton.bench.bare.orders import (
     Order,
     Report,
     SetFaults,
+    Task,
 )
 from kvbaton.bench.bare.pages import TaggedPages
 from kvbaton.bench.bare.pool import BarePool
@@ -53,6 +54,7 @@ class BareInstance:
 
     def __init__(self, settings: BareSettings, tell: Callable[[Report], None], news: Callable[[], None]) -> None:
         self._tell = tell
+        self._shape = settings.shape
         self._incarnation = Incarnation(secrets.token_hex(8))
         pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
         region = Region.of(pages.data)
@@ -185,14 +187,15 @@ class BareInstance:
             landed_total=self._books.landed_total,
             foreign_bytes=self._books.foreign_bytes,
             errors_total=agent.errors_total,
-            held={name: task.held + self._held_up(name, task.task.hold) for name, task in tasks.items()},
+            held={name: task.held + self._held_up(task.task) for name, task in tasks.items()},
         )
 
-    def _held_up(self, task: str, hold: Hold) -> int:
-        """What the wrappers hold up: hand-offs whose messages were swallowed, batches that do not complete."""
+    def _held_up(self, task: Task) -> int:
+        """How many hand-offs the wrappers hold up: messages were swallowed, or every byte of theirs was posted."""
         if self._muted is None or self._holding is None:
             return 0
-        return len(self._muted.swallowed.get(task, ())) + (self._holding.stalled_total if hold.stalls else 0)
+        swallowed = len(self._muted.swallowed.get(task.name, ()))
+        return swallowed + (self._holding.stalled_bytes // self._shape.cache_bytes(task.tokens) if task.hold.stalls else 0)
 
     def _card(self, settings: BareSettings, pages: TaggedPages, endpoint: Endpoint) -> Card:
         limits = settings.limits
