@@ -63,7 +63,7 @@ def vllm_part(name: str, role: str, options: VllmOptions, ports: PortPicker, rou
     config = None
     if role != "both":
         extra = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"127.0.0.1:{port}"}
-        extra |= {"routers": list(routers), **options.settings}
+        extra |= {"handoffs_port": ports.pick(), "routers": list(routers), **options.settings}
         config = transfer_config(role, options.handoff, extra)
     arguments = serve_arguments(str(options.model), "127.0.0.1", port, config)
     arguments += ["--served-model-name", options.served_name, "--dtype", "float32", "--enforce-eager"]

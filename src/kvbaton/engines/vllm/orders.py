@@ -109,11 +109,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """Everything for one step: what to do before the forward, and what the forward computes for hand-offs."""
+    """Everything for one step: what to do before the forward, and what the forward computes for hand-offs.
+
+    `first_steps` are hand-offs whose prefill begins with this step, or whose landed cache is first used in it.
+    """
 
     orders: tuple[Order, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     has_forward: bool = True
+    first_steps: tuple[HandoffKey, ...] = ()
 
 
 @dataclass(slots=True)

@@ -87,6 +87,7 @@ class SchedulerHalf:
         self._sources: dict[str, _Source] = {}
         self._targets: dict[str, _Target] = {}
         self._orders: list[Order] = []
+        self._unstepped: dict[str, HandoffKey] = {}
 
     @property
     def live(self) -> int:
@@ -114,6 +115,7 @@ class SchedulerHalf:
             log.error("request %s is computed without a hand-off: %s is under way already", request.request_id, wish.key)
         else:
             self._sources[request.request_id] = _Source(request, wish.key, wish.source)
+            self._unstepped[request.request_id] = wish.key
             self._orders.append(SourceBegins(request.request_id, wish.key, prompt_digest(request)))
 
     def _begin_target(self, request: EngineRequest, wish: Wish) -> None:
@@ -150,6 +152,7 @@ class SchedulerHalf:
 
     def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""
+        self._unstepped.pop(request.request_id, None)
         source = self._sources.pop(request.request_id, None)
         if source is not None:
             return self._finish_source(request, source, blocks)
@@ -190,9 +193,16 @@ class SchedulerHalf:
             if source is not None and source.told_tokens:
                 source.told_tokens = 0
                 self._orders.append(SourceRetracts(request_id, source.key))
+        computing = tuple(computing)
         chunks = tuple(self._chunks(computing, block_ids)) if self._mode is Mode.PUSH and self._sources else ()
         orders, self._orders = tuple(self._orders), []
-        return StepOrders(orders, chunks, has_forward)
+        return StepOrders(orders, chunks, has_forward, self._first_steps(computing))
+
+    def _first_steps(self, computing: Iterable[Computing]) -> tuple[HandoffKey, ...]:
+        if not self._unstepped:
+            return ()
+        stepped = [self._unstepped.pop(each.request_id, None) for each in computing]
+        return tuple(key for key in stepped if key is not None)
 
     def _chunks(self, computing: Iterable[Computing], block_ids: Callable[[str], Sequence[Sequence[int]]]) -> Iterable[Chunk]:
         """What is new of each source, in whole blocks: the rest of one may still be written in the next step.
@@ -216,3 +226,5 @@ class SchedulerHalf:
         for request_id, record in report.landed.items():
             if (target := self._targets.get(request_id)) is not None:
                 target.record = record
+                if target.wanted is not None:
+                    self._unstepped[request_id] = target.wanted.key

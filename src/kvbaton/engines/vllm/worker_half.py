@@ -30,6 +30,7 @@ from kvbaton.agent.engine_port import (
     TargetEnded,
 )
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
+from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -85,7 +86,10 @@ class _Target:
 
 
 class WorkerHalf:
-    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are pulled."""
+    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are pulled.
+
+    `observe` is told what vLLM does; the agents have one of their own.
+    """
 
     def __init__(
         self,
@@ -94,12 +98,14 @@ class WorkerHalf:
         news: threading.Event,
         drain_s: float,
         poison: Callable[[BlockLists, int], None] | None = None,
+        observe: Observer = nobody,
     ) -> None:
         self._port = port
         self._layers = layers
         self._news = news
         self._drain_s = drain_s
         self._poison = poison
+        self._observe = observe
         self._sources: dict[HandoffKey, _Source] = {}
         self._targets: dict[HandoffKey, _Target] = {}
         self._chunks: tuple[Chunk, ...] = ()
@@ -127,6 +133,11 @@ class WorkerHalf:
                 self._refused(order)
         if self._undrained:
             self._wait_drained()
+        for key in orders.first_steps:
+            if key in self._sources:
+                self._note(key, Side.SOURCE, Stage.STARTED)
+            else:
+                self._note(key, Side.TARGET, Stage.FIRST_STEP)
 
     def layer_computed(self, layer: int) -> None:
         """This step's keys and values of one layer are in the cache: tell the agents, while the next layer computes."""
@@ -139,6 +150,8 @@ class WorkerHalf:
         missing = [layer for layer in range(self._layers) if layer not in self._told]
         if self._chunks and missing:
             self._tell_spans(_ranges(missing))
+        for chunk in self._chunks:
+            self._note(chunk.key, Side.SOURCE, Stage.COMPUTED, Span(0, chunk.first_token, chunk.end_token, 0, self._layers))
         self._chunks = ()
 
     def end_step(self) -> Finished:
@@ -191,6 +204,7 @@ class WorkerHalf:
             log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
             return
         self._sources[order.key] = _Source(order.request_id)
+        self._note(order.key, Side.SOURCE, Stage.ARRIVED)
         self._port.expect_target(order.key, order.prompt)
 
     def _retract(self, order: SourceRetracts) -> None:
@@ -250,6 +264,7 @@ class WorkerHalf:
             log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
             return
         self._targets[key] = _Target(order.request_id)
+        self._note(key, Side.TARGET, Stage.ARRIVED)
         self._port.expect_source(order.wanted)
 
     def _pull(self, order: TargetPulls) -> None:
@@ -259,6 +274,7 @@ class WorkerHalf:
             self._report_failed(order.request_id)
             return
         target.is_pulled = True
+        self._note(key, Side.TARGET, Stage.ALLOCATED)
         if target.end is None:
             if self._poison is not None:
                 self._poison(order.pull.blocks, order.pull.cached_tokens)
@@ -325,6 +341,9 @@ class WorkerHalf:
     def _report_failed(self, request_id: str) -> None:
         self._finished.receiving.add(request_id)
         self._finished.failed.add(request_id)
+
+    def _note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> None:
+        self._observe(note(key, side, stage, time.monotonic(), span))
 
     def _source(self, key: HandoffKey, request_id: str) -> _Source | None:
         source = self._sources.get(key)

@@ -43,6 +43,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "of vllm": ({"on_failure": "fail"}, "kv_load_failure_policy"),
     "secret": ({"cluster_key": "x"}, "cluster_key_file"),
     "port": ({"control_port": 65536}, "control_port is 65536"),
+    "no port": ({"control_port": 1, "handoffs_port": -1}, "handoffs_port is -1"),
+    "the same port": ({"control_port": 7000, "handoffs_port": 7000}, "not the control_port"),
     "text": ({"control_port": "7000"}, r"\$\.control_port"),
     "mode": ({"control_port": 1, "mode": "shove"}, r"\$\.mode"),
     "transport": ({"control_port": 1, "transport": "pigeon"}, "known are local, tcp"),

@@ -11,6 +11,7 @@ from typing import Any
 from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
+from kvbaton.core.timeline import Note
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
@@ -151,10 +152,11 @@ class Rig:
     def __init__(self, mode: Mode = Mode.PUSH, *, is_source: bool = True, is_target: bool = True, drain_s: float = 5.0) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
+        self.notes: list[Note] = []
         self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
-        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison)
+        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison, self.notes.append)
         self.blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def step(self, *computing: Computing, preempted: Sequence[str] = (), hooks: Sequence[int] = range(LAYERS)) -> Finished:
