@@ -240,6 +240,10 @@ class Driver(HandoffPort):
             turns_total=self._turns,
             busy_s_total=self._busy_s,
             poll_s_total=self._poll_s,
+            failures_total=_failures(source=source.failures_total, target=target.failures_total),
+            runs_total=sum(agent.runs_total for agent in self._agents),
+            peers=coordinator.peers,
+            handshakes_total=coordinator.handshakes_total,
         )
 
     def _dropped_total(self) -> Counter[str]:
@@ -345,3 +349,7 @@ class Driver(HandoffPort):
     def _take_reports(self) -> None:
         while self._reports:
             self._guarded(partial(self._coordinator.on_rank, self._reports.popleft()))
+
+
+def _failures(**sides: Counter[str]) -> Counter[tuple[str, str]]:
+    return Counter({(side, cause): count for side, causes in sides.items() for cause, count in dict(causes).items()})

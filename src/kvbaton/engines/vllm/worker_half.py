@@ -72,6 +72,7 @@ class Finished:
 @dataclass(slots=True)
 class _Source:
     request_id: str
+    begun_at: float
     spans: int = 0
     is_kept: bool = False
     has_ended: bool = False
@@ -80,6 +81,7 @@ class _Source:
 @dataclass(slots=True)
 class _Target:
     request_id: str
+    begun_at: float
     is_pulled: bool = False
     is_over: bool = False
     end: Landed | TargetEnded | None = None
@@ -134,8 +136,8 @@ class WorkerHalf:
         if self._undrained:
             self._wait_drained()
         for key in orders.first_steps:
-            if key in self._sources:
-                self._note(key, Side.SOURCE, Stage.STARTED)
+            if (source := self._sources.get(key)) is not None:
+                self.counts.queued(Side.SOURCE, self._note(key, Side.SOURCE, Stage.STARTED) - source.begun_at)
             else:
                 self._note(key, Side.TARGET, Stage.FIRST_STEP)
 
@@ -203,8 +205,7 @@ class WorkerHalf:
         if order.key in self._sources:
             log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
             return
-        self._sources[order.key] = _Source(order.request_id)
-        self._note(order.key, Side.SOURCE, Stage.ARRIVED)
+        self._sources[order.key] = _Source(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
         self._port.expect_target(order.key, order.prompt)
 
     def _retract(self, order: SourceRetracts) -> None:
@@ -263,8 +264,7 @@ class WorkerHalf:
         if key in self._targets:
             log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
             return
-        self._targets[key] = _Target(order.request_id)
-        self._note(key, Side.TARGET, Stage.ARRIVED)
+        self._targets[key] = _Target(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
         self._port.expect_source(order.wanted)
 
     def _pull(self, order: TargetPulls) -> None:
@@ -274,7 +274,7 @@ class WorkerHalf:
             self._report_failed(order.request_id)
             return
         target.is_pulled = True
-        self._note(key, Side.TARGET, Stage.ALLOCATED)
+        self.counts.queued(Side.TARGET, self._note(key, Side.TARGET, Stage.ALLOCATED) - target.begun_at)
         if target.end is None:
             if self._poison is not None:
                 self._poison(order.pull.blocks, order.pull.cached_tokens)
@@ -342,8 +342,11 @@ class WorkerHalf:
         self._finished.receiving.add(request_id)
         self._finished.failed.add(request_id)
 
-    def _note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> None:
-        self._observe(note(key, side, stage, time.monotonic(), span))
+    def _note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> float:
+        """Tell whoever watches, and return the moment."""
+        now = time.monotonic()
+        self._observe(note(key, side, stage, now, span))
+        return now
 
     def _source(self, key: HandoffKey, request_id: str) -> _Source | None:
         source = self._sources.get(key)
