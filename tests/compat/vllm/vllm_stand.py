@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from kvbaton.config import HandoffSettings
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet
@@ -26,7 +26,7 @@ from kvbaton.launch.vllm import VllmOptions, vllm_part
 from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.verify.client import Reply, ask
 
-__all__ = ["MODEL", "STEP_TOKENS", "VllmStand", "both", "session", "stand", "together"]
+__all__ = ["MODEL", "STEP_TOKENS", "VllmStand", "both", "ready", "session", "stand", "together"]
 
 MODEL = "smollm2"
 STEP_TOKENS = 256
@@ -66,10 +66,10 @@ class VllmStand:
         return not any(values)
 
 
-def _ready(handoff: HandoffSettings, settings: dict[str, Any]) -> VllmOptions:
+def ready(handoff: HandoffSettings = DEFAULT_HANDOFF, settings: dict[str, Any] | None = None) -> VllmOptions:
     """vLLM, installed if need be; the only reason for which these tests are skipped."""
     try:
-        return ready_vllm(MODEL, MODEL, "local", 3, handoff, print, settings)
+        return ready_vllm(MODEL, MODEL, "local", 3, handoff, print, settings or {})
     except LocalError as error:
         pytest.skip(f"NOTHING IS TESTED WITH VLLM, because it cannot be installed here: {error}")
 
@@ -78,8 +78,8 @@ def _ready(handoff: HandoffSettings, settings: dict[str, Any]) -> VllmOptions:
 def stand(mode: Mode, **settings: Any) -> Iterator[VllmStand]:
     """Start everything in this mode; `settings` go into `kv_connector_extra_config`. Stops everything afterwards."""
     ports = PortPicker()
-    ready = _ready(HandoffSettings(mode=mode), {"poison": True, **settings})
-    options = replace(ready, arguments=("--max-num-batched-tokens", str(STEP_TOKENS)))
+    installed = ready(HandoffSettings(mode=mode), {"poison": True, **settings})
+    options = replace(installed, arguments=("--max-num-batched-tokens", str(STEP_TOKENS)))
     router_port, discovery_port = ports.pick(), ports.pick()
     routers = [f"127.0.0.1:{discovery_port}"]
     with Fleet() as fleet:

@@ -66,6 +66,11 @@ class VllmServeBench:
             )
 
     @property
+    def variants(self) -> tuple[str, ...]:
+        """The names of what is measured, in order."""
+        return (SINGLE, *(f"kvbaton {mode}" for mode in self.modes), *((NIXL,) if self.peer else ()))
+
+    @property
     def servers(self) -> int:
         """How many servers are up at once."""
         return 1 + 2 * (len(self.modes) + bool(self.peer))
@@ -96,7 +101,7 @@ def run_vllm_bench(bench: VllmServeBench, progress: Progress) -> BenchReport:
     with ExitStack() as kept:
         variants = start_variants(bench.modes, bool(bench.peer), options, kept, progress)
         rounds, problems = asyncio.run(_Measurement(bench, variants, progress).run())
-    return BenchReport(list(rows_of(bench.lengths, [each.name for each in variants], rounds)), _hardware(), rounds, problems)
+    return BenchReport(list(rows_of(bench.lengths, bench.variants, rounds)), _hardware(), rounds, problems)
 
 
 def _check_memory(bench: VllmServeBench) -> None:
