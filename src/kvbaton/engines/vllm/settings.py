@@ -31,6 +31,12 @@ _ELSEWHERE = {
     "notify_port": "kvbaton needs one port: give control_port",
     "host_ip": "give control_host",
     "read_mode": "give mode: 'pull' for true, 'push' for false",
+    "recv_abort_timeout": "give transfer_timeout",
+    "backend": "give transport: 'local' or 'tcp'",
+    "backends": "give transport: 'local' or 'tcp'",
+    "kv_lease_duration": "give defer_timeout",
+    "push_registration_timeout": "give transfer_timeout",
+    "enforce_handshake_compat": "peers that do not fit are always refused; leave it out",
     "cluster_key": f"{_WHERE} can be read by everybody: give cluster_key_file, or set KVBATON_CLUSTER_KEY",
 }
 

@@ -40,6 +40,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"control_prot": 1}, "unknown key 'control_prot'; did you mean 'control_port'"),
     "far off": ({"zzz": 1}, "known are advertise_host"),
     "of another connector": ({"handshake_port": 1}, "give control_port"),
+    "of nixl": ({"kv_lease_duration": 30}, "give defer_timeout"),
     "of vllm": ({"on_failure": "fail"}, "kv_load_failure_policy"),
     "secret": ({"cluster_key": "x"}, "cluster_key_file"),
     "port": ({"control_port": 65536}, "control_port is 65536"),
