@@ -5,14 +5,39 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["Processes", "available_memory_bytes"]
+__all__ = ["Processes", "available_memory_bytes", "guarded"]
 
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_GUARD_S = 10.0
 _SESSION, _USER, _SYSTEM = 3, 11, 12
+
+
+_GUARD = """
+import os, signal, sys
+if not sys.stdin.read():
+    for leader in sys.argv[1:]:
+        try:
+            os.killpg(int(leader), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+"""
+
+
+@contextlib.contextmanager
+def guarded(leaders: Iterable[int]) -> Iterator[None]:
+    """Should this process be killed meanwhile, end these and their children: one that stands still dies of nothing else."""
+    command = [sys.executable, "-c", _GUARD, *map(str, leaders)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        guard.communicate(b"all is well", timeout=_GUARD_S)
 
 
 class Processes:

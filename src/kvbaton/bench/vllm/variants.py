@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvbaton.bench.vllm.processes import Processes
+from kvbaton.bench.vllm.processes import Processes, guarded
 from kvbaton.bench.vllm.ways import Alone, AtOnce, OneAfterTheOther, Way
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
@@ -76,7 +76,9 @@ def _start(name: str, plan: _Plan, kept: ExitStack, progress: Progress) -> Varia
     for part in plan.parts:
         fleet.start(part)
     fleet.wait_healthy(_START_S)
-    processes = Processes([fleet.pid(part.name) for part in plan.parts])
+    leaders = [fleet.pid(part.name) for part in plan.parts]
+    kept.enter_context(guarded(leaders))
+    processes = Processes(leaders)
     kept.callback(processes.resume)
     processes.pause()
     return Variant(name, len(plan.parts), plan.way, processes, plan.notes)

@@ -52,7 +52,7 @@ __all__ = ["Finished", "WorkerHalf"]
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.003
+_IDLE_WAIT_S = 0.02
 """How long a step without a forward waits for news, so that an engine with nothing but hand-offs does not spin."""
 
 
