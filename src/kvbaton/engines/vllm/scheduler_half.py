@@ -32,7 +32,16 @@ from kvbaton.engines.vllm.orders import (
     TargetGivesUp,
     TargetPulls,
 )
-from kvbaton.engines.vllm.requests import EngineRequest, HandoffInfo, SourceWish, Wish, answer_params, prompt_digest, read_wish
+from kvbaton.engines.vllm.requests import (
+    EngineRequest,
+    HandoffInfo,
+    SourceWish,
+    Wish,
+    answer_params,
+    named,
+    prompt_digest,
+    read_wish,
+)
 
 __all__ = ["Computing", "SchedulerHalf"]
 
@@ -110,9 +119,9 @@ class SchedulerHalf:
             self._begin_target(request, wish)
         elif wish.key is None or wish.source is None or not self._is_source:
             why = wish.problem or "this instance is no source (kv_role)"
-            log.error("request %s is computed without a hand-off: %s", request.request_id, why)
+            log.error("%s is computed without a hand-off: %s", named(request), why)
         elif any(source.key == wish.key for source in self._sources.values()):
-            log.error("request %s is computed without a hand-off: %s is under way already", request.request_id, wish.key)
+            log.error("%s is computed without a hand-off: %s is under way already", named(request), wish.key)
         else:
             self._sources[request.request_id] = _Source(request, wish.key, wish.source)
             self._unstepped[request.request_id] = wish.key
@@ -120,6 +129,7 @@ class SchedulerHalf:
 
     def _begin_target(self, request: EngineRequest, wish: Wish) -> None:
         problem = wish.problem or ("" if self._is_target else "this instance is no target (kv_role)")
+        problem = problem and f"{named(request)}: {problem}"
         target = _Target(request.num_prompt_tokens, None if problem else wish.wanted, problem)
         self._targets[request.request_id] = target
         if target.wanted is not None:

@@ -131,7 +131,7 @@ class WorkerHalf:
             try:
                 self._carry_out(order)
             except KVBatonError:
-                log.exception("request %s: the agents refused a call that must not fail", order.request_id)
+                log.exception("hand-off %s: the agents refused a call that must not fail", _key(order))
                 self._refused(order)
         if self._undrained:
             self._wait_drained()
@@ -183,7 +183,7 @@ class WorkerHalf:
             case TargetGivesUp():
                 self._give_up_target(order)
             case FailLoad():
-                log.error("request %s: %s", order.request_id, order.reason)
+                log.error("the load fails: %s", order.reason)
                 self._report_failed(order.request_id)
 
     def _refused(self, order: Order) -> None:
@@ -355,6 +355,20 @@ class WorkerHalf:
     def _target(self, key: HandoffKey, request_id: str) -> _Target | None:
         target = self._targets.get(key)
         return target if target is not None and target.request_id == request_id else None
+
+
+def _key(order: Order) -> HandoffKey | str:
+    """What an order is about, for a log line."""
+    match order:
+        case SourceOffers():
+            return order.offer.key
+        case TargetBegins():
+            return order.wanted.key
+        case TargetPulls():
+            return order.pull.key
+        case FailLoad():
+            return f"of request {order.request_id}"
+    return order.key
 
 
 def _record(stats: HandoffStats) -> dict[str, Any]:
