@@ -53,7 +53,8 @@ __all__ = ["Finished", "WorkerHalf"]
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.02
-"""How long a step without a forward waits for news, so that an engine with nothing but hand-offs does not spin."""
+"""How long a step without a forward waits for news. vLLM steps all the time while a request waits for its cache; short
+waits would keep the worker busy, long ones would keep a new request waiting that comes meanwhile."""
 
 
 @dataclass(slots=True)
