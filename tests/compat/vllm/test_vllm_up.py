@@ -24,12 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 @pytest.fixture(scope="module")
-def before() -> set[Path]:
-    return set(SHARED_MEMORY.iterdir())
-
-
-@pytest.fixture(scope="module")
-def up(before: set[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     ready()
     with Up("--engine", "vllm", temporary=tmp_path_factory.mktemp("up"), start_s=900) as running:
         yield running
@@ -50,6 +45,12 @@ def metrics(http_address: str) -> dict[str, float]:
     found = re.findall(r"^vllm:kvbaton_(\w+)\{([^}]*)\} (\S+)$", text, re.MULTILINE)
     own = re.compile(r'(?:side|cause|outcome)="([^"]*)"')
     return {" ".join([name, *sorted(own.findall(labels))]): float(value) for name, labels, value in found}
+
+
+def shared_memory(pids: set[int]) -> set[Path]:
+    """Every named piece of shared memory that these processes use."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {Path(name) for name in re.findall(rf"({SHARED_MEMORY}/\S+)$", maps, re.MULTILINE)}
 
 
 def test_it_answers_and_its_hand_off_can_be_explained(up: Up) -> None:
@@ -80,14 +81,16 @@ def test_it_is_counted_where_vllm_shows_it(up: Up) -> None:
     assert target["handover_seconds_count"] == target["target_queue_seconds_count"] == target["handoffs_total delivered target"]
 
 
-def test_ctrl_c_leaves_nothing_behind(up: Up, before: set[Path]) -> None:
+def test_ctrl_c_leaves_nothing_behind(up: Up) -> None:
     ports = [int(instance["http_address"].rpartition(":")[2]) for instance in up.client.get("/instances").document["live"]]
     children = up.children()
     assert len(children) >= 7, "a router, and three processes of each vLLM"
+    segments = shared_memory(children)
+    assert segments, "vLLM's processes share memory"
     up.process.send_signal(signal.SIGINT)
     assert up.wait(60) == 0
     wait_until(lambda: not [pid for pid in children if is_running(pid)], "every process is gone", 10)
     for port in (up.port, *ports):
         check_port_free("127.0.0.1", port, "--port")
-    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= before, "no new shared memory")
+    assert not [each for each in segments if each.exists()]
     assert "Traceback" not in up.output

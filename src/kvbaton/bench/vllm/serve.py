@@ -23,7 +23,7 @@ from kvbaton.bench.vllm.ways import Prompt
 from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.timeline import Side
-from kvbaton.errors import ConfigError, LocalError
+from kvbaton.errors import ConfigError, LocalError, PeerError
 from kvbaton.launch.vllm import MAX_MODEL_TOKENS
 from kvbaton.launch.vllm_environment import NIXL_VERSION, VLLM_VERSION, ensure_nixl
 from kvbaton.launch.vllm_ready import ready_vllm
@@ -180,7 +180,11 @@ class _Measurement:
             name_of("total", variant.name, length): [answered.total_s],
             name_of("cpu", variant.name, length): [used],
         }
-        story = await asyncio.to_thread(variant.story, answered.transfer_id)
+        try:
+            story = await asyncio.to_thread(variant.story, answered.transfer_id)
+        except PeerError as error:
+            self._problems.append(f"{variant.name}, {length} tokens: {error}")
+            return taken
         return taken if story is None else taken | self._stages(variant, length, story)
 
     def _stages(self, variant: Variant, length: int, story: HandoffStory) -> Round:
