@@ -49,9 +49,10 @@ def _draw_added(axes: Any, rounds: Sequence[Round], lengths: Sequence[int], pair
         axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
     axes.set_xticks(range(len(lengths)), [f"{length} tokens" for length in lengths])
     axes.axhline(0, color="black", linewidth=0.8)
+    axes.margins(y=0.2)
     axes.set_ylabel("ms")
     axes.set_title("Added to the first token of one vLLM\n(median; line: to p99)", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper center", ncols=3)
 
 
 def _draw_stages(axes: Any, rounds: Sequence[Round], lengths: Sequence[int], pairs: Sequence[str]) -> None:
@@ -67,8 +68,9 @@ def _draw_stages(axes: Any, rounds: Sequence[Round], lengths: Sequence[int], pai
     axes.set_title(
         "kvbaton's hand-over by stage: from the source's\nfirst token to the target's first step (median)", fontsize=10
     )
+    axes.margins(y=0.3)
     if places:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", ncols=3)
 
 
 def _draw_idle(axes: Any, first: Mapping[str, list[float]], variants: Sequence[str]) -> None:
