@@ -145,7 +145,7 @@ class _Measurement:
         try:
             for length in self._bench.lengths:
                 await variant.way.ask(session, self._prompt(-1, length))
-            await asyncio.sleep(_SETTLE_S)
+            await asyncio.sleep(2 * _SETTLE_S)
             before = variant.processes.cpu_s()
             await asyncio.sleep(self._bench.idle_s)
             share = (variant.processes.cpu_s() - before) / self._bench.idle_s
