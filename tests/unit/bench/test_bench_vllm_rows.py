@@ -23,6 +23,7 @@ def one_round(index: int) -> Round:
     taken: Round = {}
     for variant, added in ((SINGLE, 0.0), (PUSH, 0.1), (NIXL, 0.4)):
         taken[name_of("first token", variant, 128)] = [1.0 + index + added]
+        taken[name_of("prefill answered", variant, 128)] = [2.0 + index if variant == PUSH else 0.9 + index]
         taken[name_of("cpu", variant, 128)] = [2.0 + added]
         taken[name_of("idle cores", variant)] = [2.0 if variant == NIXL else 0.02]
     taken[name_of("exposed", PUSH, 128)] = [0.04]
@@ -44,6 +45,8 @@ def test_rows_stand_beside_the_peer() -> None:
     push = rows[f"added to it, p50, {PUSH}"]
     assert (push.unit, push.peer) == ("ms", NIXL)
     assert (push.value, push.ratio) == pytest.approx((100, 0.25))
+    assert rows[f"after the prefill answer, {NIXL}"].value == pytest.approx(500)
+    assert f"after the prefill answer, {PUSH}" not in rows, "push asks both at once"
     assert rows[f"idle, {NIXL}"].value == pytest.approx(200)
     assert rows[f"hand-over, 128 tokens, {PUSH}"].value == pytest.approx(40)
     assert rows[f"  wire, 128 tokens, {PUSH}"].ratio == pytest.approx(0.75)

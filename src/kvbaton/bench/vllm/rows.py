@@ -59,6 +59,16 @@ def _first_token_rows(length: int, pairs: Sequence[str], peer: str, rounds: Sequ
             other = added_s(rounds, peer, length, percent) if peer != SINGLE else alone
             what = f"added to it, p{percent}, {name}"
             yield BenchRow(what, value * 1e3, "ms", peer, _ratio(value, other), settings)
+    for name in pairs:
+        value, other = (_decode_leg_s(rounds, each, length) for each in (name, peer if peer in pairs else name))
+        if value > 0:
+            yield BenchRow(f"after the prefill answer, {name}", value * 1e3, "ms", peer, _ratio(value, other), settings)
+
+
+def _decode_leg_s(rounds: Sequence[Round], name: str, length: int) -> float:
+    """From the prefill server's answer to the first token, where the two are asked in turn: seen by the client alone."""
+    first, answered = (_values(rounds, name_of(what, name, length)) for what in ("first token", "prefill answered"))
+    return float(np.median(np.subtract(first, answered)))
 
 
 def _cpu_row(length: int, name: str, peer: str, rounds: Sequence[Round]) -> BenchRow:
