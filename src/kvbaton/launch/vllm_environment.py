@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import platform
 import re
@@ -34,6 +35,7 @@ _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 _STEP_S = 3600.0
 _LOCK_S = 3600.0
 _KEPT_LINES = 15
+_PACKAGE = Path(kvbaton.__file__).resolve().parent
 
 Say = Callable[[str], None]
 
@@ -54,10 +56,16 @@ class VllmEnvironment:
         """What runs vLLM's command line."""
         return (str(self.python), "-m", "vllm.entrypoints.cli.main")
 
+    @property
+    def code(self) -> Path:
+        """The directory that makes this kvbaton importable there. Every checkout has its own: servers of several may run."""
+        here = hashlib.blake2b(str(_PACKAGE).encode(), digest_size=6).hexdigest()
+        return self.directory / "code" / here
+
     def variables(self) -> dict[str, str]:
         """Environment of a vLLM server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
         return {
-            "PYTHONPATH": str(self.directory / "path"),
+            "PYTHONPATH": os.pathsep.join((str(self.directory / "path"), str(self.code))),
             "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
             "PYTHONDONTWRITEBYTECODE": "",
             "HF_HUB_OFFLINE": "1",
@@ -80,7 +88,7 @@ def ensure_environment(directory: Path, say: Say, version: str = VLLM_VERSION) -
             say(f"installing vLLM {version} in {environment.directory} ({_SIZE_AND_TIME})")
             _install(environment, version, say)
             done.touch()
-        _link_kvbaton(environment.directory / "path")
+        _link_kvbaton(environment.code)
     return environment
 
 
@@ -131,13 +139,14 @@ def _name_it(directory: Path, version: str) -> None:
 
 
 def _link_kvbaton(directory: Path) -> None:
-    """Make this kvbaton importable there, and nothing else of where it is installed."""
-    directory.mkdir(exist_ok=True)
-    link, package = directory / "kvbaton", Path(kvbaton.__file__).parent
-    if not link.is_symlink() or link.readlink() != package:
-        fresh = directory / f".kvbaton-{os.getpid()}"
-        fresh.symlink_to(package)
-        fresh.replace(link)
+    """Make this kvbaton importable there, and nothing else of where it is installed; forget checkouts that are gone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for other in directory.parent.iterdir():
+        if other != directory and not (other / "kvbaton").exists():
+            shutil.rmtree(other, ignore_errors=True)
+    link = directory / "kvbaton"
+    if not link.is_symlink():
+        link.symlink_to(_PACKAGE)
 
 
 def _run(command: Sequence[str], directory: Path, what: str, say: Say) -> None:

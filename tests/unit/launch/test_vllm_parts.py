@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -67,10 +68,23 @@ def test_an_environment_that_is_there_is_used_as_it_is_and_finds_this_kvbaton(tm
     (directory / "installed").touch()
     found = ensure_environment(tmp_path, said.append, "9")
     assert (found, said) == (VllmEnvironment(directory), [])
-    link = found.directory / "path" / "kvbaton"
+    link = found.code / "kvbaton"
     assert link.resolve() == Path(kvbaton.__file__).parent.resolve()
-    assert found.variables()["PYTHONPATH"] == str(link.parent)
+    assert found.variables()["PYTHONPATH"].split(os.pathsep) == [str(directory / "path"), str(link.parent)]
     assert [each.name for each in link.parent.iterdir()] == ["kvbaton"], "nothing else becomes importable"
+
+
+def test_checkouts_share_an_environment_and_none_sees_the_code_of_another(tmp_path: Path) -> None:
+    directory = tmp_path / f"vllm-9-py{sys.version_info.major}{sys.version_info.minor}"
+    kept, gone = directory / "code" / "kept", directory / "code" / "gone"
+    for other in (kept, gone):
+        other.mkdir(parents=True)
+    (directory / "installed").touch()
+    (kept / "kvbaton").symlink_to(tmp_path)
+    (gone / "kvbaton").symlink_to(tmp_path / "no such checkout")
+    found = ensure_environment(tmp_path, print, "9")
+    assert {each.name for each in (directory / "code").iterdir()} == {"kept", found.code.name}
+    assert (kept / "kvbaton").resolve() == tmp_path.resolve()
 
 
 def test_models(tmp_path: Path) -> None:

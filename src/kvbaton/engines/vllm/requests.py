@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.agent.engine_port import SourceWanted
 from kvbaton.core.handoff import HandoffKey, Mode, key_problem
-from kvbaton.engines.embedded.handoff_params import (
+from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
     SourceWish,
