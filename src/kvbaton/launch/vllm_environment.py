@@ -65,7 +65,7 @@ class VllmEnvironment:
     def variables(self) -> dict[str, str]:
         """Environment of a vLLM server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
         return {
-            "PYTHONPATH": os.pathsep.join((str(self.directory / "path"), str(self.code))),
+            "PYTHONPATH": os.pathsep.join((str(self.code), str(self.directory / "path"))),
             "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
             "PYTHONDONTWRITEBYTECODE": "",
             "HF_HUB_OFFLINE": "1",

@@ -70,7 +70,7 @@ def test_an_environment_that_is_there_is_used_as_it_is_and_finds_this_kvbaton(tm
     assert (found, said) == (VllmEnvironment(directory), [])
     link = found.code / "kvbaton"
     assert link.resolve() == Path(kvbaton.__file__).parent.resolve()
-    assert found.variables()["PYTHONPATH"].split(os.pathsep) == [str(directory / "path"), str(link.parent)]
+    assert found.variables()["PYTHONPATH"].split(os.pathsep) == [str(link.parent), str(directory / "path")]
     assert [each.name for each in link.parent.iterdir()] == ["kvbaton"], "nothing else becomes importable"
 
 

@@ -56,6 +56,8 @@ class _Handshake(KVConnectorHandshakeMetadata):
 class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     """One half of kvbaton in vLLM: in the scheduler process it turns what vLLM says into orders, in the worker it obeys."""
 
+    instance_class = WorkerInstance
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
@@ -80,7 +82,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches = kv_caches
         cache = RegisteredCache(read_tensors(kv_caches), _spec(self._vllm_config, self._kv_cache_config))
         self._layer_index = cache.layer_index
-        self._instance = WorkerInstance(self._settings, cache, _model(self._vllm_config), self._registers_as)
+        self._instance = self.instance_class(self._settings, cache, _model(self._vllm_config), self._registers_as)
         self._instance.start()
         log.info("kvbaton listens at %s, incarnation %s", self._instance.info.control_address, self._instance.info.incarnation)
 
