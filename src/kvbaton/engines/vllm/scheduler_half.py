@@ -104,24 +104,26 @@ class SchedulerHalf:
         wish = read_wish(request, self._mode)
         if wish is None:
             return
-        is_remote_prefill = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
-        if is_remote_prefill:
-            self._begin_target(request, wish)
-        elif wish.key is None or wish.source is None or not self._is_source:
-            why = wish.problem or "this instance is no source (kv_role)"
-            log.error("request %s is computed without a hand-off: %s", request.request_id, why)
-        elif any(source.key == wish.key for source in self._sources.values()):
-            log.error("request %s is computed without a hand-off: %s is under way already", request.request_id, wish.key)
-        else:
+        problem = self._problem(wish)
+        if not problem and wish.source is not None and wish.key is not None:
             self._sources[request.request_id] = _Source(request, wish.key, wish.source)
             self._orders.append(SourceBegins(request.request_id, wish.key, prompt_digest(request)))
-
-    def _begin_target(self, request: EngineRequest, wish: Wish) -> None:
-        problem = wish.problem or ("" if self._is_target else "this instance is no target (kv_role)")
+            return
         target = _Target(request.num_prompt_tokens, None if problem else wish.wanted, problem)
         self._targets[request.request_id] = target
         if target.wanted is not None:
             self._orders.append(TargetBegins(request.request_id, target.wanted))
+
+    def _problem(self, wish: Wish) -> str:
+        """Why a wish cannot be: such a request waits for a load that fails, whichever side it wanted to be."""
+        if wish.problem:
+            return wish.problem
+        if wish.source is None:
+            return "" if self._is_target else "this instance is no target (kv_role)"
+        if not self._is_source:
+            return "this instance is no source (kv_role)"
+        is_taken = any(source.key == wish.key for source in self._sources.values())
+        return f"transfer_id: {wish.key} is under way already" if is_taken else ""
 
     def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int:
         """How many tokens after the first `computed_tokens` a source will send; asked often, changes nothing."""
