@@ -84,6 +84,10 @@ class Client:
         body = _body(prompt, tokens) | {"kv_transfer_params": params}
         return await self._post(self.pair.decode.url, body, {"X-Request-Id": header})
 
+    async def send(self, url: str, prompt: Sequence[int], tokens: int, params: object) -> Given:
+        """A request with any `kv_transfer_params`."""
+        return await self._post(url, _body(prompt, tokens) | {"kv_transfer_params": params}, {})
+
     def header(self) -> str:
         """An id for one request, with both addresses in it."""
         ends = [str(ControlAddress.of("127.0.0.1", each.control_port)) for each in (self.pair.prefill, self.pair.decode)]

@@ -11,7 +11,6 @@ Belongs to vLLM's scheduler thread. Decides nothing about hand-offs.
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,6 @@ from kvbaton.engines.vllm.orders import (
 from kvbaton.engines.vllm.requests import EngineRequest, HandoffInfo, SourceWish, Wish, answer_params, prompt_digest, read_wish
 
 __all__ = ["Computing", "SchedulerHalf"]
-
-log = logging.getLogger(__name__)
 
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 _MAX_TOKEN_ID = 1 << 62
