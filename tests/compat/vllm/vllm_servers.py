@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +33,9 @@ __all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers"]
 MODEL = "smollm2"
 BLOCK_TOKENS = 128
 START_S = 900.0
+LOGS_VARIABLE = "KVBATON_VLLM_LOGS"
+"""Names a directory that keeps the logs of the servers."""
+
 _INSIDE = Path(__file__).parent / "inside"
 _METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
@@ -92,6 +97,7 @@ class Server:
         """End it, also when it is stopped."""
         with suppress(ProcessLookupError, StopIteration):
             self.signal(signal.SIGCONT)
+        self._keep_log()
         self._fleet.stop()
 
     def is_alive(self) -> bool:
@@ -101,6 +107,12 @@ class Server:
     def log(self) -> str:
         """What it has printed."""
         return (self._fleet.log_directory / f"{self.name}.log").read_text(errors="replace")
+
+    def _keep_log(self) -> None:
+        """Copy the log to `$KVBATON_VLLM_LOGS`, where somebody wants to read it later."""
+        kept, log = os.environ.get(LOGS_VARIABLE), self._fleet.log_directory / f"{self.name}.log"
+        if kept and log.exists():
+            shutil.copy(log, Path(kept) / f"{int(time.time())}-{self.name}.log")
 
     def metrics(self) -> dict[str, float]:
         """Its metrics, those with more labels than the engine's under `name{label=value}`."""

@@ -10,8 +10,11 @@ is noted in the file `held`, one line each; `read` has a digest of what each del
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.core.handoff import Incarnation
@@ -116,3 +119,44 @@ class HeldConnector(KVBatonConnector):
     """`KVBatonConnector`, except for what it is told to hold up."""
 
     instance_class = _HeldInstance
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same; where somebody measures, note how large every table of the worker is."""
+        self._measure("worker", self._instance)
+        return super().get_transfer_results(finished_req_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """The same; where somebody measures, note how large every table of the scheduler is."""
+        self._measure("scheduler", self._scheduler)
+        return super().build_connector_meta(scheduler_output)
+
+    def _measure(self, name: str, root: object) -> None:
+        path = _directory() / f"measure-{name}"
+        if path.exists():
+            (_directory() / f"sizes-{name}").write_text(json.dumps(_sizes(root)))
+            path.unlink()
+
+
+def _sizes(root: object) -> dict[str, int]:
+    """How many things every container that belongs to kvbaton's objects holds, by where it is."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    level: list[tuple[str, object]] = [("", root)]
+    while level:
+        path, thing = level.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, dict | list | set | deque):
+            found[path] = found.get(path, 0) + len(thing)
+            values = list(thing.values()) if isinstance(thing, dict) else list(thing)
+            level += [(f"{path}[]", value) for value in values]
+        elif type(thing).__module__.startswith("kvbaton"):
+            names = {*getattr(thing, "__dict__", {}), *(slot for kind in type(thing).__mro__ for slot in _slots(kind))}
+            level += [(f"{path}.{name}", getattr(thing, name, None)) for name in names]
+    return found
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = getattr(kind, "__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

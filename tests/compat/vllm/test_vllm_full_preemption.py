@@ -1,0 +1,65 @@
+"""Caches that are far too small, on real vLLM: requests are preempted on either side, and every answer is right.
+
+Blocks are poisoned before each load, so a layer that was announced, overwritten and never retracted would show. Answers are
+long, so a near tie of the best two candidates is no difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from vllm_handing import Client, Pair, is_near_tie, prompt_of, together
+from vllm_servers import Server, Wanted, servers
+
+from kvbaton.core.handoff import Mode
+
+pytest_plugins = ["vllm_fixtures"]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
+
+BLOCKS = "20"
+
+
+@pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
+def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
+    arguments = ("--num-gpu-blocks-override", BLOCKS, "--no-enable-prefix-caching")
+    sides = [Wanted(role, role, request.param, arguments=arguments) for role in ("prefill", "decode")]
+    with servers(*sides) as (prefill, decode):
+        yield Pair(request.param, prefill, decode, single)
+
+
+def preemptions(server: Server) -> float:
+    return server.metrics()["vllm:num_preemptions_total"]
+
+
+def test_a_target_that_preempts_computes_locally_and_answers_rightly(pair: Pair) -> None:
+    """Eight answers that outgrow the cache together."""
+
+    async def send(client: Client) -> None:
+        before = preemptions(pair.decode)
+        prompts = [prompt_of(125, f"grows {index}") for index in range(8)]
+        given = await asyncio.gather(*(client.hand_off(prompt, 280) for prompt in prompts))
+        assert preemptions(pair.decode) > before, "else this tests nothing"
+        for prompt, each in zip(prompts, given, strict=True):
+            is_near_tie(await client.alone(prompt, 280), each)
+
+    together(pair, send)
+    pair.wait_idle()
+
+
+def test_a_source_that_preempts_retracts_and_every_answer_is_right(pair: Pair) -> None:
+    """Long answers of the source itself take blocks away from prefills that are being streamed."""
+
+    async def send(client: Client) -> None:
+        before = preemptions(pair.prefill)
+        plain = [prompt_of(125, f"plain {index}") for index in range(6)]
+        prompts = [prompt_of(700, f"pushed out {index}") for index in range(3)]
+        alone = asyncio.gather(*(client.alone(prompt, 280, pair.prefill.url) for prompt in plain))
+        given = await asyncio.gather(*(client.hand_off(prompt, 8) for prompt in prompts))
+        assert preemptions(pair.prefill) > before, "else this tests nothing"
+        for prompt, each in zip([*prompts, *plain], [*given, *await alone], strict=True):
+            is_near_tie(await client.alone(prompt, len(each.answer.tokens)), each)
+
+    together(pair, send)
+    pair.wait_idle()
