@@ -190,7 +190,7 @@ def test_one_side_ends(pair: Pair, side: str, how: str) -> None:
             await asyncio.to_thread(ending.ask_to_end)
         await scene.assert_no_wrong_answer()
         await assert_goes_on(client, survivor, f"{how} {side}")
-        await asyncio.to_thread(ending.restart)
+        ending.restart()
         await client.assert_serves(prompt_of(140, f"after {side} was {how}"), prompt_of(20, f"after {side} was {how}"))
         await asyncio.to_thread(pair.wait_idle)
 

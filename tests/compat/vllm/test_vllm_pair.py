@@ -107,7 +107,7 @@ def test_when_the_source_is_killed_its_request_fails_and_the_target_serves_on(st
         await asyncio.to_thread(decode.wait_idle)
         plain = prompt_of(30, seed=11)
         assert_equal(await client.alone(plain), await client.alone(plain, url=decode.url))
-        await asyncio.to_thread(prefill.restart)
+        prefill.restart()
         await client.assert_serves(prompt_of(140, seed=12))
 
     together(send)

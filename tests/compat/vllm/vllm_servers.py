@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ class Server:
         self._fleet = Fleet()
 
     def begin(self) -> None:
-        """Start the process."""
+        """Start the process. From the main thread only: it would die with any other that starts it."""
+        assert threading.current_thread() is threading.main_thread()
         self._fleet.start(self._part)
 
     def wait(self) -> None:

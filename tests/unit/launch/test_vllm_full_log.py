@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PASSED = '<testcase classname="tests.compat.test_a" name="test_one[push]" time="1.5"/>'
-FAILED = '<testcase classname="tests.compat.test_a" name="test_two" time="2"><failure message="wrong answer">long</failure></testcase>'
+FAILED = '<testcase classname="tests.compat.test_a" name="test_two" time="2"><failure message="wrong">x</failure></testcase>'
 SKIPPED = '<testcase classname="tests.compat.test_a" name="test_three" time="0"><skipped message="cannot install"/></testcase>'
 
 
