@@ -63,3 +63,24 @@ def test_a_source_that_preempts_retracts_and_every_answer_is_right(pair: Pair) -
 
     together(pair, send)
     pair.wait_idle()
+
+
+def test_two_full_caches_never_wait_for_each_other(pair: Pair) -> None:
+    """The target takes the requests in the opposite order: without room for what it has granted, both would wait for ever."""
+    if pair.mode is Mode.PULL:
+        pytest.skip("in pull a target never waits for a prefill")
+
+    async def send(client: Client) -> None:
+        prompts = [prompt_of(60, f"crossed {index}") for index in range(50)]
+        headers = [client.header() for _ in prompts]
+        order = range(len(prompts))
+        targets = {i: asyncio.create_task(client.decode(prompts[i], f"crossed-{i}", headers[i], 2)) for i in reversed(order)}
+        await client.until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] > 0.8, "the target to be full")
+        sources = [asyncio.create_task(client.prefill(prompts[i], f"crossed-{i}", headers[i])) for i in order]
+        given = await asyncio.wait_for(asyncio.gather(*(targets[i] for i in order)), 300)
+        await asyncio.gather(*sources)
+        for prompt, each in zip(prompts, given, strict=True):
+            is_near_tie(await client.alone(prompt, 2), each)
+
+    together(pair, send)
+    pair.wait_idle()

@@ -20,6 +20,7 @@ __all__ = [
     "SourceGivesUp",
     "SourceOffers",
     "SourceRetracts",
+    "SourceWithdraws",
     "StepOrders",
     "StepReport",
     "TargetBegins",
@@ -62,6 +63,14 @@ class SourceGivesUp:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceWithdraws:
+    """The prefill will never be computed; it has no blocks, and vLLM waits for nothing."""
+
+    request_id: str
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
 class TargetBegins:
     """A request for a hand-off was admitted."""
 
@@ -93,7 +102,17 @@ class FailLoad:
     reason: str
 
 
-Order = SourceBegins | SourceRetracts | SourceOffers | SourceGivesUp | TargetBegins | TargetPulls | TargetGivesUp | FailLoad
+Order = (
+    SourceBegins
+    | SourceRetracts
+    | SourceOffers
+    | SourceGivesUp
+    | SourceWithdraws
+    | TargetBegins
+    | TargetPulls
+    | TargetGivesUp
+    | FailLoad
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +137,17 @@ class StepOrders:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker tells after a step, beside the ids that vLLM itself wants: a record of each hand-off that landed."""
+    """What a worker tells after a step, beside the ids that vLLM itself wants.
+
+    A record of each hand-off that landed, and the prefills for which a target has blocks ready; both by request.
+    """
 
     landed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    granted: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.landed or self.granted)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Both reports as one."""
-        return StepReport({**self.landed, **other.landed})
+        return StepReport({**self.landed, **other.landed}, self.granted | other.granted)

@@ -5,12 +5,17 @@ and it finishes. A target asks for its cache once; after that, whatever became o
 preempted one, or one whose load failed, is computed locally. What a client got wrong becomes a load that fails, and vLLM's
 policy decides between an error and local computing.
 
+In push a prefill can be over long before its target has blocks, and then its own blocks wait. So that two instances whose
+caches are full never wait for each other, such prefills leave room for the largest request: a prefill starts in that room only
+when its target has granted it blocks.
+
 Belongs to vLLM's scheduler thread. Decides nothing about hand-offs.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +30,7 @@ from kvbaton.engines.vllm.orders import (
     SourceGivesUp,
     SourceOffers,
     SourceRetracts,
+    SourceWithdraws,
     StepOrders,
     StepReport,
     TargetBegins,
@@ -33,7 +39,7 @@ from kvbaton.engines.vllm.orders import (
 )
 from kvbaton.engines.vllm.requests import EngineRequest, HandoffInfo, SourceWish, Wish, answer_params, prompt_digest, read_wish
 
-__all__ = ["Computing", "SchedulerHalf"]
+__all__ = ["Computing", "Room", "SchedulerHalf"]
 
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 _MAX_TOKEN_ID = 1 << 62
@@ -48,12 +54,24 @@ class Computing:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """So many blocks are kept free for prefills that a target has granted blocks for; others wait `wait_s` for their grant."""
+
+    blocks: int
+    wait_s: float
+    free_blocks: Callable[[], int]
+    clock: Callable[[], float] = time.monotonic
+
+
 @dataclass(slots=True)
 class _Source:
     request: EngineRequest
     key: HandoffKey
     wish: SourceWish
     told_tokens: int = 0
+    is_granted: bool = False
+    waits_since: float | None = None
 
 
 class _Phase(enum.Enum):
@@ -75,11 +93,12 @@ class _Target:
 class SchedulerHalf:
     """One instance's part. It may be asked to be a source, a target, or both, as its role allows."""
 
-    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool) -> None:
+    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool, room: Room | None = None) -> None:
         self._mode = mode
         self._block_tokens = block_tokens
         self._is_source = is_source
         self._is_target = is_target
+        self._room = room
         self._info: HandoffInfo | None = None
         self._sources: dict[str, _Source] = {}
         self._targets: dict[str, _Target] = {}
@@ -122,12 +141,38 @@ class SchedulerHalf:
         is_taken = any(source.key == wish.key for source in self._sources.values())
         return f"transfer_id: {wish.key} is under way already" if is_taken else ""
 
-    def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int:
-        """How many tokens after the first `computed_tokens` a source will send; asked often, changes nothing."""
+    def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int | None:
+        """How many tokens after the first `computed_tokens` a source will send; None: ask again later. Asked often."""
+        source = self._sources.get(request.request_id)
+        if source is not None and self._lacks_grant(source) and not self._gave_up(source):
+            return None
         target = self._targets.get(request.request_id)
         if target is None or target.phase is not _Phase.WAITING:
             return 0
         return max(0, target.tokens - computed_tokens)
+
+    def _lacks_grant(self, source: _Source) -> bool:
+        """Whether a prefill would take the last blocks, and no target has blocks for it yet."""
+        if self._mode is not Mode.PUSH or source.is_granted or self._room is None:
+            return False
+        needed = -(-source.request.num_prompt_tokens // self._block_tokens)
+        return self._room.free_blocks() - needed < self._room.blocks
+
+    def _gave_up(self, source: _Source) -> bool:
+        """Whether nobody has come for so long that the prefill becomes a load that fails."""
+        if self._room is None:
+            return False
+        now = self._room.clock()
+        if source.waits_since is None:
+            source.waits_since = now
+        if now - source.waits_since < self._room.wait_s:
+            return False
+        request = source.request
+        del self._sources[request.request_id]
+        self._orders.append(SourceWithdraws(request.request_id, source.key))
+        problem = f"no target had blocks for {source.key} within {self._room.wait_s:g} s, and there is no room to start without"
+        self._targets[request.request_id] = _Target(request.num_prompt_tokens, None, problem)
+        return True
 
     def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
         """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
@@ -212,6 +257,8 @@ class SchedulerHalf:
 
     def take_report(self, report: StepReport) -> None:
         """What the worker tells after a step."""
+        for request_id in report.granted & self._sources.keys():
+            self._sources[request_id].is_granted = True
         for request_id, record in report.landed.items():
             if (target := self._targets.get(request_id)) is not None:
                 target.record = record

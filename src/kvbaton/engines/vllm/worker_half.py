@@ -39,6 +39,7 @@ from kvbaton.engines.vllm.orders import (
     SourceGivesUp,
     SourceOffers,
     SourceRetracts,
+    SourceWithdraws,
     StepOrders,
     StepReport,
     TargetBegins,
@@ -161,6 +162,10 @@ class WorkerHalf:
             case SourceGivesUp():
                 self._keep(order.request_id, order.key)
                 self._port.cancel(order.key)
+            case SourceWithdraws():
+                if self._source(order.key, order.request_id) is not None:
+                    del self._sources[order.key]
+                    self._port.cancel(order.key)
             case TargetBegins():
                 self._begin_target(order)
             case TargetPulls():
@@ -282,7 +287,8 @@ class WorkerHalf:
     def _take(self, event: EngineEvent) -> None:
         match event:
             case Granted():
-                pass
+                if (source := self._sources.get(event.key)) is not None:
+                    self._finished.report.granted.add(source.request_id)
             case Drained():
                 self._undrained.discard(event.key)
             case SourceEnded():

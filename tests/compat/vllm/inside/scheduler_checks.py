@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm_rig import EXTERNAL_ID, INFO, LAYERS, ScriptedPort, source_params, target_params
 
-from kvbaton.agent.engine_port import Drained, HandoffStats, Landed, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import Drained, Granted, HandoffStats, Landed, SourceEnded, TargetEnded
 from kvbaton.core.handoff import Aux, HandoffKey, Outcome, TransferId
 from kvbaton.engines.vllm.connector import _WorkerMetadata
 from kvbaton.engines.vllm.worker_half import WorkerHalf
@@ -224,6 +224,21 @@ def source_preempted_in_mid_prefill_is_retracted_before_the_next_forward(model: 
     engine.assert_at_rest()
 
 
+def source_without_a_grant_leaves_room_for_the_largest_request(model: str) -> None:
+    engine = Engine("source", model, blocks=36)
+    for index in range(6):
+        engine.add(f"{index}", prompt(16, index), source_params(f"tx-{index}"))
+    engine.run(3)
+    assert engine.free_blocks == 32, "512 tokens fit"
+    engine.port.push(Granted(key_of("tx-5")))
+    engine.run(2)
+    assert key_of("tx-5") in {argument.key for call, argument in engine.port.calls if call == "offer"}
+    for index in range(6):
+        engine.port.push(SourceEnded(key_of(f"tx-{index}"), Outcome.DELIVERED))
+        engine.run(2)
+    engine.assert_at_rest()
+
+
 # What becomes of a load.
 
 
@@ -383,6 +398,9 @@ def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -
     """Let the agents end a hand-off as they may: a target lands only when it was pulled."""
     calls = {(call, _key(argument)) for call, argument in engine.port.calls}
     key = key_of(name)
+    if ("expect_target", key) in calls and generator.random() < 0.3:
+        engine.port.push(Granted(key))
+        return
     if ("expect_target", key) in calls:
         outcome = Outcome.DELIVERED if ("offer", key) in calls else Outcome.FAILED
         engine.port.push(SourceEnded(key, outcome))
@@ -407,6 +425,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     source_with_its_prompt_cached_offers_every_block,
     source_aborted_in_mid_prefill,
     source_preempted_in_mid_prefill_is_retracted_before_the_next_forward,
+    source_without_a_grant_leaves_room_for_the_largest_request,
     target_waits_without_keeping_others_waiting_and_computes_one_token,
     target_that_finds_no_blocks_asks_for_none_and_is_served_later,
     target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes,
