@@ -139,15 +139,17 @@ class StepOrders:
 class StepReport:
     """What a worker tells after a step, beside the ids that vLLM itself wants.
 
-    A record of each hand-off that landed, and the prefills for which a target has blocks ready; both by request.
+    All by request: a record of each hand-off that landed, prefills for which a target has blocks ready, and prefills whose
+    hand-off has ended before vLLM said that they are complete.
     """
 
     landed: dict[str, dict[str, Any]] = field(default_factory=dict)
     granted: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.landed or self.granted)
+        return bool(self.landed or self.granted or self.ended)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Both reports as one."""
-        return StepReport({**self.landed, **other.landed}, self.granted | other.granted)
+        return StepReport({**self.landed, **other.landed}, self.granted | other.granted, self.ended | other.ended)

@@ -71,6 +71,7 @@ class _Source:
     wish: SourceWish
     told_tokens: int = 0
     is_granted: bool = False
+    is_over: bool = False
     waits_since: float | None = None
 
 
@@ -144,8 +145,12 @@ class SchedulerHalf:
     def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after the first `computed_tokens` a source will send; None: ask again later. Asked often."""
         source = self._sources.get(request.request_id)
-        if source is not None and self._lacks_grant(source) and not self._gave_up(source):
-            return None
+        if source is not None:
+            problem = self._why_never(source)
+            if problem:
+                self._withdraw(source, problem)
+            elif self._lacks_grant(source):
+                return None
         target = self._targets.get(request.request_id)
         if target is None or target.phase is not _Phase.WAITING:
             return 0
@@ -158,21 +163,25 @@ class SchedulerHalf:
         needed = -(-source.request.num_prompt_tokens // self._block_tokens)
         return self._room.free_blocks() - needed < self._room.blocks
 
-    def _gave_up(self, source: _Source) -> bool:
-        """Whether nobody has come for so long that the prefill becomes a load that fails."""
-        if self._room is None:
-            return False
+    def _why_never(self, source: _Source) -> str:
+        """Why a prefill that has not begun need not begin at all."""
+        if source.is_over:
+            return f"{source.key} ended before its prefill began"
+        if self._room is None or not self._lacks_grant(source):
+            return ""
         now = self._room.clock()
         if source.waits_since is None:
             source.waits_since = now
         if now - source.waits_since < self._room.wait_s:
-            return False
+            return ""
+        return f"no target had blocks for {source.key} within {self._room.wait_s:g} s, and there is no room to start without"
+
+    def _withdraw(self, source: _Source, problem: str) -> None:
+        """Make a prefill a load that fails."""
         request = source.request
         del self._sources[request.request_id]
         self._orders.append(SourceWithdraws(request.request_id, source.key))
-        problem = f"no target had blocks for {source.key} within {self._room.wait_s:g} s, and there is no room to start without"
         self._targets[request.request_id] = _Target(request.num_prompt_tokens, None, problem)
-        return True
 
     def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
         """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
@@ -259,6 +268,8 @@ class SchedulerHalf:
         """What the worker tells after a step."""
         for request_id in report.granted & self._sources.keys():
             self._sources[request_id].is_granted = True
+        for request_id in report.ended & self._sources.keys():
+            self._sources[request_id].is_over = True
         for request_id, record in report.landed.items():
             if (target := self._targets.get(request_id)) is not None:
                 target.record = record

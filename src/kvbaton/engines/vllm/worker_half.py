@@ -310,6 +310,8 @@ class WorkerHalf:
     def _end_source(self, key: HandoffKey) -> None:
         if (source := self._sources.get(key)) is not None:
             source.has_ended = True
+            if not source.is_kept:
+                self._finished.report.ended.add(source.request_id)
             self._settle_source(key, source)
 
     def _settle_source(self, key: HandoffKey, source: _Source) -> None:

@@ -207,7 +207,7 @@ def source_preempted_in_mid_prefill_is_retracted_before_the_next_forward(model: 
     engine.run(1)
     engine.add("a", prompt(200, 2), source_params("tx"))
     for _ in range(400):
-        engine.port.push(Drained(key_of("tx")))
+        engine.port.push(Granted(key_of("tx")), Drained(key_of("tx")))
         engine.step()
         if "retract" in engine.port.names():
             break
@@ -227,11 +227,11 @@ def source_preempted_in_mid_prefill_is_retracted_before_the_next_forward(model: 
 def source_without_a_grant_leaves_room_for_the_largest_request(model: str) -> None:
     engine = Engine("source", model, blocks=36)
     for index in range(6):
-        engine.add(f"{index}", prompt(16, index), source_params(f"tx-{index}"))
+        engine.add(f"{index:08x}", prompt(16, index), source_params(f"tx-{index}"))
     engine.run(3)
     assert engine.free_blocks == 32, "512 tokens fit"
     engine.port.push(Granted(key_of("tx-5")))
-    engine.run(2)
+    engine.run(3)
     assert key_of("tx-5") in {argument.key for call, argument in engine.port.calls if call == "offer"}
     for index in range(6):
         engine.port.push(SourceEnded(key_of(f"tx-{index}"), Outcome.DELIVERED))

@@ -84,3 +84,17 @@ def test_a_prefill_that_nobody_comes_for_becomes_a_load_that_fails() -> None:
     rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
     assert not rig.step().sending, "vLLM does not wait for it"
     assert rig.worker.live == 0
+
+
+def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> None:
+    """Its target left while it waited: computing it would be for nobody."""
+    rig = World(free=100).rig()
+    request = begun(rig)
+    rig.step()
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    rig.step()
+    tokens = rig.scheduler.matched_tokens(request, 0)
+    assert tokens == request.num_prompt_tokens
+    rig.scheduler.allocated(request, ((1, 2),), tokens)
+    assert rig.step().failed == {request.request_id}
+    assert rig.worker.live == 0
