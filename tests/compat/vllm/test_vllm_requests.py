@@ -109,12 +109,13 @@ REFUSED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
-    """Long before the source would give up by itself."""
+    """Long before the source would give up by itself. vLLM forgets the header then, so the parameters have to name the source."""
 
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(140, seed=f"refused {name}")
         header, transfer_id = client.header(), f"refused-{name.replace(' ', '-')}"
-        params = {"do_remote_prefill": True, "transfer_id": transfer_id}
+        params: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": transfer_id}
+        params |= {"remote_host": "127.0.0.1", "remote_port": standing.pair.prefill.control_port}
         prefill = asyncio.create_task(client.prefill(prompt, transfer_id, header))
         if standing.pair.mode is Mode.PULL:
             params = (await prefill).params

@@ -24,6 +24,7 @@ __all__ = [
     "StepOrders",
     "StepReport",
     "TargetBegins",
+    "TargetDeclines",
     "TargetGivesUp",
     "TargetPulls",
 ]
@@ -79,6 +80,14 @@ class TargetBegins:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetDeclines:
+    """A request for a hand-off was refused before admission; what its prompt was is not known."""
+
+    request_id: str
+    wanted: SourceWanted
+
+
+@dataclass(frozen=True, slots=True)
 class TargetPulls:
     """Blocks are there; vLLM waits until it is told that the receiving has finished."""
 
@@ -109,6 +118,7 @@ Order = (
     | SourceGivesUp
     | SourceWithdraws
     | TargetBegins
+    | TargetDeclines
     | TargetPulls
     | TargetGivesUp
     | FailLoad

@@ -23,7 +23,17 @@ from kvbaton.engines.handoff_params import (
 )
 from kvbaton.errors import BadRequest
 
-__all__ = ["EngineRequest", "HandoffInfo", "SourceWish", "Wish", "answer_params", "indices", "prompt_digest", "read_wish"]
+__all__ = [
+    "EngineRequest",
+    "HandoffInfo",
+    "SourceWish",
+    "Wish",
+    "answer_params",
+    "indices",
+    "is_refused",
+    "prompt_digest",
+    "read_wish",
+]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
 _PROMPT = re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z")
@@ -91,6 +101,11 @@ def read_wish(request: EngineRequest, mode: Mode) -> Wish | None:
         wanted = SourceWanted(key, prompt_digest(request), wish.source, wish.source_incarnation, mode)
         return Wish(key, wanted=wanted)
     return Wish(key, source=wish)
+
+
+def is_refused(request: EngineRequest) -> bool:
+    """Whether vLLM refused the request before admission, and only wants to let its source go. Its prompt is not the true one."""
+    return bool(getattr(request, "abort_immediately", False))
 
 
 def indices(request_id: str) -> tuple[int, int]:

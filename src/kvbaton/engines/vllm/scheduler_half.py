@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
@@ -34,10 +34,20 @@ from kvbaton.engines.vllm.orders import (
     StepOrders,
     StepReport,
     TargetBegins,
+    TargetDeclines,
     TargetGivesUp,
     TargetPulls,
 )
-from kvbaton.engines.vllm.requests import EngineRequest, HandoffInfo, SourceWish, Wish, answer_params, prompt_digest, read_wish
+from kvbaton.engines.vllm.requests import (
+    EngineRequest,
+    HandoffInfo,
+    SourceWish,
+    Wish,
+    answer_params,
+    is_refused,
+    prompt_digest,
+    read_wish,
+)
 
 __all__ = ["Computing", "Room", "SchedulerHalf"]
 
@@ -125,6 +135,9 @@ class SchedulerHalf:
         if not problem and wish.source is not None and wish.key is not None:
             self._sources[request.request_id] = _Source(request, wish.key, wish.source)
             self._orders.append(SourceBegins(request.request_id, wish.key, prompt_digest(request)))
+            return
+        if wish.wanted is not None and is_refused(request):
+            self._orders.append(TargetDeclines(request.request_id, replace(wish.wanted, prompt="")))
             return
         target = _Target(request.num_prompt_tokens, None if problem else wish.wanted, problem)
         self._targets[request.request_id] = target

@@ -43,6 +43,7 @@ from kvbaton.engines.vllm.orders import (
     StepOrders,
     StepReport,
     TargetBegins,
+    TargetDeclines,
     TargetGivesUp,
     TargetPulls,
 )
@@ -168,6 +169,8 @@ class WorkerHalf:
                     self._port.cancel(order.key)
             case TargetBegins():
                 self._begin_target(order)
+            case TargetDeclines():
+                self._port.decline(order.wanted, "the target refused the request before admission")
             case TargetPulls():
                 self._pull(order)
             case TargetGivesUp():

@@ -64,10 +64,24 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, name: str, tokens: Sequence[int], params: dict[str, Any] | None = None, max_tokens: int = 1) -> Request:
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        is_refused: bool = False,
+    ) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, extra_args={"kv_transfer_params": params})
         sampling.ignore_eos = True
-        request = Request(f"cmpl-{EXTERNAL_ID}-0-{name}", list(tokens), sampling, None, block_hasher=self.hasher)
+        request = Request(
+            f"cmpl-{EXTERNAL_ID}-0-{name}",
+            list(tokens),
+            sampling,
+            None,
+            block_hasher=self.hasher,
+            abort_immediately=is_refused,
+        )
         self.scheduler.add_request(request)
         return request
 
@@ -353,12 +367,10 @@ def target_preempted_after_it_landed_computes_by_itself(model: str) -> None:
 def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
     """vLLM admits such a request only to end it at once."""
     engine = Engine("target", model)
-    request = engine.add("a", prompt(1), target_params("tx"))
+    request = engine.add("a", prompt(1), target_params("tx"), is_refused=True)
     engine.abort(request)
     engine.run(2)
-    assert engine.port.names() == ["expect_source", "cancel"]
-    engine.port.push(TargetEnded(key_of("tx"), Outcome.CANCELLED, ""))
-    engine.run(1)
+    assert engine.port.names() == ["decline"]
     engine.assert_at_rest()
 
 

@@ -72,6 +72,7 @@ class Request:
     status: Status = Status.RUNNING
     num_computed_tokens: int = 0
     output_token_ids: Sequence[int] = (7,)
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
