@@ -109,7 +109,7 @@ REFUSED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
-    """Long before the source would give up by itself. vLLM forgets the header then, so the parameters have to name the source."""
+    """Long before the source would give up by itself. vLLM forgets the header then, so the parameters must name the source."""
 
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(140, seed=f"refused {name}")

@@ -104,7 +104,7 @@ def read_wish(request: EngineRequest, mode: Mode) -> Wish | None:
 
 
 def is_refused(request: EngineRequest) -> bool:
-    """Whether vLLM refused the request before admission, and only wants to let its source go. Its prompt is not the true one."""
+    """Whether vLLM refused the request before admission, and only lets its source go; its prompt is not the true one then."""
     return bool(getattr(request, "abort_immediately", False))
 
 
