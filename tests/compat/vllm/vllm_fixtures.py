@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, Wanted, starting
 from vllm_stand import VllmStand, stand
 
 from kvbaton.core.handoff import Mode
@@ -15,8 +15,8 @@ __all__ = ["single", "standing"]
 
 @pytest.fixture(scope="session")
 def single() -> Iterator[Server]:
-    """A plain vLLM, without a connector."""
-    with servers(Wanted("single", "both")) as (running,):
+    """A plain vLLM, without a connector. It starts while others do; a `Pair` waits for it."""
+    with starting(Wanted("single", "both")) as (running,):
         yield running
 
 

@@ -41,12 +41,15 @@ class Given:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two servers, and one that is neither, for comparison."""
+    """The two servers, and one that is neither, for comparison; waits until that one is there."""
 
     mode: Mode
     prefill: Server
     decode: Server
     single: Server
+
+    def __post_init__(self) -> None:
+        self.single.wait()
 
     def wait_idle(self, timeout_s: float = 90.0) -> None:
         """Wait until neither side holds anything for anybody."""

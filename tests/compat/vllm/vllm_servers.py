@@ -29,7 +29,7 @@ from kvbaton.launch.vllm_environment import VLLM_VERSION
 from kvbaton.launch.vllm_ready import ready_vllm
 from watching import is_running, wait_until
 
-__all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers"]
+__all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers", "starting"]
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 128
@@ -173,6 +173,15 @@ def ready(version: str = VLLM_VERSION) -> VllmOptions:
 @contextmanager
 def servers(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
     """Start servers at once, and wait for all; ends them afterwards."""
+    with starting(*wanted, version=version) as started:
+        for server in started:
+            server.wait()
+        yield started
+
+
+@contextmanager
+def starting(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
+    """Start servers, and wait for none; ends them afterwards."""
     options, ports = ready(version), PortPicker()
     with ExitStack() as parts:
         started = []
@@ -182,8 +191,6 @@ def servers(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Serve
             parts.callback(server.end)
             server.begin()
             started.append(server)
-        for server in started:
-            server.wait()
         yield started
 
 
