@@ -66,7 +66,10 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """So many blocks are kept free for prefills that a target has granted blocks for; others wait `wait_s` for their grant."""
+    """So many blocks are kept free for prefills that a target has granted blocks for.
+
+    Others wait for their grant, however long their turn takes; but when for `wait_s` nobody's turn has come, no longer.
+    """
 
     blocks: int
     wait_s: float
@@ -114,6 +117,7 @@ class SchedulerHalf:
         self._sources: dict[str, _Source] = {}
         self._targets: dict[str, _Target] = {}
         self._orders: list[Order] = []
+        self._progress_at = 0.0
 
     @property
     def live(self) -> int:
@@ -185,9 +189,12 @@ class SchedulerHalf:
         now = self._room.clock()
         if source.waits_since is None:
             source.waits_since = now
-        if now - source.waits_since < self._room.wait_s:
+        if now - max(source.waits_since, self._progress_at) < self._room.wait_s:
             return ""
-        return f"no target had blocks for {source.key} within {self._room.wait_s:g} s, and there is no room to start without"
+        return (
+            f"there is no room to start {source.key} before its target has blocks, and for {self._room.wait_s:g} s no target"
+            " had blocks for any prefill"
+        )
 
     def _withdraw(self, source: _Source, problem: str) -> None:
         """Make a prefill a load that fails."""
@@ -279,6 +286,8 @@ class SchedulerHalf:
 
     def take_report(self, report: StepReport) -> None:
         """What the worker tells after a step."""
+        if self._room is not None and (report.granted or report.ended):
+            self._progress_at = self._room.clock()
         for request_id in report.granted & self._sources.keys():
             self._sources[request_id].is_granted = True
         for request_id in report.ended & self._sources.keys():

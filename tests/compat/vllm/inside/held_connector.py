@@ -4,7 +4,7 @@ Hand-offs say in their transfer id what is to happen to them: `mute.SIDE.KIND.NA
 swallow its messages of that kind about this hand-off, for good. Files in the directory `$KVBATON_HOLD` do the rest: while
 `stall` is there, copies that are posted do not complete; with `drop`, nothing is copied; with `corrupt`, one byte of each
 copy is flipped; with `delay`, copies begin so many seconds later; with `silent`, heartbeats are swallowed. What was held up
-is noted in the file `held`, one line each; `read` has a digest of what each delayed batch has brought.
+is noted in the file `held`, one line each, and so is every retraction; `read` has a digest of what each delayed batch brought.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.messages import Heartbeat, Message
+from kvbaton.core.messages import Heartbeat, Message, Retracted
 from kvbaton.engines.vllm.connector import KVBatonConnector
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.settings import ConnectorSettings
@@ -45,6 +45,8 @@ class _HeldSockets(ControlSockets):
         if key is not None and _is_muted(key.transfer_id, kind):
             _note(self._directory / "held", f"{kind} {key.transfer_id}")
             return
+        if isinstance(message, Retracted):
+            _note(self._directory / "held", f"retracted {message.key.transfer_id}")
         super().send(peer, message)
 
 

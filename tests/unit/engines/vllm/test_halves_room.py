@@ -86,6 +86,21 @@ def test_a_prefill_that_nobody_comes_for_becomes_a_load_that_fails() -> None:
     assert rig.worker.live == 0
 
 
+def test_queueing_costs_no_patience_while_others_have_their_turn() -> None:
+    world = World(free=0)
+    rig = world.rig()
+    last, others = begun(rig), [begun(rig, f"other-{index}", f"{index:08x}") for index in range(3)]
+    for index, _ in enumerate(others):
+        assert rig.scheduler.matched_tokens(last, 0) is None
+        rig.step()
+        world.now += 0.9 * WAIT_S
+        rig.port.push(Granted(key_of(f"other-{index}")))
+        rig.step()
+    assert rig.scheduler.matched_tokens(last, 0) is None
+    world.now += WAIT_S
+    assert rig.scheduler.matched_tokens(last, 0) == last.num_prompt_tokens, "now nobody's turn comes any more"
+
+
 def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> None:
     """Its target left while it waited: computing it would be for nobody."""
     rig = World(free=100).rig()
