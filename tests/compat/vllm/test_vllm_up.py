@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from system import Client, Up
-from vllm_stand import MODEL, ready
+from vllm_servers import MODEL, ready
 
 from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import check_port_free

@@ -40,7 +40,10 @@ class ModelName:
 
 
 class WorkerInstance:
-    """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector."""
+    """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector.
+
+    `open_sockets` and `open_transport` may be overridden: that is how tests hold a hand-off up at a stage of their choice.
+    """
 
     def __init__(
         self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelName, registers_as: InstanceType | None
@@ -50,9 +53,9 @@ class WorkerInstance:
         self._cache = cache
         region = cache.region
         with ExitStack() as parts:
-            sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust())
+            sockets = self.open_sockets(settings, incarnation)
             parts.callback(sockets.close)
-            transport = _open_transport(settings, incarnation, region)
+            transport = self.open_transport(settings, incarnation, region)
             parts.callback(transport.close)
             card = _card(settings, model, incarnation, cache, transport)
             limits, handoff = settings.limits, settings.handoff
@@ -70,6 +73,21 @@ class WorkerInstance:
         layers = len(cache.layout.groups[0].layers)
         self.half = WorkerHalf(self.driver, layers, self._news, limits.stop_timeout, poison, observe)
         self._announcer = _announcer(settings, self.info, model, registers_as)
+
+    def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
+        """The control channel."""
+        return ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust())
+
+    def open_transport(self, settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
+        """What moves the bytes."""
+        transport_settings = TransportSettings(
+            incarnation=incarnation,
+            timeout_s=settings.transfer_timeout,
+            host=settings.control_host,
+            advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
+        )
+        transport = open_transport(settings.transport, region, transport_settings)
+        return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
 
     def start(self) -> None:
         """Start the agents, and register with the routers as soon as the API answers."""
@@ -90,17 +108,6 @@ class WorkerInstance:
     def _poison(self, blocks: BlockLists, cached_tokens: int) -> None:
         block_tokens = self._cache.layout.groups[0].block_tokens
         self._cache.poison(blocks[0][cached_tokens // block_tokens :])
-
-
-def _open_transport(settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
-    transport_settings = TransportSettings(
-        incarnation=incarnation,
-        timeout_s=settings.transfer_timeout,
-        host=settings.control_host,
-        advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
-    )
-    transport = open_transport(settings.transport, region, transport_settings)
-    return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
 
 
 def _timelines(settings: ConnectorSettings, incarnation: Incarnation, registers_as: InstanceType | None) -> Timelines | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.agent.engine_port import SourceWanted
 from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, key_problem
-from kvbaton.engines.embedded.handoff_params import (
+from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
     SourceWish,
@@ -30,6 +30,7 @@ __all__ = [
     "Wish",
     "answer_params",
     "indices",
+    "is_refused",
     "named",
     "prompt_digest",
     "read_wish",
@@ -108,6 +109,11 @@ def named(request: EngineRequest) -> str:
     transfer_id = (request.kv_transfer_params or {}).get("transfer_id")
     told = f"transfer {transfer_id[:MAX_TRANSFER_ID]}" if isinstance(transfer_id, str) else "no transfer id"
     return f"request {request.request_id} ({told})"
+
+
+def is_refused(request: EngineRequest) -> bool:
+    """Whether vLLM refused the request before admission, and only lets its source go; its prompt is not the true one then."""
+    return bool(getattr(request, "abort_immediately", False))
 
 
 def indices(request_id: str) -> tuple[int, int]:

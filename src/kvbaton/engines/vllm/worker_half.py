@@ -40,9 +40,11 @@ from kvbaton.engines.vllm.orders import (
     SourceGivesUp,
     SourceOffers,
     SourceRetracts,
+    SourceWithdraws,
     StepOrders,
     StepReport,
     TargetBegins,
+    TargetDeclines,
     TargetGivesUp,
     TargetPulls,
 )
@@ -177,8 +179,14 @@ class WorkerHalf:
             case SourceGivesUp():
                 self._keep(order.request_id, order.key)
                 self._port.cancel(order.key)
+            case SourceWithdraws():
+                if self._source(order.key, order.request_id) is not None:
+                    del self._sources[order.key]
+                    self._port.cancel(order.key)
             case TargetBegins():
                 self._begin_target(order)
+            case TargetDeclines():
+                self._port.decline(order.wanted, "the target refused the request before admission")
             case TargetPulls():
                 self._pull(order)
             case TargetGivesUp():
@@ -299,7 +307,8 @@ class WorkerHalf:
     def _take(self, event: EngineEvent) -> None:
         match event:
             case Granted():
-                pass
+                if (source := self._sources.get(event.key)) is not None:
+                    self._finished.report.granted.add(source.request_id)
             case Drained():
                 self._undrained.discard(event.key)
             case SourceEnded():
@@ -321,6 +330,8 @@ class WorkerHalf:
     def _end_source(self, key: HandoffKey) -> None:
         if (source := self._sources.get(key)) is not None:
             source.has_ended = True
+            if not source.is_kept:
+                self._finished.report.ended.add(source.request_id)
             self._settle_source(key, source)
 
     def _settle_source(self, key: HandoffKey, source: _Source) -> None:
@@ -363,7 +374,7 @@ def _key(order: Order) -> HandoffKey | str:
     match order:
         case SourceOffers():
             return order.offer.key
-        case TargetBegins():
+        case TargetBegins() | TargetDeclines():
             return order.wanted.key
         case TargetPulls():
             return order.pull.key

@@ -13,7 +13,7 @@ from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.core.timeline import Note
 from kvbaton.engines.vllm.requests import HandoffInfo
-from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
+from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
 from kvbaton.errors import LocalError
 
@@ -73,6 +73,7 @@ class Request:
     status: Status = Status.RUNNING
     num_computed_tokens: int = 0
     output_token_ids: Sequence[int] = (7,)
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -149,11 +150,19 @@ class ScriptedPort:
 class Rig:
     """Both halves of one instance over a scripted port, stepped as vLLM steps them."""
 
-    def __init__(self, mode: Mode = Mode.PUSH, *, is_source: bool = True, is_target: bool = True, drain_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        mode: Mode = Mode.PUSH,
+        *,
+        is_source: bool = True,
+        is_target: bool = True,
+        drain_s: float = 5.0,
+        room: Room | None = None,
+    ) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
         self.notes: list[Note] = []
-        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target)
+        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target, room)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
         self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison, self.notes.append)
