@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvbaton.errors import Bug, KVBatonError, QueueFull, TransportError
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Ticket, TransportSettings
+from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.runs import RunCursor, check_runs
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "describe"]
+__all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "RunsCheck", "describe"]
 
 L = TypeVar("L")
 
@@ -57,6 +58,9 @@ class Revoke(Generic[L]):
 
 Command = Post[L] | Cancel[L] | Revoke[L]
 
+RunsCheck = Callable[[L, Runs], None]
+"""Refuses runs of a link by raising RangeError."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Peer(Generic[L]):
@@ -67,7 +71,9 @@ class _Peer(Generic[L]):
 class Ledger(Generic[L]):
     """Peers, jobs, commands and completions of one transport; `L` is what the mover keeps per peer."""
 
-    def __init__(self, region: Region, settings: TransportSettings) -> None:
+    def __init__(self, region: Region, settings: TransportSettings, check: RunsCheck[L] | None = None) -> None:
+        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError."""
+        self._check = check
         self._region = region
         self._settings = settings
         self._lock = threading.Lock()
@@ -97,7 +103,7 @@ class Ledger(Generic[L]):
     def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
         """Make `peer` known. Raises TransportError when it is already, the table is full, or the transport is closed."""
         with self._lock:
-            self._refuse_when_shut()
+            self.refuse_when_shut()
             if peer in self._peers:
                 raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
             if len(self._peers) >= self._settings.max_peers:
@@ -109,6 +115,8 @@ class Ledger(Generic[L]):
         with self._lock:
             known = self._known(batch.peer)
         runs = check_runs(batch.runs, known.endpoint.region_bytes, self._region.region_bytes)
+        if self._check is not None:
+            self._check(known.link, runs)
         cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
@@ -193,7 +201,7 @@ class Ledger(Generic[L]):
             del self._count_of[peer]
 
     def _known(self, peer: PeerRank) -> _Peer[L]:
-        self._refuse_when_shut()
+        self.refuse_when_shut()
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(
@@ -201,7 +209,8 @@ class Ledger(Generic[L]):
             )
         return known
 
-    def _refuse_when_shut(self) -> None:
+    def refuse_when_shut(self) -> None:
+        """Raise TransportError once `shut` was called."""
         if self._shut_reason:
             raise TransportError(f"{self._shut_reason}; open a new transport")
 

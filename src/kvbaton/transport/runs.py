@@ -56,13 +56,13 @@ class RunCursor:
         """Bytes behind the cursor's place."""
         return self.total_bytes - self.done_bytes
 
-    def peek(self, max_bytes: int) -> Runs:
-        """The next runs, cut so that they hold at most `max_bytes` in at most `MAX_SLICE_RUNS` pieces."""
+    def peek(self, max_bytes: int, max_runs: int = MAX_SLICE_RUNS) -> Runs:
+        """The next runs, cut so that they hold at most `max_bytes` in at most `max_runs` pieces."""
         if not self.remaining_bytes:
             return self._runs[:0]
         stop = min(self.done_bytes + max_bytes, self.total_bytes)
         first = int(np.searchsorted(self._ends, self.done_bytes, side="right"))
-        last = min(int(np.searchsorted(self._ends, stop)), first + MAX_SLICE_RUNS - 1)
+        last = min(int(np.searchsorted(self._ends, stop)), first + max_runs - 1)
         window = self._runs[first : last + 1].copy()
         skip = np.uint64(self.done_bytes - int(self._ends[first]) + int(self._runs[first, _BYTES]))
         window[0] += np.array([skip, skip, 0], np.uint64)

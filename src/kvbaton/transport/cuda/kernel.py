@@ -1,0 +1,64 @@
+"""The kernel that copies runs of bytes. Imports Triton: import it only where a GPU is used."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["copy_pieces"]
+
+
+@triton.jit(do_not_specialize=["table_rows", "pieces", "pieces_per_run", "run_units"])
+def copy_pieces(
+    source,
+    target,
+    table,
+    table_rows,
+    pieces,
+    pieces_per_run,
+    run_units,
+    UNIT: tl.constexpr,  # noqa: N803
+    PIECE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    WIDE: tl.constexpr,  # noqa: N803
+    EVEN: tl.constexpr,  # noqa: N803
+    RAGGED: tl.constexpr,  # noqa: N803
+):
+    """Copy `ROWS` pieces of `PIECE` units of `UNIT` bytes each per program; addresses are plain numbers.
+
+    `table` holds `table_rows` source offsets, as many target offsets, and with `RAGGED` as many lengths, all in units. Without
+    it every run has `run_units`, in `pieces_per_run` pieces. `EVEN`: every piece is full.
+    """
+    if UNIT == 16:
+        element = tl.int32
+    elif UNIT == 8:
+        element = tl.int64
+    elif UNIT == 4:
+        element = tl.int32
+    elif UNIT == 2:
+        element = tl.int16
+    else:
+        element = tl.int8
+    lanes: tl.constexpr = 4 if UNIT == 16 else 1
+    entry = table.to(tl.pointer_type(tl.int64)) if WIDE else table.to(tl.pointer_type(tl.uint32))
+
+    piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = piece < pieces
+    run = piece // pieces_per_run
+    skip = (piece - run * pieces_per_run) * PIECE
+    read_at = tl.load(entry + run, mask=live, other=0).to(tl.int64) + skip
+    write_at = tl.load(entry + table_rows + run, mask=live, other=0).to(tl.int64) + skip
+
+    column = tl.arange(0, PIECE * lanes)[None, :]
+    here = live[:, None] & (column >= 0)
+    if RAGGED:
+        left = tl.load(entry + 2 * table_rows + run, mask=live, other=0).to(tl.int32)
+        here = column < (left * lanes)[:, None]
+    elif not EVEN:
+        left = tl.where(live, run_units - skip, 0)
+        here = column < (left * lanes)[:, None]
+
+    reads = tl.multiple_of((source + read_at * UNIT).to(tl.pointer_type(element)), UNIT)
+    writes = tl.multiple_of((target + write_at * UNIT).to(tl.pointer_type(element)), UNIT)
+    values = tl.load(reads[:, None] + column, mask=here)
+    tl.store(writes[:, None] + column, values, mask=here)
