@@ -195,6 +195,36 @@ def _serve_vllm(
     return _finish("serve", report, bench.described(), out, json)
 
 
+@bench_app.command
+def wire(
+    *,
+    transport: Literal["cuda"] = "cuda",
+    tokens: int = 4096,
+    rounds: int = 20,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """How fast a transport moves paged bytes between two processes; every byte is checked in every round.
+
+    Parameters
+    ----------
+    transport
+        `cuda`: GPU memory, beside the full-tensor copy of the same bytes on the same GPU.
+    tokens
+        tokens of an 8B Llama whose cache one batch moves (4,096 are 537 MB).
+    rounds
+        how often each thing is measured; medians are shown, every round is kept.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
+
+    bench = CudaWireBench(tokens, rounds)
+    return _finish("wire", run_cuda_wire_bench(bench, _progress), bench.described() | {"transport": transport}, out, json)
+
+
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     from kvbaton.errors import ConfigError
 

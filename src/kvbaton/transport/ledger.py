@@ -100,14 +100,15 @@ class Ledger(Generic[L]):
             known = self._peers.get(peer)
             return known.endpoint if known else None
 
-    def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
-        """Make `peer` known. Raises TransportError when it is already, the table is full, or the transport is closed."""
+    def check_room(self, peer: PeerRank) -> None:
+        """Raise TransportError when `peer` is known already, the table is full, or the transport is closed."""
         with self._lock:
-            self.refuse_when_shut()
-            if peer in self._peers:
-                raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
-            if len(self._peers) >= self._settings.max_peers:
-                raise TransportError(f"{len(self._peers)} peers are known, the limit (max_peers); revoke those that are gone")
+            self._refuse_peer(peer)
+
+    def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
+        """Make `peer` known. Raises TransportError as `check_room` does."""
+        with self._lock:
+            self._refuse_peer(peer)
             self._peers[peer] = _Peer(endpoint, link)
 
     def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
@@ -201,7 +202,7 @@ class Ledger(Generic[L]):
             del self._count_of[peer]
 
     def _known(self, peer: PeerRank) -> _Peer[L]:
-        self.refuse_when_shut()
+        self._refuse_when_shut()
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(
@@ -209,8 +210,14 @@ class Ledger(Generic[L]):
             )
         return known
 
-    def refuse_when_shut(self) -> None:
-        """Raise TransportError once `shut` was called."""
+    def _refuse_peer(self, peer: PeerRank) -> None:
+        self._refuse_when_shut()
+        if peer in self._peers:
+            raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
+        if len(self._peers) >= self._settings.max_peers:
+            raise TransportError(f"{len(self._peers)} peers are known, the limit (max_peers); revoke those that are gone")
+
+    def _refuse_when_shut(self) -> None:
         if self._shut_reason:
             raise TransportError(f"{self._shut_reason}; open a new transport")
 

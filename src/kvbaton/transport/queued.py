@@ -74,8 +74,8 @@ class QueuedTransport(abc.ABC, Generic[L]):
         """Make `peer` known; the same endpoint again changes nothing. Raises TransportError when it is out of reach."""
         with self._connecting:
             if self._ledger.endpoint_of(peer) != endpoint:
-                self._ledger.refuse_when_shut()
                 self._check(peer, endpoint)
+                self._ledger.check_room(peer)
                 link = self._link(peer, endpoint)
                 try:
                     self._ledger.add_peer(peer, endpoint, link)

@@ -1,4 +1,8 @@
-"""Makes copies on a GPU: one stream, one table, one kernel launch at a time. Imports torch when it is made."""
+"""Makes copies on a GPU: one stream, one table, one kernel per launch. Imports torch when it is made.
+
+The kernel reads its table from pinned memory of the host, while it copies: a table that is brought to the GPU first costs more
+than the copies when runs are short (256-byte runs need 3 % of what they move).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ __all__ = ["Copier", "GpuCopier"]
 
 _FIRST_TABLE_BYTES = 1 << 20
 _PAUSE_S = 0.00001
+_ALIGN = 16
 
 
 class Copier(Protocol):
@@ -44,16 +49,34 @@ class GpuCopier:
         self._grow(_FIRST_TABLE_BYTES)
 
     def start(self, launches: Sequence[Launch], source: int, target: int) -> None:
-        """Queue the table and one kernel per launch; returns before they run. Raises TransportError."""
+        """Queue one kernel per launch; returns before they run. Raises TransportError."""
         try:
-            with self._torch.cuda.stream(self.stream):
-                try:
-                    for launch, table in zip(launches, self._upload(launches), strict=True):
-                        self._launch(launch, source, target, table)
-                finally:
-                    self._done.record(self.stream)
+            self.queue(launches, self.stage(launches), source, target)
         except RuntimeError as error:
             raise TransportError(f"GPU {self._device} did not take a copy: {error}") from error
+
+    def stage(self, launches: Sequence[Launch]) -> list[int]:
+        """Put all tables where the GPU reads them, in pinned memory; their addresses, offsets before lengths per launch.
+
+        What was queued before must be done: its tables are written over.
+        """
+        parts = [part for launch in launches for part in (launch.offsets, launch.lengths)]
+        ends = np.cumsum([-(-part.nbytes // _ALIGN) * _ALIGN for part in parts]).tolist()
+        if ends and ends[-1] > len(self._staging):
+            self._grow(max(ends[-1], 2 * len(self._staging)))
+        starts = [0, *ends[:-1]]
+        for start, part in zip(starts, parts, strict=True):
+            self._staging[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
+        return [self._pinned.data_ptr() + start for start in starts]
+
+    def queue(self, launches: Sequence[Launch], tables: Sequence[int], source: int, target: int) -> None:
+        """Queue the kernels over tables that were staged; returns before they run."""
+        with self._torch.cuda.stream(self.stream):
+            try:
+                for launch, offsets, lengths in zip(launches, tables[::2], tables[1::2], strict=True):
+                    self._launch(launch, source, target, offsets, lengths)
+            finally:
+                self._done.record(self.stream)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was started is done, at most `timeout_s`; tells whether it is. Raises TransportError."""
@@ -68,42 +91,29 @@ class GpuCopier:
         return True
 
     def close(self) -> None:
-        """Give the tables back. Idempotent."""
+        """Give the table back. Idempotent."""
         self._grow(0)
 
     def _grow(self, table_bytes: int) -> None:
-        byte = self._torch.uint8
-        self._pinned = self._torch.empty(table_bytes, dtype=byte, pin_memory=table_bytes > 0)
+        self._pinned = self._torch.empty(table_bytes, dtype=self._torch.uint8, pin_memory=table_bytes > 0)
         self._staging = self._pinned.numpy()
-        self._table = self._torch.empty(table_bytes, dtype=byte, device=f"cuda:{self._device}")
 
-    def _upload(self, launches: Sequence[Launch]) -> list[int]:
-        """Bring the tables of all launches to the GPU in one copy; their addresses there."""
-        sizes = [-(-launch.table.nbytes // 16) * 16 for launch in launches]
-        total = sum(sizes)
-        if total > len(self._staging):
-            self._grow(max(total, 2 * len(self._staging)))
-        places = [sum(sizes[:index]) for index in range(len(sizes))]
-        for launch, at in zip(launches, places, strict=True):
-            self._staging[at : at + launch.table.nbytes] = launch.table.reshape(-1).view(np.uint8)
-        self._table[:total].copy_(self._pinned[:total], non_blocking=True)
-        return [self._table.data_ptr() + at for at in places]
-
-    def _launch(self, launch: Launch, source: int, target: int, table: int) -> None:
+    def _launch(self, launch: Launch, source: int, target: int, offsets: int, lengths: int) -> None:
         self._kernel[(-(-launch.pieces // launch.rows),)](
             source,
             target,
-            table,
-            launch.table.shape[1],
+            offsets,
+            lengths,
             launch.pieces,
             launch.pieces_per_run,
             launch.run_bytes // launch.unit_bytes,
             UNIT=launch.unit_bytes,
             PIECE=launch.piece_bytes // launch.unit_bytes,
             ROWS=launch.rows,
-            WIDE=launch.table.dtype == np.int64,
+            WIDE=launch.offsets.dtype == np.int64,
             EVEN=launch.is_even,
             RAGGED=launch.run_bytes == 0,
+            num_warps=launch.warps,
         )
 
 

@@ -8,12 +8,12 @@ import triton.language as tl
 __all__ = ["copy_pieces"]
 
 
-@triton.jit(do_not_specialize=["table_rows", "pieces", "pieces_per_run", "run_units"])
+@triton.jit(do_not_specialize=["pieces", "pieces_per_run", "run_units"])
 def copy_pieces(
     source,
     target,
-    table,
-    table_rows,
+    offsets,
+    lengths,
     pieces,
     pieces_per_run,
     run_units,
@@ -26,8 +26,9 @@ def copy_pieces(
 ):
     """Copy `ROWS` pieces of `PIECE` units of `UNIT` bytes each per program; addresses are plain numbers.
 
-    `table` holds `table_rows` source offsets, as many target offsets, and with `RAGGED` as many lengths, all in units. Without
-    it every run has `run_units`, in `pieces_per_run` pieces. `EVEN`: every piece is full.
+    `offsets` holds a source and a target offset per run, two uint32 or with `WIDE` two int64; `RAGGED`: `lengths` holds its
+    length too, and it is one piece. Otherwise every run has `run_units`, in `pieces_per_run` pieces. `EVEN`: every piece is
+    full. Offsets and lengths are in units, and may lie in memory of the host.
     """
     if UNIT == 16:
         element = tl.int32
@@ -40,19 +41,24 @@ def copy_pieces(
     else:
         element = tl.int8
     lanes: tl.constexpr = 4 if UNIT == 16 else 1
-    entry = table.to(tl.pointer_type(tl.int64)) if WIDE else table.to(tl.pointer_type(tl.uint32))
 
     piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = piece < pieces
     run = piece // pieces_per_run
     skip = (piece - run * pieces_per_run) * PIECE
-    read_at = tl.load(entry + run, mask=live, other=0).to(tl.int64) + skip
-    write_at = tl.load(entry + table_rows + run, mask=live, other=0).to(tl.int64) + skip
+    if WIDE:
+        entry = offsets.to(tl.pointer_type(tl.int64)) + run * 2
+        read_at = tl.load(entry, mask=live, other=0) + skip
+        write_at = tl.load(entry + 1, mask=live, other=0) + skip
+    else:
+        both = tl.load(offsets.to(tl.pointer_type(tl.uint64)) + run, mask=live, other=0)
+        read_at = (both & 0xFFFFFFFF).to(tl.int64) + skip
+        write_at = (both >> 32).to(tl.int64) + skip
 
     column = tl.arange(0, PIECE * lanes)[None, :]
     here = live[:, None] & (column >= 0)
     if RAGGED:
-        left = tl.load(entry + 2 * table_rows + run, mask=live, other=0).to(tl.int32)
+        left = tl.load(lengths.to(tl.pointer_type(tl.int32)) + run, mask=live, other=0)
         here = column < (left * lanes)[:, None]
     elif not EVEN:
         left = tl.where(live, run_units - skip, 0)

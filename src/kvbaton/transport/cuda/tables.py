@@ -35,21 +35,33 @@ _NARROW = 1 << 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One kernel launch. Offsets and lengths in `table` are in units, relative to the floors of the two placements."""
+    """One kernel launch. Offsets and lengths are in units, offsets relative to the floors of the two placements."""
 
     unit_bytes: int
     piece_bytes: int
     pieces: int
     pieces_per_run: int
     run_bytes: int
-    """Length of every run; 0 when the third row of the table says it for each."""
-    table: npt.NDArray[Any]
-    """Rows: source offsets, target offsets and, for runs of different lengths, lengths; uint32, or int64 where needed."""
+    """Length of every run; 0 when `lengths` says it for each."""
+    offsets: npt.NDArray[Any]
+    """Source and target offset of every run; uint32, or int64 where that is not enough."""
+    lengths: npt.NDArray[np.int32]
+    """Length of every run where they differ; otherwise empty."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of what the kernel has to be told."""
+        return self.offsets.nbytes + self.lengths.nbytes
 
     @property
     def rows(self) -> int:
         """Pieces side by side in a tile."""
         return max(1, TILE_BYTES // self.piece_bytes) if self.unit_bytes == LINE_BYTES else 8
+
+    @property
+    def warps(self) -> int:
+        """Groups of 32 threads per program."""
+        return 4
 
     @property
     def is_even(self) -> bool:
@@ -85,10 +97,11 @@ def _launch(columns: Runs, unit: int, extent: int) -> Launch:
     is_uniform = bool((lengths == lengths[0]).all())
     piece = _piece(lengths[:1] if is_uniform else lengths) if unit == LINE_BYTES else _BYTE_PIECE
     per_run = -(-first // piece) if is_uniform else 1
-    columns = columns[:2] if is_uniform else _cut(columns, piece)
-    shift = np.uint64(unit.bit_length() - 1)
-    table = (columns >> shift).astype(np.uint32 if extent // unit < _NARROW else np.int64)
-    return Launch(unit, piece, table.shape[1] * per_run, per_run, first if is_uniform else 0, table)
+    columns = (columns if is_uniform else _cut(columns, piece)) >> np.uint64(unit.bit_length() - 1)
+    offsets = np.empty((columns.shape[1], 2), np.uint32 if extent // unit < _NARROW else np.int64)
+    offsets[:, 0], offsets[:, 1] = columns[0], columns[1]
+    own_lengths = columns[2, : 0 if is_uniform else None].astype(np.int32)
+    return Launch(unit, piece, len(offsets) * per_run, per_run, first if is_uniform else 0, offsets, own_lengths)
 
 
 def _piece(lengths: Runs) -> int:
