@@ -18,7 +18,8 @@ from kvbaton.transport.cuda.tables import Launch
 __all__ = ["Copier", "GpuCopier"]
 
 _FIRST_TABLE_BYTES = 1 << 20
-_PAUSE_S = 0.00001
+_PAUSE_S = 0.00002
+_EAGER_S = 0.0002
 _ALIGN = 16
 
 
@@ -81,11 +82,13 @@ class GpuCopier:
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was started is done, at most `timeout_s`; tells whether it is. Raises TransportError."""
         deadline = time.monotonic() + timeout_s
+        eager_until = time.monotonic() + _EAGER_S
         try:
             while not self._done.query():
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= deadline:
                     return False
-                time.sleep(_PAUSE_S)
+                time.sleep(0 if now < eager_until else _PAUSE_S)
         except RuntimeError as error:
             raise TransportError(f"GPU {self._device} failed during a copy: {error}") from error
         return True

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvbaton.errors import ConfigError, TransportError
 
-__all__ = ["HANDLE_BYTES", "Allocation", "CudaDriver"]
+__all__ = ["HANDLE_BYTES", "Allocation", "CudaDriver", "MemoryDriver"]
 
 HANDLE_BYTES = 64
 """Size of an IPC handle."""
@@ -29,6 +30,28 @@ class Allocation:
 
     address: int
     allocated_bytes: int
+
+
+class MemoryDriver(Protocol):
+    """What the transport needs of a driver; each raises TransportError when it cannot."""
+
+    def gpu_id(self) -> str:
+        """The GPU's own id, the same in every process."""
+
+    def allocation(self, address: int) -> Allocation:
+        """The allocation that holds `address`."""
+
+    def share(self, address: int) -> bytes:
+        """A handle under which other processes can open the allocation that holds `address`."""
+
+    def open(self, handle: bytes) -> Allocation:
+        """Map another process's allocation into this one."""
+
+    def forget(self, address: int) -> None:
+        """Undo one `open`."""
+
+    def close(self) -> None:
+        """Let go of the GPU. Idempotent."""
 
 
 class CudaDriver:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbaton.errors import TransportError
-from kvbaton.transport.cuda.driver import HANDLE_BYTES, Allocation, CudaDriver
+from kvbaton.transport.cuda.driver import HANDLE_BYTES, Allocation, MemoryDriver
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
 
@@ -33,7 +33,7 @@ class Mapping:
     placement: Placement
     opened: tuple[int, ...]
 
-    def close(self, driver: CudaDriver) -> None:
+    def close(self, driver: MemoryDriver) -> None:
         """Close all of it, also when one part cannot be; raises the last TransportError."""
         problem: TransportError | None = None
         for address in self.opened:
@@ -45,7 +45,7 @@ class Mapping:
             raise problem
 
 
-def share_region(region: DeviceRegion, driver: CudaDriver) -> list[SharedPart]:
+def share_region(region: DeviceRegion, driver: MemoryDriver) -> list[SharedPart]:
     """The parts of this side's region, one per allocation and span. Raises ConfigError when memory cannot be shared."""
     parts = []
     for span in region.spans:
@@ -82,7 +82,7 @@ def read_parts(text: str, region_bytes: int) -> list[SharedPart]:
     return parts
 
 
-def open_parts(parts: Sequence[SharedPart], driver: CudaDriver) -> Mapping:
+def open_parts(parts: Sequence[SharedPart], driver: MemoryDriver) -> Mapping:
     """Open every allocation once. Raises TransportError, and then nothing stays open."""
     allocations: dict[bytes, Allocation] = {}
     try:

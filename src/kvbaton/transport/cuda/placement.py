@@ -74,8 +74,9 @@ class Placement:
 
     def locate(self, offsets: Runs) -> Runs:
         """Distances from `floor` to where the bytes at `offsets` lie."""
-        shifts: Runs = self._shifts if len(self._segments) == 1 else self._shifts[self._index(offsets)]
-        return offsets + shifts
+        if len(self._segments) > 1:
+            return np.add(offsets, self._shifts[self._index(offsets)])
+        return np.add(offsets, self._shifts) if self._shifts[0] else offsets
 
     def _index(self, offsets: Runs) -> npt.NDArray[np.intp]:
         return np.searchsorted(self._starts, offsets, side="right") - 1

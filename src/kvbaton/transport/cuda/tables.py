@@ -11,7 +11,7 @@ Runs that do not start and end on 16 bytes go into a launch of their own, with t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ TILE_BYTES = 16 << 10
 _PIECES = (16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10, 512, 256, 128)
 _WASTE = 1.07
 _BYTE_PIECE = 512
-_NARROW = 1 << 32
+_HALF_WORD = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ class Launch:
     run_bytes: int
     """Length of every run; 0 when `lengths` says it for each."""
     offsets: npt.NDArray[Any]
-    """Source and target offset of every run; uint32, or int64 where that is not enough."""
+    """Source and target offset of every run: the halves of a uint64, source in the lower one, or two int64."""
     lengths: npt.NDArray[np.int32]
     """Length of every run where they differ; otherwise empty."""
 
@@ -74,34 +74,69 @@ def launches_for(runs: Runs, source: Placement, target: Placement) -> list[Launc
     runs = target.cut(source.cut(runs, 0), 1)
     if not len(runs):
         return []
-    columns = np.stack([source.locate(runs[:, 0]), target.locate(runs[:, 1]), runs[:, 2]])
-    bits = columns[0] | columns[1] | columns[2]
-    odd = (bits & np.uint64(LINE_BYTES - 1)) != 0
+    columns = _Columns(source.locate(runs[:, 0]), target.locate(runs[:, 1]), np.ascontiguousarray(runs[:, 2]))
     extent = max(source.extent, target.extent)
-    if not odd.any():
-        return [_launch(columns, LINE_BYTES, extent)]
+    unit = columns.unit()
+    if unit == LINE_BYTES:
+        return [_launch(columns, unit, extent)]
+    odd = columns.are_odd()
     if odd.all():
-        return [_launch(columns, _unit(bits), extent)]
-    return [_launch(columns[:, ~odd], LINE_BYTES, extent), _launch(columns[:, odd], _unit(bits[odd]), extent)]
+        return [_launch(columns, unit, extent)]
+    return [_launch(columns.part(~odd), LINE_BYTES, extent), _launch(columns.part(odd), unit, extent)]
 
 
-def _unit(bits: Runs) -> int:
-    """The largest power of two that divides all these numbers."""
-    together = int(np.bitwise_or.reduce(bits))
-    return min(together & -together, LINE_BYTES)
+class _Columns(NamedTuple):
+    """Runs by column: where they are read, where they are written, how long they are."""
+
+    source: Runs
+    target: Runs
+    lengths: Runs
+
+    def unit(self) -> int:
+        """The largest power of two, up to a line, that divides every number."""
+        together = LINE_BYTES
+        for column in self:
+            together |= int(np.bitwise_or.reduce(column))
+        return together & -together
+
+    def are_odd(self) -> npt.NDArray[np.bool_]:
+        """Which runs do not lie on lines."""
+        bits = (self.source | self.target | self.lengths) & np.uint64(LINE_BYTES - 1)
+        return np.asarray(bits != 0, np.bool_)
+
+    def part(self, which: npt.NDArray[np.bool_]) -> _Columns:
+        """Some of them."""
+        return _Columns(*(column[which] for column in self))
+
+    def cut(self, piece: int) -> _Columns:
+        """Cut into pieces, the last one of each run perhaps shorter."""
+        counts = -(-self.lengths.astype(np.int64) // piece)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        skip = (within * piece).astype(np.uint64)
+        source, target, left = (np.repeat(column, counts) for column in self)
+        return _Columns(source + skip, target + skip, np.minimum(left - skip, np.uint64(piece)))
 
 
-def _launch(columns: Runs, unit: int, extent: int) -> Launch:
-    lengths = columns[2]
+def _launch(columns: _Columns, unit: int, extent: int) -> Launch:
+    lengths = columns.lengths
     first = int(lengths[0])
     is_uniform = bool((lengths == lengths[0]).all())
     piece = _piece(lengths[:1] if is_uniform else lengths) if unit == LINE_BYTES else _BYTE_PIECE
     per_run = -(-first // piece) if is_uniform else 1
-    columns = (columns if is_uniform else _cut(columns, piece)) >> np.uint64(unit.bit_length() - 1)
-    offsets = np.empty((columns.shape[1], 2), np.uint32 if extent // unit < _NARROW else np.int64)
-    offsets[:, 0], offsets[:, 1] = columns[0], columns[1]
-    own_lengths = columns[2, : 0 if is_uniform else None].astype(np.int32)
+    if not is_uniform:
+        columns = columns.cut(piece)
+    offsets = _pack(columns, unit.bit_length() - 1, extent)
+    own_lengths = (columns.lengths[: 0 if is_uniform else None] // unit).astype(np.int32)
     return Launch(unit, piece, len(offsets) * per_run, per_run, first if is_uniform else 0, offsets, own_lengths)
+
+
+def _pack(columns: _Columns, shift: int, extent: int) -> npt.NDArray[Any]:
+    """Source and target offset of each run, in units: in one word, or in two where they are too large for half of one."""
+    if extent >> shift < _HALF_WORD:
+        packed: npt.NDArray[Any] = columns.source >> np.uint64(shift)
+        packed |= columns.target << np.uint64(32 - shift)
+        return packed
+    return np.stack([columns.source >> np.uint64(shift), columns.target >> np.uint64(shift)], axis=1).astype(np.int64)
 
 
 def _piece(lengths: Runs) -> int:
@@ -115,15 +150,3 @@ def _piece(lengths: Runs) -> int:
         if covered < least:
             best, least = piece, covered
     return best
-
-
-def _cut(columns: Runs, piece: int) -> Runs:
-    """Runs cut into pieces, the last one of each perhaps shorter."""
-    lengths = columns[2].astype(np.int64)
-    counts = -(-lengths // piece)
-    cut = np.repeat(columns, counts, axis=1)
-    within = np.arange(cut.shape[1]) - np.repeat(np.cumsum(counts) - counts, counts)
-    skip = (within * piece).astype(np.uint64)
-    cut[:2] += skip
-    cut[2] = np.minimum(cut[2] - skip, np.uint64(piece))
-    return cut

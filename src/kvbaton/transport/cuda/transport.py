@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.cuda.copier import Copier, GpuCopier
-from kvbaton.transport.cuda.driver import CudaDriver
+from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
@@ -50,7 +50,7 @@ class _PeerMemory:
 class _GpuReach:
     """Copies with the kernel; owns the mappings of peers from `add` to `release`."""
 
-    def __init__(self, region: DeviceRegion, driver: CudaDriver, copier: Copier, timeout_s: float) -> None:
+    def __init__(self, region: DeviceRegion, driver: MemoryDriver, copier: Copier, timeout_s: float) -> None:
         self._target = Placement([Segment(span.offset, span.span_bytes, region.address + span.offset) for span in region.spans])
         self._driver = driver
         self._copier = copier
@@ -103,7 +103,7 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
     """Reads from GPU memory of processes of this host; lets them read this rank's region. Needs `kvbaton[cuda]`."""
 
     def __init__(
-        self, region: Region, settings: TransportSettings, driver: CudaDriver | None = None, copier: Copier | None = None
+        self, region: Region, settings: TransportSettings, driver: MemoryDriver | None = None, copier: Copier | None = None
     ) -> None:
         """Raises ConfigError when the region is not GPU memory that can be shared, or torch, Triton or the GPU is missing."""
         if not isinstance(region, DeviceRegion):
@@ -112,9 +112,9 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
             )
         self._neighbour = Neighbour.here()
         with ExitStack() as parts:
-            self._driver = driver or CudaDriver(region.device)
+            self._driver: MemoryDriver = driver or CudaDriver(region.device)
             parts.callback(self._driver.close)
-            self._copier = copier or GpuCopier(region.device)
+            self._copier: Copier = copier or GpuCopier(region.device)
             parts.callback(self._copier.close)
             self._parts = share_region(region, self._driver)
             parts.pop_all()
