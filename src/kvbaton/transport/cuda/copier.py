@@ -102,7 +102,7 @@ class GpuCopier:
         self._staging = self._pinned.numpy()
 
     def _launch(self, launch: Launch, source: int, target: int, offsets: int, lengths: int) -> None:
-        self._kernel[(-(-launch.pieces // launch.rows),)](
+        self._kernel[(launch.programs,)](
             source,
             target,
             offsets,
@@ -112,11 +112,12 @@ class GpuCopier:
             launch.run_bytes // launch.unit_bytes,
             UNIT=launch.unit_bytes,
             PIECE=launch.piece_bytes // launch.unit_bytes,
-            ROWS=launch.rows,
+            STEP=launch.tile.step_bytes // launch.unit_bytes,
+            ROWS=launch.tile.rows,
             WIDE=launch.offsets.dtype == np.int64,
             EVEN=launch.is_even,
             RAGGED=launch.run_bytes == 0,
-            num_warps=launch.warps,
+            num_warps=launch.tile.warps,
         )
 
 

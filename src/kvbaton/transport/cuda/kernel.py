@@ -19,12 +19,13 @@ def copy_pieces(
     run_units,
     UNIT: tl.constexpr,  # noqa: N803
     PIECE: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     WIDE: tl.constexpr,  # noqa: N803
     EVEN: tl.constexpr,  # noqa: N803
     RAGGED: tl.constexpr,  # noqa: N803
 ):
-    """Copy `ROWS` pieces of `PIECE` units of `UNIT` bytes each per program; addresses are plain numbers.
+    """Copy `ROWS` pieces of `PIECE` units of `UNIT` bytes per program, `STEP` units of each at a time; addresses are numbers.
 
     `offsets` holds a source and a target offset per run, two uint32 or with `WIDE` two int64; `RAGGED`: `lengths` holds its
     length too, and it is one piece. Otherwise every run has `run_units`, in `pieces_per_run` pieces. `EVEN`: every piece is
@@ -55,16 +56,14 @@ def copy_pieces(
         read_at = (both & 0xFFFFFFFF).to(tl.int64) + skip
         write_at = (both >> 32).to(tl.int64) + skip
 
-    column = tl.arange(0, PIECE * lanes)[None, :]
-    here = live[:, None] & (column >= 0)
     if RAGGED:
-        left = tl.load(lengths.to(tl.pointer_type(tl.int32)) + run, mask=live, other=0)
-        here = column < (left * lanes)[:, None]
-    elif not EVEN:
-        left = tl.where(live, run_units - skip, 0)
-        here = column < (left * lanes)[:, None]
+        left = tl.load(lengths.to(tl.pointer_type(tl.int32)) + run, mask=live, other=0) * lanes
+    else:
+        left = tl.where(live, run_units - skip, 0) * lanes
 
-    reads = tl.multiple_of((source + read_at * UNIT).to(tl.pointer_type(element)), UNIT)
-    writes = tl.multiple_of((target + write_at * UNIT).to(tl.pointer_type(element)), UNIT)
-    values = tl.load(reads[:, None] + column, mask=here)
-    tl.store(writes[:, None] + column, values, mask=here)
+    reads = tl.multiple_of((source + read_at * UNIT).to(tl.pointer_type(element)), UNIT)[:, None]
+    writes = tl.multiple_of((target + write_at * UNIT).to(tl.pointer_type(element)), UNIT)[:, None]
+    for step in tl.static_range(PIECE // STEP):
+        column = step * STEP * lanes + tl.arange(0, STEP * lanes)[None, :]
+        here = live[:, None] & (column >= 0) if EVEN else column < left[:, None]
+        tl.store(writes + column, tl.load(reads + column, mask=here), mask=here)

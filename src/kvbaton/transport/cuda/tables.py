@@ -1,9 +1,9 @@
 """From runs to what one kernel launch needs: a table of offsets in as few bytes as possible, and how to cut runs into pieces.
 
-Each program of the kernel copies a *tile*: some rows of one *piece* each. A piece is a power of two of bytes, so that every
-thread of a row moves 16 bytes at a time; a run is one or more pieces, the last of which may be shorter. Runs of one length
-(the rule: pages, or slices of pages) need two numbers each, and the kernel works out the pieces; others are cut here, and
-need a third.
+Each program of the kernel copies a *tile*: some rows of one *piece* each, step by step. A piece is a power of two of bytes, so
+that every thread of a row moves 16 bytes at a time; a run is one or more pieces, the last of which may be shorter. Runs of one
+length (the rule: pages, or slices of pages) need two numbers each, and the kernel works out the pieces; others are cut here,
+and need a third.
 
 Runs that do not start and end on 16 bytes go into a launch of their own, with the largest unit that fits them all.
 """
@@ -19,17 +19,35 @@ import numpy.typing as npt
 from kvbaton.core.plan import Runs
 from kvbaton.transport.cuda.placement import Placement
 
-__all__ = ["LINE_BYTES", "TILE_BYTES", "Launch", "launches_for"]
+__all__ = ["LINE_BYTES", "Launch", "Tile", "launches_for"]
 
 LINE_BYTES = 16
 """What one thread moves at a time."""
 
-TILE_BYTES = 16 << 10
-"""What one program of the kernel copies."""
 
-_PIECES = (16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10, 512, 256, 128)
+class Tile(NamedTuple):
+    """What one program of the kernel copies: rows of a piece each, so many bytes of each at a time, by so many warps."""
+
+    rows: int
+    step_bytes: int
+    warps: int
+
+
+_TILES = {
+    32 << 10: Tile(1, 4 << 10, 8),
+    16 << 10: Tile(1, 2 << 10, 4),
+    8 << 10: Tile(1, 4 << 10, 1),
+    4 << 10: Tile(2, 4 << 10, 2),
+    2 << 10: Tile(4, 2 << 10, 4),
+    1 << 10: Tile(4, 1 << 10, 2),
+    512: Tile(8, 512, 4),
+    256: Tile(32, 256, 1),
+    128: Tile(64, 128, 1),
+}
+"""The best tile for each size of piece, largest first, as measured on an H200 (the kernel reads its table from the host)."""
+
+_BYTE_TILE = Tile(8, 512, 4)
 _WASTE = 1.07
-_BYTE_PIECE = 512
 _HALF_WORD = 1 << 32
 
 
@@ -54,14 +72,14 @@ class Launch:
         return self.offsets.nbytes + self.lengths.nbytes
 
     @property
-    def rows(self) -> int:
-        """Pieces side by side in a tile."""
-        return max(1, TILE_BYTES // self.piece_bytes) if self.unit_bytes == LINE_BYTES else 8
+    def tile(self) -> Tile:
+        """What one program copies."""
+        return _TILES[self.piece_bytes] if self.unit_bytes == LINE_BYTES else _BYTE_TILE
 
     @property
-    def warps(self) -> int:
-        """Groups of 32 threads per program."""
-        return 4
+    def programs(self) -> int:
+        """How many programs there are."""
+        return -(-self.pieces // self.tile.rows)
 
     @property
     def is_even(self) -> bool:
@@ -121,7 +139,7 @@ def _launch(columns: _Columns, unit: int, extent: int) -> Launch:
     lengths = columns.lengths
     first = int(lengths[0])
     is_uniform = bool((lengths == lengths[0]).all())
-    piece = _piece(lengths[:1] if is_uniform else lengths) if unit == LINE_BYTES else _BYTE_PIECE
+    piece = _piece(lengths[:1] if is_uniform else lengths) if unit == LINE_BYTES else _BYTE_TILE.step_bytes
     per_run = -(-first // piece) if is_uniform else 1
     if not is_uniform:
         columns = columns.cut(piece)
@@ -142,8 +160,8 @@ def _pack(columns: _Columns, shift: int, extent: int) -> npt.NDArray[Any]:
 def _piece(lengths: Runs) -> int:
     """The largest piece that leaves few threads without work."""
     total = float(lengths.sum())
-    best, least = _PIECES[-1], float("inf")
-    for piece in _PIECES:
+    best, least = 0, float("inf")
+    for piece in _TILES:
         covered = float((-(-lengths.astype(np.int64) // piece)).sum()) * piece
         if covered <= total * _WASTE:
             return piece
