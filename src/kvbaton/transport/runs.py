@@ -92,9 +92,9 @@ def _is_grid(starts: Runs, lengths: Runs) -> bool:
     length = lengths[0]
     if not (lengths == length).all():
         return False
-    slots = starts // length
+    slots, rests = np.divmod(starts, length)
     slot_count = int(slots.max()) + 1
-    if slot_count > _MAX_SLOTS_PER_RUN * len(starts) or not (starts - slots * length == starts[0] % length).all():
+    if slot_count > _MAX_SLOTS_PER_RUN * len(starts) or rests.min() != rests.max():
         return False
     taken = np.zeros(slot_count, np.bool_)
     taken[slots] = True

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.transport.cuda.tables import Launch
+from kvbaton.transport.cuda.placement import Placement, Segment
+from kvbaton.transport.cuda.tables import Launch, launches_for
 
 __all__ = ["Copier", "GpuCopier"]
 
@@ -21,6 +22,8 @@ _FIRST_TABLE_BYTES = 1 << 20
 _PAUSE_S = 0.00002
 _EAGER_S = 0.0002
 _ALIGN = 16
+_PROBE_BYTES = 32 << 10
+_PROBE_S = 30.0
 
 
 class Copier(Protocol):
@@ -40,7 +43,7 @@ class GpuCopier:
     """Copies with the Triton kernel on a stream of its own. For one thread at a time, and one batch at a time."""
 
     def __init__(self, device: int) -> None:
-        """Raises ConfigError when torch, Triton or the GPU is missing."""
+        """Make one copy, so that the kernel is compiled. Raises ConfigError when torch, Triton or the GPU does not work."""
         self._torch, self._kernel = _import()
         if not self._torch.cuda.is_available():
             raise ConfigError("transport cuda: torch sees no GPU; install a torch that was built for CUDA, and a driver")
@@ -48,6 +51,7 @@ class GpuCopier:
         self.stream: Any = self._torch.cuda.Stream(device)
         self._done: Any = self._torch.cuda.Event()
         self._grow(_FIRST_TABLE_BYTES)
+        self._probe()
 
     def start(self, launches: Sequence[Launch], source: int, target: int) -> None:
         """Queue one kernel per launch; returns before they run. Raises TransportError."""
@@ -96,6 +100,23 @@ class GpuCopier:
     def close(self) -> None:
         """Give the table back. Idempotent."""
         self._grow(0)
+
+    def _probe(self) -> None:
+        """Copy one page, as most batches will."""
+        try:
+            source, target = (
+                self._torch.full((_PROBE_BYTES,), fill, dtype=self._torch.uint8, device=f"cuda:{self._device}")
+                for fill in (1, 2)
+            )
+            self._torch.cuda.synchronize(self._device)
+            places = [Placement([Segment(0, _PROBE_BYTES, tensor.data_ptr())]) for tensor in (source, target)]
+            launches = launches_for(np.array([[0, 0, _PROBE_BYTES]], np.uint64), *places)
+            self.start(launches, places[0].floor, places[1].floor)
+            works = self.wait(_PROBE_S) and bool(self._torch.equal(source, target))
+        except (RuntimeError, TransportError) as error:
+            raise ConfigError(f"transport cuda: a first copy on GPU {self._device} failed: {error}") from error
+        if not works:
+            raise ConfigError(f"transport cuda: a first copy on GPU {self._device} did not arrive within {_PROBE_S:g} s")
 
     def _grow(self, table_bytes: int) -> None:
         self._pinned = self._torch.empty(table_bytes, dtype=self._torch.uint8, pin_memory=table_bytes > 0)

@@ -35,14 +35,14 @@ class Tile(NamedTuple):
 
 _TILES = {
     32 << 10: Tile(1, 4 << 10, 8),
-    16 << 10: Tile(1, 2 << 10, 4),
-    8 << 10: Tile(1, 4 << 10, 1),
-    4 << 10: Tile(2, 4 << 10, 2),
-    2 << 10: Tile(4, 2 << 10, 4),
+    16 << 10: Tile(1, 4 << 10, 8),
+    8 << 10: Tile(1, 4 << 10, 4),
+    4 << 10: Tile(2, 4 << 10, 8),
+    2 << 10: Tile(4, 2 << 10, 1),
     1 << 10: Tile(4, 1 << 10, 2),
-    512: Tile(8, 512, 4),
+    512: Tile(32, 512, 1),
     256: Tile(32, 256, 1),
-    128: Tile(64, 128, 1),
+    128: Tile(64, 128, 2),
 }
 """The best tile for each size of piece, largest first, as measured on an H200 (the kernel reads its table from the host)."""
 
