@@ -97,7 +97,7 @@ def _is_grid(starts: Runs, lengths: Runs) -> bool:
     if slot_count > _MAX_SLOTS_PER_RUN * len(starts) or rests.min() != rests.max():
         return False
     taken = np.zeros(slot_count, np.bool_)
-    taken[slots] = True
+    taken[slots.view(np.int64)] = True  # unsigned indices are twenty times slower
     return int(np.count_nonzero(taken)) == len(starts)
 
 
