@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import select
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ import msgspec
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.gpu_content import POISON, expected_target
 from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, Pattern, patterns
+from kvbaton.bench.wire.source_process import source_process
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
@@ -38,7 +37,6 @@ __all__ = ["CudaWireBench", "run_cuda_wire_bench"]
 Progress = Callable[[str], None]
 
 _PEER = PeerRank(Incarnation("source"))
-_START_S = 120.0
 _BATCH_S = 30.0
 _WARM_UP = 3
 _FULL = "full-tensor copy"
@@ -162,7 +160,9 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
     batches = patterns(bench.tokens)
     report = BenchReport([], _hardware(torch), [{} for _ in range(bench.rounds)])
     with ExitStack() as undo:
-        endpoint = undo.enter_context(_source(max(pattern.source_bytes for pattern in batches)))
+        arguments = str(max(pattern.source_bytes for pattern in batches)), _PEER.incarnation
+        line, _ = undo.enter_context(source_process("kvbaton.bench.wire.gpu_source", *arguments))
+        endpoint = msgspec.json.decode(line, type=Endpoint)
         target_bytes = max(pattern.target_bytes for pattern in batches)
         stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
         for pattern in batches:
@@ -199,23 +199,6 @@ def _add_full(report: BenchReport, bench: CudaWireBench) -> None:
     wire_bytes = bench.tokens * TOKEN_BYTES * PLANES
     settings: dict[str, Setting] = {"seconds": seconds, "wire_bytes": wire_bytes}
     report.rows.insert(0, BenchRow(_FULL, wire_bytes / 1e9 / seconds, "GB/s", _FULL, 1.0, settings))
-
-
-@contextmanager
-def _source(region_bytes: int) -> Iterator[Endpoint]:
-    """The other process, for as long as the block runs; gives its endpoint."""
-    command = [sys.executable, "-m", "kvbaton.bench.wire.gpu_source", str(region_bytes), _PEER.incarnation]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None  # noqa: S101
-            if not select.select([process.stdout], [], [], _START_S)[0]:
-                raise LocalError(f"the source process did not start within {_START_S:g} s")
-            line = process.stdout.readline()
-            if not line:
-                raise LocalError("the source process ended; its error is above")
-            yield msgspec.json.decode(line, type=Endpoint)
-        finally:
-            process.kill()
 
 
 def _torch() -> Any:
