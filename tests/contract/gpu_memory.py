@@ -15,6 +15,8 @@ from kvbaton.transport.cuda.driver import CudaDriver
 
 __all__ = ["GpuMemory", "has_gpu"]
 
+_BUSY_CYCLES = 400_000_000
+
 
 @functools.cache
 def has_gpu() -> bool:
@@ -42,6 +44,14 @@ class GpuMemory:
     def region(self) -> DeviceRegion:
         """The region of all of it."""
         return DeviceRegion.of_tensors(self._tensor)
+
+    def fill_later(self, value: int) -> Any:
+        """Queue a fill of all of it on a stream that is busy for a while; gives the stream."""
+        stream = self._torch.cuda.Stream()
+        with self._torch.cuda.stream(stream):
+            self._torch.cuda._sleep(_BUSY_CYCLES)
+            self._tensor.fill_(value)
+        return stream
 
     def __getitem__(self, key: int | slice) -> Any:
         return self._tensor[key].cpu().numpy()

@@ -1,4 +1,4 @@
-"""The source of a wire benchmark, seen from the target: a process that says one line when it is ready, and is ended after use."""
+"""The source of a wire benchmark, seen from the target: a process that says one line when it is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _START_S = 120.0
 
 @contextmanager
 def source_process(module: str, *arguments: str) -> Iterator[tuple[bytes, int]]:
-    """Run `module` for as long as the block runs; gives its first line and its pid. Raises LocalError when it does not start."""
+    """Run `module` for as long as the block runs; gives its first line and its pid. Raises LocalError if it fails."""
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
