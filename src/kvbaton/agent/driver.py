@@ -115,7 +115,8 @@ class _Ranks:
 class Driver(HandoffPort):
     """Runs one instance with one rank. `news` is called, from the driver's thread, when `events` has something.
 
-    `memory` is the region that `transport` was made for; without it nothing can be checked with checksums.
+    `memory` is the region that `transport` was made for; without it, or empty (the processor cannot see it), nothing can be
+    checked with checksums.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Driver(HandoffPort):
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
         self._reports: deque[RankReport] = deque()
-        region = None if memory is None else RegionMemory(memory)
+        region = RegionMemory(memory) if memory else None
         patience_s = limits.transfer_timeout
         agent = RankAgent(
             0, layout, transport, self._reports.append, clock=time.monotonic, patience_s=patience_s, memory=region

@@ -114,13 +114,15 @@ class Ledger(Generic[L]):
     def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
         """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
         with self._lock:
-            known = self._known(batch.peer)
-        runs = check_runs(batch.runs, known.endpoint.region_bytes, self._region.region_bytes)
+            checked = self._known(batch.peer)
+        runs = check_runs(batch.runs, checked.endpoint.region_bytes, self._region.region_bytes)
         if self._check is not None:
-            self._check(known.link, runs)
+            self._check(checked.link, runs)
         cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
+            if known is not checked:
+                raise TransportError(f"peer {batch.peer.incarnation!r} was connected anew in the meantime; post again")
             if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"

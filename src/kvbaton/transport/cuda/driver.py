@@ -18,6 +18,7 @@ HANDLE_BYTES = 64
 
 _LAZY_PEER_ACCESS = 1
 _INVALID_VALUE = 1
+_ONE = ctypes.c_size_t(1)
 
 
 class _Handle(ctypes.Structure):
@@ -119,9 +120,9 @@ class CudaDriver:
         """Invert one byte of GPU memory: for negative controls."""
         byte = ctypes.c_uint8()
         with self._current():
-            self._check(self._cuda.cuMemcpyDtoH_v2(ctypes.byref(byte), ctypes.c_uint64(address), 1), "read a byte")
+            self._check(self._cuda.cuMemcpyDtoH_v2(ctypes.byref(byte), ctypes.c_uint64(address), _ONE), "read a byte")
             byte.value ^= 0xFF
-            self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.byref(byte), 1), "write a byte")
+            self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.byref(byte), _ONE), "write a byte")
 
     def close(self) -> None:
         """Let go of the GPU; torch keeps its own hold. Idempotent."""
