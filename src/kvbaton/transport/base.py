@@ -142,8 +142,9 @@ class TransportSettings:
         for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "launch_bytes"):
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
-        if self.slice_bytes > 64 << 20:
-            raise ConfigError(f"transport setting slice_bytes is {self.slice_bytes}; it must be at most {64 << 20}")
+        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):
+            if getattr(self, setting) > most:
+                raise ConfigError(f"transport setting {setting} is {getattr(self, setting)}; it must be at most {most}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"transport setting port is {self.port}; it must be 0 (find a free one) to 65535")
 
