@@ -24,9 +24,11 @@ from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Heartbeat, Message, Retracted
+from kvbaton.discovery.messages import InstanceType
 from kvbaton.engines.vllm.connector import KVBatonConnector
-from kvbaton.engines.vllm.instance import WorkerInstance
+from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
 from kvbaton.engines.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm.tensors import RegisteredCache
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Region, Ticket, Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
@@ -121,10 +123,12 @@ class _HastySettings(ConnectorSettings, frozen=True):
 
 
 class _HeldInstance(WorkerInstance):
-    def __init__(self, settings: ConnectorSettings, *others: Any) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelName, registers_as: InstanceType | None
+    ) -> None:
         if (_directory() / "lease").exists():
             settings = _HastySettings(**msgspec.structs.asdict(settings))
-        super().__init__(settings, *others)
+        super().__init__(settings, cache, model, registers_as)
 
     def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
         """Sockets that swallow."""
