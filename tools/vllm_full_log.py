@@ -3,7 +3,8 @@
 Results and durations of every test, versions and hardware. A run of over an hour may be done in parts: several files make one
 log that names every part with its commit and time. Of a test that was run in several parts the last result counts; the
 earlier ones stay in the log. `--expected FILE` has the lines of `pytest -m vllm_full --collect-only`, so that tests that
-no part has run are listed too. Exit code 1 when a test failed or was not run, 2 when none was run.
+no part has run are listed too; `--note TEXT` adds what a reader has to know. Exit code 1 when a test failed or was not run,
+2 when none was run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["log_of", "main"]
 _ENDS = ("failure", "error", "skipped")
 
 
-def log_of(junits: list[str], expected: list[str]) -> dict[str, Any]:
+def log_of(junits: list[str], expected: list[str], notes: list[str]) -> dict[str, Any]:
     """What the log says of these results, and of the tests that should have been run."""
     roots = [ElementTree.fromstring(junit) for junit in junits]  # noqa: S314 - written by our own pytest
     tests = _joined([[_test(case) for case in root.iter("testcase")] for root in roots])
@@ -40,6 +41,7 @@ def log_of(junits: list[str], expected: list[str]) -> dict[str, Any]:
         "seconds": round(sum(test["seconds"] for test in tests), 1),
         "counts": {**counts, "not run": len(not_run)},
         "hardware": describe_hardware(),
+        "notes": notes,
         "parts": [_part(root) for root in roots],
         "not_run": not_run,
         "tests": tests,
@@ -88,11 +90,12 @@ def main(arguments: list[str]) -> int:
     """Write the log, and say in a line what is in it."""
     parser = argparse.ArgumentParser(description="turn JUnit files of make test-vllm-full into the log that is kept")
     parser.add_argument("--expected", type=Path, help="what pytest -m vllm_full --collect-only printed")
+    parser.add_argument("--note", action="append", default=[], help="what a reader has to know; may be given several times")
     parser.add_argument("junit", type=Path, nargs="+")
     parser.add_argument("log", type=Path)
     given = parser.parse_args(arguments)
     lines = given.expected.read_text().splitlines() if given.expected else []
-    content = log_of([path.read_text() for path in given.junit], [line for line in lines if "::" in line])
+    content = log_of([path.read_text() for path in given.junit], [line for line in lines if "::" in line], given.note)
     given.log.parent.mkdir(parents=True, exist_ok=True)
     given.log.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     counts = ", ".join(f"{count} {name}" for name, count in content["counts"].items() if count)
