@@ -97,18 +97,24 @@ class Scene:
         server = self.pair.prefill if stage.noted_by == "prefill" else self.pair.decode
         return sum(line.startswith(f"{stage.kind} ") for line in server.held())
 
+    async def leave(self) -> None:
+        """Every client goes away."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.wait(self.tasks.values())
+
     async def ends(self) -> dict[Stage, Given | BaseException]:
         """What became of each."""
         results = await asyncio.wait_for(asyncio.gather(*self.tasks.values(), return_exceptions=True), 120)
         return dict(zip(self.tasks, results, strict=True))
 
     async def assert_no_wrong_answer(self) -> None:
-        """Each has failed, or has the answer of the single server."""
+        """Each has failed, was left by its client, or has the answer of the single server."""
         for stage, end in (await self.ends()).items():
             if isinstance(end, Given):
                 assert_equal(await self.client.alone(prompt_at(stage, self._seed), TOKENS), end)
             else:
-                assert isinstance(end, PeerError), (stage, end)
+                assert isinstance(end, PeerError | asyncio.CancelledError), (stage, end)
 
 
 async def assert_goes_on(client: Client, survivor: Server, seed: object) -> None:
@@ -183,6 +189,9 @@ def test_one_side_ends(pair: Pair, side: str, how: str) -> None:
             ending.signal(signal.SIGKILL)
         else:
             await asyncio.to_thread(ending.ask_to_end)
+            if side == "decode":
+                await scene.leave()
+            await asyncio.to_thread(ending.wait_ended)
         await scene.assert_no_wrong_answer()
         await assert_goes_on(client, survivor, f"{how} {side}")
         ending.restart()

@@ -28,7 +28,7 @@ from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import VllmOptions, vllm_part
 from kvbaton.launch.vllm_environment import VLLM_VERSION
 from kvbaton.launch.vllm_ready import ready_vllm
-from watching import is_running, wait_until
+from watching import command_line, descendants, is_running, wait_until
 
 __all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers", "starting"]
 
@@ -96,9 +96,16 @@ class Server:
         os.killpg(self._fleet.pid(self.name), number)
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to the server alone, as a service manager does, and wait until it is gone."""
+        """Send SIGTERM to the server alone, as a service manager does, and wait until its engine is gone."""
         pid = self._fleet.pid(self.name)
+        engine = {each for each in descendants(pid) if command_line(each).startswith("VLLM::")}
+        assert engine, "vLLM's processes have names of their own"
         os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not any(map(is_running, engine)), f"the engine of {self.name} to end after SIGTERM", 60)
+
+    def wait_ended(self) -> None:
+        """Wait until the server itself is gone. vLLM waits for its clients, whose requests nobody answers any more."""
+        pid = self._fleet.pid(self.name)
         wait_until(lambda: not is_running(pid), f"{self.name} to end after SIGTERM", 60)
 
     def end(self) -> None:
