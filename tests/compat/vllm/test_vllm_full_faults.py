@@ -101,7 +101,7 @@ class Scene:
         """Every client goes away."""
         for task in self.tasks.values():
             task.cancel()
-        await asyncio.wait(self.tasks.values())
+        await asyncio.wait(self.tasks.values(), timeout=60)
 
     async def ends(self) -> dict[Stage, Given | BaseException]:
         """What became of each."""
