@@ -177,8 +177,8 @@ class WorkerHalf:
             case SourceOffers():
                 self._offer(order)
             case SourceGivesUp():
-                self._keep(order.request_id, order.key)
-                self._port.cancel(order.key)
+                if self._keep(order.request_id, order.key):
+                    self._port.cancel(order.key)
             case SourceWithdraws():
                 if self._source(order.key, order.request_id) is not None:
                     del self._sources[order.key]

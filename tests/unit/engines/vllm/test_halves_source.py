@@ -210,6 +210,19 @@ def test_a_key_that_is_still_being_stopped_is_not_taken_up_again() -> None:
     assert rig.step().sending == {first.request_id}
 
 
+def test_a_request_that_was_not_taken_up_does_not_cancel_the_hand_off_that_has_its_key() -> None:
+    rig = Rig()
+    first = begun(rig)
+    rig.step(Computing(first.request_id, 0, 10))
+    finished(rig, first)
+    rig.step()
+    second = begun(rig, request_id="cmpl-x-0-ffffffff")
+    rig.step()
+    finished(rig, second, Status.FINISHED_ABORTED)
+    assert rig.step().sending == {second.request_id}
+    assert "cancel" not in rig.port.names()
+
+
 def test_agents_that_refuse_calls_keep_no_blocks_for_ever() -> None:
     rig = Rig()
     request = begun(rig)
