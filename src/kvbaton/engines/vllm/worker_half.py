@@ -263,7 +263,10 @@ class WorkerHalf:
             self._take_events()
         for key in self._undrained:
             log.error("hand-off %s: not drained within %g s after it was retracted; giving it up", key, self._drain_s)
-            self._port.cancel(key)
+            try:
+                self._port.cancel(key)
+            except KVBatonError:
+                log.exception("hand-off %s: could not be given up", key)
         self._undrained.clear()
 
     # Targets.

@@ -163,6 +163,16 @@ def test_a_forward_waits_until_retracted_blocks_are_drained() -> None:
     assert rig.port.names()[-2:] == ["retract", "cancel"]
 
 
+def test_agents_that_refuse_to_retract_do_not_stop_the_engine() -> None:
+    rig = Rig(drain_s=0.05)
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 8))
+    rig.port.is_stuck = True
+    rig.step(preempted=[request.request_id])
+    finished(rig, request, Status.FINISHED_ABORTED)
+    assert rig.step().sending == {request.request_id}
+
+
 def test_what_was_never_told_need_not_be_retracted() -> None:
     rig = Rig(Mode.PULL)
     request = begun(rig)
