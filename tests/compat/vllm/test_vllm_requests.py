@@ -133,17 +133,13 @@ def test_a_request_that_the_target_refuses_before_admission_frees_its_source(sta
 VALUES: tuple[object, ...] = (
     None,
     True,
-    0,
     -1,
     1 << 40,
     0.5,
     "",
     "x" * 300,
     "10.255.255.1",
-    "no such host!",
-    [],
     [[-1]],
-    {},
     {"a": 1},
 )
 

@@ -23,6 +23,7 @@ from kvbaton.config import HandoffSettings, OnFailure
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import VllmOptions, vllm_part
 from kvbaton.launch.vllm_environment import VLLM_VERSION
@@ -37,6 +38,7 @@ START_S = 900.0
 LOGS_VARIABLE = "KVBATON_VLLM_LOGS"
 """Names a directory that keeps the logs of the servers."""
 
+_CLUSTER_KEY = new_cluster_key()
 _INSIDE = Path(__file__).parent / "inside"
 _METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
@@ -205,6 +207,7 @@ def _server(wanted: Wanted, options: VllmOptions, ports: PortPicker, hold: Path)
         options,
         handoff=handoff,
         transport=wanted.transport,
+        cluster_key=_CLUSTER_KEY,
         settings={"poison": True, **wanted.settings},
         arguments=("--max-num-batched-tokens", "256", *wanted.arguments),
     )
