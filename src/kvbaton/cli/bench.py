@@ -181,15 +181,16 @@ def _serve_vllm(
     out: Path | None,
     json: bool,
 ) -> int:
+    from kvbaton.bench.vllm.plot import check_can_plot, plot_vllm_bench
     from kvbaton.bench.vllm.serve import VllmServeBench, run_vllm_bench
     from kvbaton.core.handoff import Mode
 
+    if plot is not None:
+        check_can_plot()
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
     bench = VllmServeBench(model, transport, modes, peer, lengths, rounds)
     report = run_vllm_bench(bench, _progress)
     if plot is not None:
-        from kvbaton.bench.vllm.plot import plot_vllm_bench
-
         for path in plot_vllm_bench(report, bench.lengths, bench.variants, plot):
             _progress(f"drawn: {path}")
     return _finish("serve", report, bench.described(), out, json)

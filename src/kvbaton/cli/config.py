@@ -64,6 +64,7 @@ def vllm(
     from kvbaton.launch.vllm import serve_arguments, transfer_config
 
     check_port(port, "--port")
+    _check_used(role, router, handoff)
     extra: dict[str, Any] = {"control_port": control_port, "control_host": host, "transport": transport}
     if handoffs_port:
         extra["handoffs_port"] = handoffs_port
@@ -76,6 +77,18 @@ def vllm(
     parse_settings(config["kv_connector_extra_config"])
     sys.stdout.write("vllm " + shlex.join(serve_arguments(model, host, port, config)) + "\n")
     return 0
+
+
+def _check_used(role: str, router: tuple[str, ...], handoff: HandoffOptions) -> None:
+    """Refuse options that the connector would not obey."""
+    from kvbaton.errors import ConfigError
+
+    if role == "both" and router:
+        raise ConfigError(
+            "--router with --role both: routers take prefill or decode instances; choose one, or leave --router out"
+        )
+    if handoff.aux_way != _DEFAULT_HANDOFF.aux_way:
+        raise ConfigError(f"--aux-way is {handoff.aux_way}; with vLLM it is {_DEFAULT_HANDOFF.aux_way}, leave it out")
 
 
 def _changed(limits: LimitOptions) -> dict[str, float]:

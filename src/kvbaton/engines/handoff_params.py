@@ -98,6 +98,8 @@ def _transfer_id(params: KVTransferParams, default: TransferId | None) -> Transf
         return default
     if not 1 <= len(params.transfer_id) <= MAX_TRANSFER_ID:
         raise _bad("transfer_id", f"has {len(params.transfer_id)} characters; 1 to {MAX_TRANSFER_ID} are possible")
+    if not params.transfer_id.isprintable():
+        raise _bad("transfer_id", f"{params.transfer_id!a} has characters that cannot be printed; log lines carry it")
     return TransferId(params.transfer_id)
 
 

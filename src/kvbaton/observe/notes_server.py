@@ -6,10 +6,12 @@ with a deadline; what is too much is closed at once. Nothing of the engine waits
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import socketserver
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import unquote
@@ -67,6 +69,8 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         self.timelines = timelines
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._late_at: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -78,13 +82,32 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        with self._lock:
+            self._late_at[request] = time.monotonic() + _REQUEST_S
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            self._leave(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._leave(request)
+
+    def service_actions(self) -> None:
+        """Called at every turn of the server: end requests that are late, however busily their readers talk."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [each for each, late_at in self._late_at.items() if late_at < now]:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            del self._late_at[request]
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         log.info("hand-offs: a reader at %s went away in mid-answer", client_address)

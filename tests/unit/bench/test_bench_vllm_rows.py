@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kvbaton.bench.vllm.plot import plot_vllm_bench
 from kvbaton.bench.vllm.rows import Round, added_s, name_of, rows_of
 from kvbaton.bench.vllm.serve import VllmServeBench
 from kvbaton.bench.vllm.variants import NIXL, SINGLE
+from kvbaton.cli.bench import serve
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import ConfigError
 
@@ -77,3 +79,14 @@ def test_settings_that_cannot_be_are_named(wrong: dict[str, object]) -> None:
 def test_how_many_servers_it_takes() -> None:
     assert VllmServeBench(peer="nixl").servers == 7
     assert VllmServeBench(modes=(Mode.PUSH,)).variants == (SINGLE, PUSH)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(*_: object) -> BenchReport:
+        raise AssertionError("servers were started for nothing")
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("kvbaton.bench.vllm.serve.run_vllm_bench", run)
+    with pytest.raises(ConfigError, match="--plot needs matplotlib"):
+        serve(engine="vllm", plot=tmp_path / "picture")

@@ -48,6 +48,15 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
+def test_a_proxy_for_the_world_outside_is_not_asked_about_parts(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr("urllib.request._opener", None)
+    fleet.start(_server("one"))
+    fleet.wait_healthy(10)
+
+
 def test_parts_that_answer_are_healthy_and_none_is_dead(fleet: Fleet) -> None:
     fleet.start(_server("one"))
     fleet.start(_server("two"))

@@ -14,6 +14,7 @@ from kvbaton.core.handoff import HandoffKey, TransferId
 from kvbaton.core.timeline import Side, Stage, note
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
+from kvbaton.observe import notes_server
 from kvbaton.observe.notes_server import NotesServer
 from kvbaton.observe.records import About, InstanceRecord
 from kvbaton.observe.timelines import Timelines
@@ -58,7 +59,7 @@ def test_what_is_not_known_is_404(server: NotesServer, path: str) -> None:
     assert caught.value.code == 404
 
 
-def test_readers_that_say_nothing_do_not_keep_others_out_for_long(server: NotesServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_that_say_nothing_do_not_keep_others_out_for_long(server: NotesServer) -> None:
     silent = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(20)]
     try:
         silent[-1].settimeout(5)
@@ -74,6 +75,25 @@ def test_readers_that_say_nothing_do_not_keep_others_out_for_long(server: NotesS
             return False
 
     wait_until(answers, "an answer after the silent ones have gone", 10)
+
+
+def test_a_reader_that_never_comes_to_the_point_is_ended(server: NotesServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes soon enough; the request never does."""
+    monkeypatch.setattr(notes_server, "_REQUEST_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        slow.settimeout(0.05)
+
+        def is_ended() -> bool:
+            try:
+                slow.sendall(b"x")
+                return slow.recv(1) == b""
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        wait_until(is_ended, "the end of a request that takes for ever", 4)
+    assert "handoffs" in get(server, "/handoffs")
 
 
 def test_garbage_does_not_stop_it(server: NotesServer) -> None:

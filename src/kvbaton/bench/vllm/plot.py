@@ -12,19 +12,26 @@ from kvbaton.bench.vllm.variants import SINGLE
 from kvbaton.errors import ConfigError
 from kvbaton.observe.phases import Phase
 
-__all__ = ["plot_vllm_bench"]
+__all__ = ["check_can_plot", "plot_vllm_bench"]
 
 _COLOURS = ("#2a6fbb", "#7fb3e6", "#c4622d", "#8a8a8a")
 _STAGE_COLOURS = ("#d9d9d9", "#b3cde3", "#8c96c6", "#88419d", "#fdae61", "#1a9850", "#66bd63", "#a50026")
 _BAR = 0.8
 
 
-def plot_vllm_bench(report: BenchReport, lengths: Sequence[int], variants: Sequence[str], target: Path) -> tuple[Path, Path]:
-    """Draw the report as PNG and as SVG, at `target` with these suffixes. Raises ConfigError without matplotlib."""
+def check_can_plot() -> None:
+    """Raise ConfigError without matplotlib; asked before a long run, which must not end with that."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'kvbaton[plot]'") from error
+
+
+def plot_vllm_bench(report: BenchReport, lengths: Sequence[int], variants: Sequence[str], target: Path) -> tuple[Path, Path]:
+    """Draw the report as PNG and as SVG, at `target` with these suffixes. Raises ConfigError without matplotlib."""
+    check_can_plot()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     pairs = [name for name in variants if name != SINGLE]

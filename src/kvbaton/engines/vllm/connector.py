@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbaton.discovery.messages import InstanceType
+from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
@@ -275,9 +274,6 @@ def _model(vllm_config: Any) -> ModelName:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     names = model.served_model_name
     name = names if isinstance(names, str) else (names[0] if names else model.model)
-    parts = [model.hf_config.to_json_string(use_diff=False), str(model.dtype), str(cache.cache_dtype), str(model.quantization)]
-    parts += [str(getattr(model, "revision", "") or ""), platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    directory = Path(model.model)
-    weights = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    parts += [f"{path.name} {path.stat().st_size}" for path in weights] or [model.model]
-    return ModelName(str(name), hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest())
+    others = [str(model.dtype), str(cache.cache_dtype), str(model.quantization), str(getattr(model, "revision", "") or "")]
+    others += [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    return ModelName(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))

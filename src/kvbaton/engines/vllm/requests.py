@@ -107,8 +107,10 @@ def read_wish(request: EngineRequest, mode: Mode) -> Wish | None:
 def named(request: EngineRequest) -> str:
     """A request as log lines name it: vLLM's id, and the transfer id that both instances share, where it has one."""
     transfer_id = (request.kv_transfer_params or {}).get("transfer_id")
-    told = f"transfer {transfer_id[:MAX_TRANSFER_ID]}" if isinstance(transfer_id, str) else "no transfer id"
-    return f"request {request.request_id} ({told})"
+    if not isinstance(transfer_id, str):
+        return f"request {request.request_id} (no transfer id)"
+    told = transfer_id[:MAX_TRANSFER_ID]
+    return f"request {request.request_id} (transfer {told if told.isprintable() else ascii(told)})"
 
 
 def is_refused(request: EngineRequest) -> bool:

@@ -189,6 +189,7 @@ class SchedulerHalf:
         if source.is_over:
             return f"{source.key} ended before its prefill began"
         if self._room is None or not self._lacks_grant(source):
+            source.waits_since = None
             return ""
         now = self._room.clock()
         if source.waits_since is None:

@@ -177,8 +177,8 @@ class WorkerHalf:
             case SourceOffers():
                 self._offer(order)
             case SourceGivesUp():
-                self._keep(order.request_id, order.key)
-                self._port.cancel(order.key)
+                if self._keep(order.request_id, order.key):
+                    self._port.cancel(order.key)
             case SourceWithdraws():
                 if self._source(order.key, order.request_id) is not None:
                     del self._sources[order.key]
@@ -263,7 +263,10 @@ class WorkerHalf:
             self._take_events()
         for key in self._undrained:
             log.error("hand-off %s: not drained within %g s after it was retracted; giving it up", key, self._drain_s)
-            self._port.cancel(key)
+            try:
+                self._port.cancel(key)
+            except KVBatonError:
+                log.exception("hand-off %s: could not be given up", key)
         self._undrained.clear()
 
     # Targets.

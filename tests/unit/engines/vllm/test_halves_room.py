@@ -101,6 +101,20 @@ def test_queueing_costs_no_patience_while_others_have_their_turn() -> None:
     assert rig.scheduler.matched_tokens(last, 0) == last.num_prompt_tokens, "now nobody's turn comes any more"
 
 
+def test_one_that_has_to_start_again_waits_anew() -> None:
+    """It waited a while, found room, was computed for long, and was preempted."""
+    world = World(free=0)
+    rig = world.rig()
+    request = begun(rig)
+    assert rig.scheduler.matched_tokens(request, 0) is None
+    world.free = RESERVED + 2
+    assert rig.scheduler.matched_tokens(request, 0) == 0
+    world.free, world.now = 0, 2 * WAIT_S
+    assert rig.scheduler.matched_tokens(request, 0) is None
+    world.now += WAIT_S
+    assert rig.scheduler.matched_tokens(request, 0) == request.num_prompt_tokens
+
+
 def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> None:
     """Its target left while it waited: computing it would be for nobody."""
     rig = World(free=100).rig()

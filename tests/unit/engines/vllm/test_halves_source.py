@@ -163,6 +163,16 @@ def test_a_forward_waits_until_retracted_blocks_are_drained() -> None:
     assert rig.port.names()[-2:] == ["retract", "cancel"]
 
 
+def test_agents_that_refuse_to_retract_do_not_stop_the_engine() -> None:
+    rig = Rig(drain_s=0.05)
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 8))
+    rig.port.is_stuck = True
+    rig.step(preempted=[request.request_id])
+    finished(rig, request, Status.FINISHED_ABORTED)
+    assert rig.step().sending == {request.request_id}
+
+
 def test_what_was_never_told_need_not_be_retracted() -> None:
     rig = Rig(Mode.PULL)
     request = begun(rig)
@@ -208,6 +218,19 @@ def test_a_key_that_is_still_being_stopped_is_not_taken_up_again() -> None:
     assert rig.step().sending == {second.request_id}
     rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
     assert rig.step().sending == {first.request_id}
+
+
+def test_a_request_that_was_not_taken_up_does_not_cancel_the_hand_off_that_has_its_key() -> None:
+    rig = Rig()
+    first = begun(rig)
+    rig.step(Computing(first.request_id, 0, 10))
+    finished(rig, first)
+    rig.step()
+    second = begun(rig, request_id="cmpl-x-0-ffffffff")
+    rig.step()
+    finished(rig, second, Status.FINISHED_ABORTED)
+    assert rig.step().sending == {second.request_id}
+    assert "cancel" not in rig.port.names()
 
 
 def test_agents_that_refuse_calls_keep_no_blocks_for_ever() -> None:

@@ -57,3 +57,12 @@ def test_log_lines_name_the_transfer() -> None:
     assert named(Request(source_params("tx-9"), request_id="r")) == "request r (transfer tx-9)"
     assert named(Request({"transfer_id": 7}, request_id="r")) == "request r (no transfer id)"
     assert len(named(Request(source_params("x" * 10_000), request_id="r"))) < 400
+
+
+@pytest.mark.parametrize("transfer_id", ["tx\nERROR a line of its own", "tx\x1b[2J", "tx\u2028"])
+def test_a_transfer_id_never_makes_log_lines_of_its_own(transfer_id: str) -> None:
+    request = Request(source_params(transfer_id))
+    wish = read_wish(request, Mode.PUSH)
+    assert wish is not None
+    assert "cannot be printed" in wish.problem
+    assert (wish.problem + named(request)).isprintable()

@@ -1,0 +1,33 @@
+"""The fingerprint of a model: a digest of what decides the meaning of its cache, and of nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["fingerprint"]
+
+_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
+"""Where a configuration was read from, and by what: these differ between hosts that serve the same model."""
+
+
+def fingerprint(config: Mapping[str, Any], model: str, others: Iterable[str]) -> str:
+    """Digest of a model's configuration, of its weights by size, and of `others`.
+
+    `model` is a directory, whose path does not count, or a name, which does where there are no weights to look at.
+    """
+    directory = Path(model)
+    weights = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    parts = [json.dumps(_meaning(config), sort_keys=True, default=str), *others]
+    parts += [f"{path.name} {path.stat().st_size}" for path in weights] or [model]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _meaning(value: Any) -> Any:
+    """A configuration, with those inside it, without what is not the model's."""
+    if isinstance(value, Mapping):
+        return {str(key): _meaning(inner) for key, inner in value.items() if key not in _NOT_THE_MODEL}
+    return value

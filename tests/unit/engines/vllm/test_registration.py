@@ -1,0 +1,94 @@
+"""Late registration: an instance tells routers of itself when its API answers, not before, and never after its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import cast
+
+import pytest
+
+from kvbaton.discovery.announcer import Announcer
+from kvbaton.engines.vllm import registration
+from kvbaton.engines.vllm.registration import LateAnnouncer, answers
+from kvbaton.launch.ports import PortPicker
+from watching import wait_until
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Answers 200 to everything."""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nothing."""
+
+
+class Voice:
+    """An announcer that only remembers."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def start(self) -> None:
+        """Remember."""
+        self.said.append("start")
+
+    def stop(self) -> None:
+        """Remember."""
+        self.said.append("stop")
+
+
+@pytest.fixture
+def api() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", PortPicker().pick()), Healthy)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join(5)
+
+
+@pytest.fixture(autouse=True)
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy, and nobody is there."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr("urllib.request._opener", None)
+
+
+def test_the_api_of_this_instance_is_asked_without_a_proxy(api: str) -> None:
+    assert answers(api)
+    assert not answers(f"127.0.0.1:{PortPicker().pick()}")
+
+
+def test_it_registers_when_the_api_answers_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "_LOOK_S", 0.01)
+    voice, is_up, looks = Voice(), threading.Event(), []
+
+    def look(address: str) -> bool:
+        looks.append(address)
+        return is_up.is_set()
+
+    late = LateAnnouncer(cast(Announcer, voice), "127.0.0.1:1", look)
+    late.start()
+    wait_until(lambda: len(looks) > 2, "it looks again and again")
+    assert voice.said == []
+    is_up.set()
+    wait_until(lambda: voice.said == ["start"], "it registers")
+    late.stop()
+    assert voice.said == ["start", "stop"]
+
+
+def test_one_that_is_stopped_before_its_api_answers_never_registers() -> None:
+    voice = Voice()
+    late = LateAnnouncer(cast(Announcer, voice), "127.0.0.1:1", lambda _: False)
+    late.start()
+    late.stop()
+    assert voice.said == ["stop"]
