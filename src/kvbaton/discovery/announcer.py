@@ -1,12 +1,19 @@
-"""The instance's voice: one thread that registers with every router, keeps sending heartbeats, and says goodbye.
+"""The instance's voice: registers with every router, keeps sending heartbeats, and says goodbye.
 
-A thread of its own, so that a busy event loop or engine step costs no heartbeat. Each router has its own socket, and a
-send never waits: a router that is away holds up no other, and nothing stale queues up for it.
+`Announcer` has a small process do it (`beating.py`). An interpreter may stand still for longer than routers are patient: a
+long call into native code that keeps the lock, a busy machine, a collection of garbage. A thread of the same interpreter,
+or a socket library's, cannot speak then; another process can. It ends, with a goodbye, when this one does, however that
+happens. `ThreadAnnouncer` does the same on a thread of this process: lighter, and for tests.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,61 +21,27 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-import zmq
 
-from kvbaton.discovery.messages import Registration, check_http_address, encode_registration
+from kvbaton.discovery.beating import Beats
+from kvbaton.discovery.messages import Registration, TransferMode, check_http_address, encode_registration
 from kvbaton.errors import ConfigError
 
-__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S"]
+__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "ThreadAnnouncer"]
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_S = 1.5
 """Real routers forget an instance 4 to 5 s after its last message; at this interval one lost heartbeat is harmless."""
 
-_RETRY_S = 0.1
-_COMPLAIN_AFTER_S = 5.0
-_LINGER_MS = 300
+_SIGN_S = 1.0
+_STALL_S = 60.0
+_ADVICE_S = 60.0
+_RESTART_S = 1.0
 _JOIN_S = 5.0
 
 
-class _Link:
-    """One router: its socket, when the next message is due, and whether it was reached last time."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, now: float) -> None:
-        self.router = router
-        self.due = now
-        self.away_since: float | None = now
-        self.complained = False
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDTIMEO, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 4)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._socket.setsockopt(zmq.IPV6, int(router.startswith("[")))
-        self._socket.connect(f"tcp://{router}")
-
-    def send(self, frame: bytes) -> bool:
-        """Hand one frame over; False when the router cannot be reached now."""
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Flush what was sent within the linger time, and close."""
-        self._socket.close()
-
-
-class Announcer:
-    """Registers `registration` with every router from `start` on, until `stop`.
-
-    Start it when the engine is healthy: a registration means "send me requests".
-    """
+class _Voice:
+    """What both announcers have in common: the checks, the frames, and one thread between `start` and `stop`."""
 
     def __init__(
         self,
@@ -76,6 +49,7 @@ class Announcer:
         routers: Sequence[str],
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
         clock: Callable[[], float] = time.monotonic,
+        is_used: Callable[[], bool] | None = None,
     ) -> None:
         for router in routers:
             wrong = check_http_address(router)
@@ -87,21 +61,23 @@ class Announcer:
             )
         self._hello = encode_registration(msgspec.structs.replace(registration, bye=False))
         self._goodbye = encode_registration(msgspec.structs.replace(registration, bye=True))
+        self._mode = registration.transfer_mode
         self._name = f"{registration.type.word} instance {registration.http_address}"
         self._routers = tuple(routers)
         self._heartbeat_s = heartbeat_s
         self._clock = clock
+        self._is_used = is_used
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to register; returns at once, whether or not a router is there."""
+        """Begin to register; returns at once, whether or not a router is there. Do it when the engine is healthy."""
         if self._thread is None and self._routers:
             self._thread = threading.Thread(target=self._run, name="kvbaton-announcer", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Say goodbye to every router that can be reached, and end the thread. Idempotent."""
+        """Say goodbye to every router that can be reached, and end. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
@@ -119,43 +95,96 @@ class Announcer:
         self.stop()
 
     def _run(self) -> None:
-        with zmq.Context(io_threads=1) as context:
-            links = [_Link(context, router, self._clock()) for router in self._routers]
-            try:
-                self._beat_until_stopped(links)
-                for link in links:
-                    link.send(self._goodbye)
-            finally:
-                for link in links:
-                    link.close()
+        raise NotImplementedError
 
-    def _beat_until_stopped(self, links: list[_Link]) -> None:
+
+class ThreadAnnouncer(_Voice):
+    """Registers `registration` with every router from `start` on until `stop`, on a thread of this process."""
+
+    def _run(self) -> None:
+        beats = Beats(self._name, self._routers, self._hello, self._goodbye, self._heartbeat_s, self._clock)
+        try:
+            while not self._stopping.is_set():
+                self._stopping.wait(beats.beat())
+            beats.say_goodbye()
+        finally:
+            beats.close()
+
+
+class Announcer(_Voice):
+    """Registers `registration` with every router from `start` on until `stop`, from a process of its own.
+
+    `is_used` tells whether a request has come; when none has for long, advice is logged: routers do not answer, so an
+    instance that they ignore cannot know.
+    """
+
+    def _run(self) -> None:
+        advice_at = self._clock() + _ADVICE_S
         while not self._stopping.is_set():
-            for link in links:
-                try:
-                    self._beat(link, self._clock())
-                except zmq.ZMQError:
-                    link.due = self._clock() + self._heartbeat_s
-                    _logger.exception("discovery: heartbeat to router %s failed; trying again", link.router)
-            next_due = min(link.due for link in links)
-            self._stopping.wait(min(self._heartbeat_s, max(0.0, next_due - self._clock())))
+            process = self._begin()
+            try:
+                while process.poll() is None and not self._stopping.is_set():
+                    if not self._give_sign(process):
+                        break
+                    advice_at = self._advise(advice_at)
+                    self._stopping.wait(_SIGN_S)
+            finally:
+                _end(process)
+            if not self._stopping.is_set():
+                _logger.warning("discovery: the process that sends heartbeats ended; starting another")
+                self._stopping.wait(_RESTART_S)
 
-    def _beat(self, link: _Link, now: float) -> None:
-        if now < link.due:
-            return
-        if link.send(self._hello):
-            link.due = now + self._heartbeat_s
-            if link.away_since is not None:
-                _logger.info("discovery: %s registers with router %s", self._name, link.router)
-            link.away_since, link.complained = None, False
-            return
-        link.due = now + min(_RETRY_S, self._heartbeat_s)
-        link.away_since = now if link.away_since is None else link.away_since
-        if not link.complained and now - link.away_since >= _COMPLAIN_AFTER_S:
-            link.complained = True
+    def _begin(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-m", "kvbaton.discovery.beating"], stdin=subprocess.PIPE)
+        orders = {
+            "name": self._name,
+            "routers": self._routers,
+            "hello": self._hello.hex(),
+            "goodbye": self._goodbye.hex(),
+            "heartbeat_s": self._heartbeat_s,
+            "stall_s": _STALL_S,
+        }
+        assert process.stdin is not None  # noqa: S101
+        with contextlib.suppress(OSError):
+            process.stdin.write(json.dumps(orders).encode() + b"\n")
+            process.stdin.flush()
+        os.set_blocking(process.stdin.fileno(), False)
+        return process
+
+    def _give_sign(self, process: subprocess.Popen[bytes]) -> bool:
+        assert process.stdin is not None  # noqa: S101
+        try:
+            os.write(process.stdin.fileno(), b".")
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _advise(self, advice_at: float) -> float:
+        if self._is_used is None or self._clock() < advice_at:
+            return advice_at
+        if not self._is_used():
             _logger.warning(
-                "discovery: router %s has not been reachable for %.0f s; is it running, and is this its discovery port?"
-                " Trying on.",
-                link.router,
-                now - link.away_since,
+                "discovery: %s has been registered for %.0f s as %s, and no request has come. Routers do not say so when they"
+                " refuse an instance: look at /instances of a kvbaton router. A vllm-router keeps the transfer mode of the"
+                " first instance that it saw; if that is not %s, restart the router, or this instance with --mode %s",
+                self._name,
+                _ADVICE_S,
+                self._mode,
+                self._mode,
+                next(mode.mode for mode in TransferMode if mode is not self._mode),
             )
+        return float("inf")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Closing its input tells it to say goodbye; it is given a moment for that."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    try:
+        process.wait(_JOIN_S - 1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

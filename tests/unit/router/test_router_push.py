@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -27,11 +25,7 @@ from router_fakes import (
 )
 
 from kvbaton.core.addresses import ControlAddress, parse_request_id
-from kvbaton.discovery.messages import InstanceType, TransferMode
-from kvbaton.router.bodies import parse_body
-from kvbaton.router.legs import Job, LegFailure, Legs
-from kvbaton.router.policy import Pair
-from kvbaton.router.upstream import Answer, Upstream
+from kvbaton.discovery.messages import TransferMode
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 WRITE = TransferMode.WRITE
@@ -199,41 +193,6 @@ def test_a_failing_decode_gives_prefill_up_and_is_told(behave: Behaviour, status
             assert await router.metric("kvbaton_router_decode_failures_total") == 1
         assert got == status
         assert said in error_of(content)["message"]
-
-    asyncio.run(test())
-
-
-class BothFail:
-    """An upstream whose legs have both ended when somebody looks."""
-
-    def __init__(self, decode_status: int) -> None:
-        self._decode_status = decode_status
-
-    async def prefill(self, *_: object) -> Answer:
-        return Answer(502, "application/json", b"{}")
-
-    @asynccontextmanager
-    async def decode(self, *_: object) -> AsyncIterator[BothFail]:
-        yield self
-
-    is_event_stream = False
-
-    async def read(self) -> Answer:
-        return Answer(self._decode_status, "application/json", b"{}", "1")
-
-
-@pytest.mark.parametrize(
-    ("status", "blamed"),
-    [(503, InstanceType.DECODE), (400, InstanceType.DECODE), (502, InstanceType.PREFILL), (500, InstanceType.PREFILL)],
-)
-def test_when_both_legs_have_failed_a_refusal_of_decode_is_told(status: int, blamed: InstanceType) -> None:
-    async def test() -> None:
-        side = SimpleNamespace(registration=SimpleNamespace(tp_size=1))
-        pair = cast(Pair, SimpleNamespace(prefill=side, decode=side, transfer_mode=WRITE))
-        job = Job("/v1/completions", parse_body(json.dumps(BODY).encode()), pair, "tx", {}, {}, 0.0)
-        async with Legs(cast(Upstream, BothFail(status))).open(job) as outcome:
-            assert isinstance(outcome, LegFailure)
-            assert outcome.side is blamed
 
     asyncio.run(test())
 

@@ -174,4 +174,5 @@ def _announcer(settings: InstanceSettings, instance: _Instance) -> Announcer:
         model=instance.loaded.name,
         fingerprint=instance.loaded.fingerprint,
     )
-    return Announcer(registration, settings.routers if settings.role in _TYPES else ())
+    routers = settings.routers if settings.role in _TYPES else ()
+    return Announcer(registration, routers, is_used=lambda: instance.engine.stats().prompt_tokens_total > 0)
