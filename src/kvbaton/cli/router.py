@@ -120,10 +120,11 @@ def router(
     verbose
         log more.
     """
-    from kvbaton.cli.running import run_server, set_up_logging
+    from kvbaton.cli.running import raise_open_files, run_server, set_up_logging
     from kvbaton.config import is_loopback
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
+    from kvbaton.router.processes import run_processes
     from kvbaton.router.settings import DEFAULT_FORWARD_HEADERS, RouterSettings
 
     set_up_logging(verbose)
@@ -148,4 +149,7 @@ def router(
             discovery_port,
             settings.discovery_host,
         )
+    raise_open_files()
+    if processes > 1:
+        return run_processes(settings, lambda: log.info("router on http://%s:%d, %d processes", host, port, processes))
     return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", host, port)))

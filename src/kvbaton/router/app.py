@@ -28,7 +28,7 @@ from kvbaton.router.routes import Routes
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
 
-__all__ = ["MAX_SLOTS", "RouterCore", "RouterSettings", "run_router", "serve_router"]
+__all__ = ["MAX_SLOTS", "RouterCore", "RouterSettings", "new_board", "run_router", "serve_router"]
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from kvbaton.discovery.messages import Cause, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
 from kvbaton.router.board import Board
 
-__all__ = ["COLUMNS", "RouterMetrics"]
+__all__ = ["COLUMNS", "GAUGES", "RouterMetrics", "write_messages"]
 
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/generate", "/v1/models", "/health", "/ready", "/instances", "/metrics",
@@ -42,6 +42,8 @@ _NAMES = (*_GAUGES, *_COUNTERS)
 _REQUESTS = len(_NAMES)
 _TTFT = _REQUESTS + len(_PATHS) * len(_STATUSES)
 _CAUSES = _TTFT + len(_BUCKETS) + 2
+GAUGES = len(_GAUGES)
+"""How many of the first columns go up and down; they are void when their process is gone."""
 COLUMNS = _CAUSES + len(Cause)
 """How many columns of a board the metrics take."""
 
@@ -78,9 +80,7 @@ class RouterMetrics:
 
     def see_messages(self, messages: int, malformed: Mapping[Cause, int]) -> None:
         """How many messages the discovery socket has seen; written by the process that has it."""
-        self._cells[self._columns["messages"]] = messages
-        for index, cause in enumerate(Cause):
-            self._cells[_CAUSES + index] = malformed.get(cause, 0)
+        write_messages(self._cells, messages, malformed)
 
     def value(self, name: str) -> float:
         """A number over all processes."""
@@ -121,6 +121,13 @@ class RouterMetrics:
         return HistogramMetricFamily(
             "kvbaton_router_ttft_seconds", text, buckets=counts, sum_value=self._board.total(_TTFT + len(_BUCKETS) + 1)
         )
+
+
+def write_messages(row: memoryview[float], messages: int, malformed: Mapping[Cause, int]) -> None:
+    """Write into a row of the board how many messages the discovery socket has seen."""
+    row[_NAMES.index("messages")] = messages
+    for index, cause in enumerate(Cause):
+        row[_CAUSES + index] = malformed.get(cause, 0)
 
 
 class _Collector(Collector):
