@@ -2,8 +2,8 @@
 
 The first process owns the discovery socket and starts the workers, which bind the same port; the kernel spreads
 connections over them. It passes on each registration that may matter, with the slot in which the instance's load is
-counted. Workers are forked before there are
-threads or an event loop, and begin with nothing but the board and their end of a socket. A worker that dies is replaced; workers end when the first process does.
+counted. Workers are forked before there are threads or an event loop, and begin with nothing but the board and their end
+of a socket. A worker that dies is replaced; workers end when the first process does.
 """
 
 from __future__ import annotations

@@ -176,6 +176,7 @@ class _Connection(asyncio.Protocol):
 
     __slots__ = (
         "_call",
+        "_can_be_kept",
         "_head_bytes",
         "_headers",
         "_in_head",
@@ -205,6 +206,7 @@ class _Connection(asyncio.Protocol):
         self._in_head = True
         self._head_bytes = 0
         self._is_complete = False
+        self._can_be_kept = False
         self._till_close = False
 
     @property
@@ -314,11 +316,12 @@ class _Connection(asyncio.Protocol):
         """The answer is complete, unless it was an interim one."""
         if not 100 <= self._status < 200:
             self._is_complete = True
+            self._can_be_kept = self._parser.should_keep_alive()
 
     def _complete(self, call: Call) -> None:
         self._call = None
         retry_after = self._retry_after()
-        if self._parser.should_keep_alive() and self.is_usable:
+        if self._can_be_kept and self.is_usable:
             self._upstream.keep(self)
         else:
             self.drop()
