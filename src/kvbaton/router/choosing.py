@@ -153,6 +153,10 @@ class Chooser:
                 return found
         return self._seated(wish, pool, source, target)  # type: ignore[arg-type]
 
+    def load_of(self, instance: Instance) -> int:
+        """The requests at an instance, of all processes."""
+        return self._loads.of(self._slots.slot_of(instance_key(instance.registration)))
+
     def give_back(self, instance: Instance, slot: int, dp_rank: int | None) -> None:
         """A seat was left."""
         self._loads.give(slot)

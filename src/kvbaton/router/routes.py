@@ -154,6 +154,8 @@ class Routes:
                 **_described(i.registration),
                 "since_s": now - i.since,
                 "age_s": now - i.last_seen,
+                "in_flight": self._dispatcher.chooser.load_of(i),
+                "strikes": i.strikes,
                 "put_aside_s": max(0.0, i.aside_until - now),
             }
             for i in self._registry.live(now)

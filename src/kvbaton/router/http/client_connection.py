@@ -142,6 +142,8 @@ class ClientConnection(asyncio.Protocol):
         length = self._headers.get(b"content-length", b"0")
         if int(length) > limit:
             self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {limit}")
+        if self._parser.should_upgrade():
+            self._refuse(400, "upgrading the connection is not possible here")
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
