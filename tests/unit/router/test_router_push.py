@@ -1,4 +1,4 @@
-"""One request in push: both legs at once, the client served by decode alone, and either leg given up when the other fails."""
+"""One request in push: both sides at once, the client served by decode alone, and either side given up when the other fails."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def begin_and_wait(request: web.Request, body: dict[str, Any]) -> web.Stre
 
 
 @run
-async def test_both_legs_are_sent_what_the_protocol_asks_for_at_once() -> None:
+async def test_both_sides_are_sent_what_the_protocol_asks_for_at_once() -> None:
     both_are_there = asyncio.Event()
     p = prefill(once(both_are_there, prefill_well), mode=WRITE, tp_size=2)
     d = decode(once(both_are_there, decode_well), mode=WRITE, tp_size=4)
@@ -207,7 +207,7 @@ async def test_decode_that_dies_in_mid_stream_is_told_as_an_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_closes_both_legs(stream: bool) -> None:
+def test_a_client_that_leaves_closes_both_calls(stream: bool) -> None:
     async def test() -> None:
         p, d = prefill(wait_for_ever, mode=WRITE), decode(begin_and_wait, mode=WRITE)
         async with p, d, routing(p, d) as router:
