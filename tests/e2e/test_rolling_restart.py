@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from system import Reply, Stand
+from system import Reply, Stand, blocks
 
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
@@ -72,3 +72,16 @@ def test_no_request_fails_while_every_instance_is_restarted(mode: Mode) -> None:
                 wait_until(lambda seen=seen: len(load.replies) >= seen + 8, "requests still run")  # type: ignore[misc]
         assert [reply.content for reply in load.failed] == []
         assert {reply.document["kvbaton"]["handed_off"] for reply in load.replies} == {True}
+
+
+def test_blocks_come_back_when_no_decode_instance_takes_them() -> None:
+    """Pull, and the only decode instance stands dead behind its registration: prefill is told, long before its lease ends."""
+    with Stand() as stand:
+        port = stand.start("prefill", "prefill", handoff=HandoffSettings(mode=Mode.PULL))
+        stand.start("decode", "decode", handoff=HandoffSettings(mode=Mode.PULL))
+        stand.wait_for("live", 2)
+        assert stand.client.complete().status == 200
+        stand.kill("decode")
+        reply = stand.client.complete()
+        assert reply.status in (502, 503)
+        wait_until(lambda: blocks(port)["held"] == 0, "nothing is held", timeout_s=5)

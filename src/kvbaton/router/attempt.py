@@ -19,14 +19,14 @@ from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError
 from kvbaton.router.bodies import transfer_params
 from kvbaton.router.choosing import Seats
-from kvbaton.router.http.messages import Answer
-from kvbaton.router.http.upstream import Call, Upstream
+from kvbaton.router.http.messages import Answer, request_head
+from kvbaton.router.http.upstream import Call, Nobody, Upstream
 from kvbaton.router.job import Job
 from kvbaton.router.settings import RouterSettings
 
 __all__ = ["Attempt", "Failure", "Owner"]
 
-_VERDICT_S = 0.005
+_VERDICT_S = 0.02
 _AFTERMATH_S = 5.0
 
 
@@ -64,6 +64,7 @@ class Attempt:
     __slots__ = (
         "_decode",
         "_has_begun",
+        "_is_held",
         "_is_over",
         "_job",
         "_owner",
@@ -84,6 +85,7 @@ class Attempt:
         self._decode: Call | None = None
         self._verdict: asyncio.TimerHandle | None = None
         self._has_begun = False
+        self._is_held = False
         self._is_over = False
 
     def start(self) -> None:
@@ -110,6 +112,7 @@ class Attempt:
                 call.close()
         self._seats.leave_prefill()
         self._seats.leave_decode()
+        self._release_cache()
 
     def pause(self) -> None:
         """Take no more of decode's stream for now."""
@@ -169,12 +172,23 @@ class Attempt:
             else:
                 self._give_up(failure)
         elif self._decode is None:
+            self._is_held = True
             try:
                 payload = self._job.pull_payload(transfer_params(answer.content))
             except PeerError as error:
                 self._give_up(self._failure(InstanceType.PREFILL, error))
                 return
             self._call_decode(payload)
+
+    def _release_cache(self) -> None:
+        """In pull, tell prefill that nobody will come for what it holds; who does not understand lets it expire."""
+        source = self._job.pair.prefill
+        if not self._is_held or source is None:
+            return
+        self._is_held = False
+        payload = request_head("DELETE", f"/handoffs/{self._job.transfer_id}", source.http_address, 0)
+        deadline = self._upstream.clock() + _AFTERMATH_S
+        self._upstream.start(Call(Nobody(), source.name, source.http_address, payload, deadline=deadline))
 
     def _pronounce(self, failure: Failure) -> None:
         if not self._is_over and not self._has_begun:
@@ -212,6 +226,7 @@ class Attempt:
     def _finish(self) -> None:
         """Decode is done; prefill, which then is nearly so, may end in peace."""
         self._is_over = True
+        self._is_held = False
         self._seats.leave_decode()
         if self._prefill is not None and not self._prefill.is_over:
             self._prefill.deadline = min(self._prefill.deadline, self._upstream.clock() + _AFTERMATH_S)

@@ -73,6 +73,7 @@ class FakeInstance:
     dispatch: Dispatch = Dispatch.HANDOFF
     bootstrap_port: int = 0
     seen: list[Seen] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
 
@@ -123,6 +124,9 @@ class FakeInstance:
                 connection.transport.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "DELETE":
+            self.released.append(request.path)
+            return web.json_response({})
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, raw, body))

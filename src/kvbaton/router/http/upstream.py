@@ -16,7 +16,7 @@ import httptools
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
 from kvbaton.router.http.messages import Answer, request_head
 
-__all__ = ["Call", "Caller", "Upstream", "fetch"]
+__all__ = ["Call", "Caller", "Nobody", "Upstream", "fetch"]
 
 _KEPT_S = 4.0
 _MAX_KEPT = 1024
@@ -411,7 +411,26 @@ class Upstream:
                 connection.begin(call, was_kept=False)
 
 
-class _Waiter:
+class Nobody:
+    """A caller that does not care what becomes of its call."""
+
+    def call_answered(self, call: Call, answer: Answer) -> None:
+        """Nothing follows from it."""
+
+    def call_begun(self, call: Call) -> None:
+        """Nothing follows from it."""
+
+    def call_data(self, call: Call, piece: bytes) -> None:
+        """Nothing follows from it."""
+
+    def call_ended(self, call: Call) -> None:
+        """Nothing follows from it."""
+
+    def call_lost(self, call: Call, error: PeerError) -> None:
+        """Nothing follows from it."""
+
+
+class _Waiter(Nobody):
     """A caller that waits for a whole answer."""
 
     def __init__(self) -> None:
@@ -420,12 +439,6 @@ class _Waiter:
     def call_answered(self, call: Call, answer: Answer) -> None:  # noqa: ARG002
         if not self.answer.done():
             self.answer.set_result(answer)
-
-    def call_begun(self, call: Call) -> None: ...
-
-    def call_data(self, call: Call, piece: bytes) -> None: ...
-
-    def call_ended(self, call: Call) -> None: ...
 
     def call_lost(self, call: Call, error: PeerError) -> None:  # noqa: ARG002
         if not self.answer.done():
