@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ _PEERS = {TransferMode.WRITE: (_PEER, SGLANG_ROUTER), TransferMode.READ: (_PEER,
 _FIGURES = (("per second", "1/s"), ("p50 ms", "ms"), ("p99 ms", "ms"), ("CPU us per request", "us"))
 _WARM_S = 0.3
 _MANY = 2048
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +112,16 @@ def _measure(bench: RouterBench, tool: LoadTool, routers: Sequence[Running], ser
 def _crowd(bench: RouterBench, tool: LoadTool, router: Running, series: Series, progress: Progress) -> list[str]:
     """Very many streams at once, and what each costs in memory."""
     progress(f"{_MANY} streams at once")
-    before = router.memory_kib()
-    driven = tool.drive(router.port, _MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
+    before = most = router.memory_kib()
+    with ThreadPoolExecutor(1) as pool:
+        drive = pool.submit(tool.drive, router.port, _MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
+        while not drive.done():
+            most = max(most, router.memory_kib())
+            time.sleep(_LOOK_S)
+    driven = drive.result()
     mode = router.contender.transfer_mode.mode
     series[f"streams/s, {_MANY} clients, {mode}"] = [driven.per_second]
-    series[f"KiB per stream, {_MANY} clients, {mode}"] = [(router.memory_kib() - before) / _MANY]
+    series[f"KiB per stream, {_MANY} clients, {mode}"] = [(most - before) / _MANY]
     return [f"{_MANY} streams, {mode}: {driven.errors} errors"] if driven.errors else []
 
 
