@@ -193,7 +193,7 @@ class Attempt:
         self._is_held = False
         payload = request_head("DELETE", f"/handoffs/{self._job.transfer_id}", source.http_address, 0)
         deadline = self._upstream.clock() + _AFTERMATH_S
-        self._upstream.start(Call(Nobody(), source.name, source.http_address, payload, deadline=deadline))
+        self._upstream.start(Call(Nobody(), source, payload, deadline=deadline))
 
     def _pronounce(self, failure: Failure) -> None:
         if not self._is_over and not self._has_begun:
@@ -204,8 +204,7 @@ class Attempt:
         assert instance is not None  # noqa: S101
         self._prefill = Call(
             self,
-            instance.name,
-            instance.http_address,
+            instance,
             payload,
             deadline=self._upstream.clock() + self._settings.prefill_timeout_s,
             may_stream=self._job.is_bootstrap,
@@ -218,8 +217,7 @@ class Attempt:
         idle_s = self._settings.decode_timeout_s
         self._decode = Call(
             self,
-            instance.name,
-            instance.http_address,
+            instance,
             payload,
             deadline=self._upstream.clock() + idle_s,
             idle_s=idle_s,

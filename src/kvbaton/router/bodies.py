@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,8 +31,7 @@ _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
 _MAX_SHOWN = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """What one instance is told about the other: its sizes, and the data-parallel rank that prefills, if there are several."""
 
     dp_size: int = 1
@@ -41,8 +39,7 @@ class Peer:
     prefill_dp_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ClientBody:
+class ClientBody(msgspec.Struct, frozen=True):
     """A client's request: its fields without those that could choose peers, and whether it wants a stream."""
 
     fields: Fields

@@ -10,6 +10,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvbaton.discovery.messages import Dispatch, InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.router.board import Loads
@@ -22,8 +24,7 @@ __all__ = ["Busy", "Chooser", "Missing", "Seats", "Wish"]
 _NOBODY: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What a request needs: `local` when decode may do it all; `avoid` has failed it, `shun` may have had a part in that."""
 
     request: RouteRequest

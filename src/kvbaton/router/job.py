@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvbaton.core.addresses import make_request_id
 from kvbaton.discovery.messages import Dispatch, TransferMode
@@ -27,8 +28,7 @@ __all__ = ["Job", "new_job"]
 _ROOM_BITS = 63
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A request on its way to `pair` under `transfer_id`; `lines` are the headers that both instances are sent."""
 
     path: str

@@ -37,8 +37,7 @@ _MOST_PIECES = 256
 _KNOWN_PIECES = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True):
     """What a policy may look at: the top-level fields of the client's body, still encoded, and the client's session."""
 
     fields: Mapping[str, msgspec.Raw]
@@ -52,8 +51,7 @@ class RouteRequest:
         return b""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """The two instances that serve one request; they hand over in the same mode. Without `prefill`, decode does it all."""
 
     prefill: Instance | None
@@ -67,8 +65,7 @@ class Pair:
         return self.decode.transfer_mode
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """An instance that may be chosen: the slot in which its load is counted, and that load."""
 
     instance: Instance

@@ -131,7 +131,7 @@ class Routes:
             entries = [{"id": n, "object": "model", "created": self._started, "owned_by": "kvbaton"} for n in names]
             return json_response({"object": "list", "data": entries})
         asked = live[0]
-        answer = await fetch(self._upstream, asked.name, asked.http_address, "/v1/models", _MODELS_TIMEOUT_S, _MODELS_BYTES)
+        answer = await fetch(self._upstream, asked, "/v1/models", _MODELS_TIMEOUT_S, _MODELS_BYTES)
         return Response(answer.status, answer.content, answer.content_type)
 
     def _health(self, _request: Request) -> Response:

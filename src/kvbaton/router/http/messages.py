@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+import msgspec
+
 __all__ = ["Answer", "Request", "Response", "head_lines", "is_header_value", "request_head", "status_line"]
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A client's complete request. Names of headers are in lower case; of a header that came twice, the last one counts."""
 
     method: str
@@ -38,8 +39,7 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """An instance's complete answer."""
 
     status: int

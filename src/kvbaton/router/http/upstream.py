@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 import httptools
 
+from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
 from kvbaton.router.http.messages import Answer, request_head
 
@@ -44,7 +45,7 @@ class Caller(Protocol):
 
 
 class Call:
-    """One request to the instance `name` at `address`. Its deadline is for the whole call, or for each piece of a stream."""
+    """One request to an instance. Its deadline is for the whole call, or for each piece of a stream."""
 
     __slots__ = (
         "_collected",
@@ -56,12 +57,12 @@ class Call:
         "deadline",
         "has_heard",
         "idle_s",
+        "instance",
         "is_over",
         "is_paused",
         "is_stream",
         "max_bytes",
         "may_stream",
-        "name",
         "over",
         "payload",
         "was_kept",
@@ -71,8 +72,7 @@ class Call:
     def __init__(
         self,
         caller: Caller,
-        name: str,
-        address: str,
+        instance: Instance,
         payload: bytes,
         *,
         deadline: float,
@@ -81,8 +81,8 @@ class Call:
         max_bytes: int = 1 << 20,
     ) -> None:
         self.caller = caller
-        self.name = name
-        self.address = address
+        self.instance = instance
+        self.address = instance.http_address
         self.payload = payload
         self.deadline = deadline
         self.idle_s = idle_s
@@ -102,6 +102,11 @@ class Call:
         self._connection: _Connection | None = None
         self._collected: list[bytes] = []
         self._collected_bytes = 0
+
+    @property
+    def name(self) -> str:
+        """The instance in words."""
+        return self.instance.name
 
     def close(self) -> None:
         """Give the call up; nothing more is heard of it."""
@@ -445,11 +450,11 @@ class _Waiter(Nobody):
             self.answer.set_exception(error)
 
 
-async def fetch(upstream: Upstream, name: str, address: str, path: str, timeout_s: float, max_bytes: int) -> Answer:
+async def fetch(upstream: Upstream, instance: Instance, path: str, timeout_s: float, max_bytes: int) -> Answer:
     """Ask an instance for a page. Raises PeerError. Cancelling it closes the connection."""
     waiter = _Waiter()
-    payload = request_head("GET", path, address, 0)
-    call = Call(waiter, name, address, payload, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
+    payload = request_head("GET", path, instance.http_address, 0)
+    call = Call(waiter, instance, payload, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
     upstream.start(call)
     try:
         return await waiter.answer
