@@ -34,6 +34,10 @@ def transfer_of(instance: FakeInstance, number: int = -1) -> str:
     return str(instance.seen[number].body["kv_transfer_params"]["transfer_id"])
 
 
+def transfers_of(instance: FakeInstance) -> set[str]:
+    return {transfer_of(instance, number) for number in range(len(instance.seen))}
+
+
 FAILURES: list[Behaviour] = [answering(500, "boom"), answering(503, "busy"), reset_at_once, answering(200, "no json")]
 
 
@@ -52,11 +56,12 @@ def test_a_failing_prefill_is_replaced_and_decode_gets_a_new_transfer(behave: Be
                 status, headers, content = await router.post(BODY)
                 assert status == 200, content
                 assert headers["x-kvbaton-prefill"] == good.http_address
-                assert headers["x-kvbaton-transfer"] == transfer_of(good) == transfer_of(d)
+                assert headers["x-kvbaton-transfer"] == transfer_of(good)
+                assert headers["x-kvbaton-transfer"] in transfers_of(d)
             await until(lambda: d.is_idle)
             assert len(bad.seen) >= 1
-            assert transfer_of(bad) != transfer_of(good)
-            assert await router.metric("kvbaton_router_retries_total") == len(bad.seen)
+            assert not transfers_of(bad) & transfers_of(good)
+            assert await router.metric("kvbaton_router_retries_total") >= len(bad.seen)
             assert await router.metric("kvbaton_router_in_flight_requests") == 0
 
     asyncio.run(test())
@@ -86,9 +91,7 @@ def test_a_failing_decode_is_replaced_with_a_new_transfer(behave: Behaviour, mod
                 assert (status, headers["x-kvbaton-decode"]) == (200, good.http_address)
             transfers = [transfer_of(p, n) for n in range(len(p.seen))]
             assert len(set(transfers)) == len(transfers)
-            assert not {transfer_of(bad, n) for n in range(len(bad.seen))} & {
-                transfer_of(good, n) for n in range(len(good.seen))
-            }
+            assert not transfers_of(bad) & transfers_of(good)
 
     asyncio.run(test())
 

@@ -261,7 +261,7 @@ class _Connection(asyncio.Protocol):
         if error is None and self._till_close and not self._in_head:
             call.take_end(self._status, self._retry_after())
         elif self._in_head:
-            call.lose(PeerLost(f"{call.name} closed the connection ({str(error) or 'without an answer'})"))
+            call.lose(PeerLost(f"{call.name} closed the connection ({error or 'without an answer'})"))
         else:
             call.lose(PeerLost(f"{call.name} broke off in the middle of its answer"))
 
