@@ -1,7 +1,7 @@
 """The registration message: one msgpack map, both registration and heartbeat, in the form that vllm-router expects.
 
-`incarnation`, `model`, `fingerprint` and `bye` are kvbaton's own additions; routers that do not know them ignore them, and
-instances that do not send them are served all the same.
+`incarnation`, `model`, `fingerprint`, `dispatch`, `bootstrap_port` and `bye` are kvbaton's own additions; routers that do not
+know them ignore them, and instances that do not send them are served all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvbaton.errors import AddressError
 
 __all__ = [
     "Cause",
+    "Dispatch",
     "InstanceType",
     "Malformed",
     "Registration",
@@ -26,10 +27,11 @@ __all__ = [
     "check_http_address",
     "decode_registration",
     "encode_registration",
+    "read_registration",
 ]
 
 _MAX_TEXT = 512
-_MAX_SIZE = 65536
+_MAX_SIZE = 65535
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 
@@ -63,6 +65,13 @@ class TransferMode(enum.StrEnum):
         return Mode.PUSH if self is TransferMode.WRITE else Mode.PULL
 
 
+class Dispatch(enum.StrEnum):
+    """How the two instances of a request find each other: by `kv_transfer_params`, or by SGLang's bootstrap fields."""
+
+    HANDOFF = "handoff"
+    BOOTSTRAP = "bootstrap"
+
+
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance says about itself; `bye` means that it leaves now."""
 
@@ -75,6 +84,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     model: str = ""
     fingerprint: str = ""
+    dispatch: Dispatch = Dispatch.HANDOFF
+    bootstrap_port: int = 0
     bye: bool = False
 
 
@@ -103,10 +114,12 @@ class Malformed:
 
 
 def encode_registration(registration: Registration) -> bytes:
-    """The one frame that is sent; `bye` appears only in a goodbye."""
+    """The one frame that is sent; what says nothing new is left out."""
     fields = msgspec.structs.asdict(registration)
     if not registration.bye:
         del fields["bye"]
+    if registration.dispatch is Dispatch.HANDOFF:
+        del fields["dispatch"], fields["bootstrap_port"]
     return msgspec.msgpack.encode(fields)
 
 
@@ -116,6 +129,11 @@ def decode_registration(frame: bytes) -> Registration | Malformed:
         raw = msgspec.msgpack.decode(frame, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError, TypeError) as error:
         return Malformed(Cause.NOT_A_MAP, "", f"{len(frame)} bytes that are no msgpack map with string keys ({error})")
+    return read_registration(raw)
+
+
+def read_registration(raw: dict[str, Any]) -> Registration | Malformed:
+    """Check the fields of a registration; never raises."""
     try:
         return _checked(raw)
     except _FieldError as error:
@@ -157,6 +175,8 @@ def _checked(raw: dict[str, Any]) -> Registration:
         incarnation=_optional_text(raw, "incarnation"),
         model=_optional_text(raw, "model"),
         fingerprint=_optional_text(raw, "fingerprint"),
+        dispatch=_choice(raw, "dispatch", Dispatch, Cause.WRONG_VALUE) if "dispatch" in raw else Dispatch.HANDOFF,
+        bootstrap_port=_size(raw, "bootstrap_port", 0),
         bye=_flag(raw, "bye"),
     )
 
@@ -210,12 +230,12 @@ def _optional_text(raw: dict[str, Any], field: str) -> str:
     return text
 
 
-def _size(raw: dict[str, Any], field: str) -> int:
-    value = raw.get(field, 1)
+def _size(raw: dict[str, Any], field: str, default: int = 1) -> int:
+    value = raw.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise _FieldError(Cause.WRONG_TYPE, field, f"must be an integer, not {type(value).__name__}")
-    if not 1 <= value <= _MAX_SIZE:
-        raise _FieldError(Cause.WRONG_VALUE, field, f"{value} is not between 1 and {_MAX_SIZE}")
+    if not default <= value <= _MAX_SIZE:
+        raise _FieldError(Cause.WRONG_VALUE, field, f"{value} is not between {default} and {_MAX_SIZE}")
     return value
 
 

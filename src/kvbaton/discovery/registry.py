@@ -2,7 +2,8 @@
 
 An instance is known by its `http_address` and type. Another incarnation, or another control address, at the same
 `http_address` means that the process there was restarted: whatever was known of it is dropped at once, and a late message
-of the earlier incarnation does not bring it back. Time is an argument; every table is bounded; any thread may call.
+of the earlier incarnation does not bring it back. An instance that cannot be reached although it registers is put aside for
+a while, longer each time, until it was reached again. Time is an argument; every table is bounded; any thread may call.
 """
 
 from __future__ import annotations
@@ -27,19 +28,29 @@ __all__ = [
 
 _Key = tuple[str, InstanceType]
 
+_FIRST_ASIDE_S = 0.5
+_LONGEST_ASIDE_S = 8.0
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A live instance: its latest registration, and when it came and was last heard of."""
+    """A live instance: its latest registration, when it came and was last heard of, and until when it is put aside."""
 
     registration: Registration
     since: float
     last_seen: float
+    strikes: int = 0
+    aside_until: float = float("-inf")
 
     @property
     def http_address(self) -> str:
         """Where its API listens, `host:port`."""
         return self.registration.http_address
+
+    @property
+    def name(self) -> str:
+        """The instance in words."""
+        return f"{self.type.word} instance {self.http_address}"
 
     @property
     def zmq_address(self) -> str:
@@ -129,12 +140,15 @@ class Registry:
         self._superseded: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._expired: deque[Instance] = deque(maxlen=max_instances)
         self._lock = threading.Lock()
+        self.version = 0
+        """Another number each time that the live instances may have changed."""
 
     def register(self, message: Registration, now: float) -> Outcome:
         """Take in one message (registration, heartbeat or goodbye), and say what it changed."""
         with self._lock:
             self._drop_expired(now)
             if message.bye:
+                self.version += 1
                 return self._leave(message)
             if (message.http_address, message.incarnation) in self._superseded:
                 return self._refuse(message, now, _superseded_reason(message))
@@ -152,6 +166,26 @@ class Registry:
             self._expired.clear()
             return told
 
+    def report_lost(self, instance: Instance, now: float) -> float | None:
+        """The instance could not be reached: put it aside. Returns for how long; None when it is gone, or already aside."""
+        with self._lock:
+            known = self._live.get(_key(instance.registration))
+            if known is None or known.aside_until > now or not _is_same_process(known.registration, instance.registration):
+                return None
+            aside_s = min(_FIRST_ASIDE_S * 2.0**known.strikes, _LONGEST_ASIDE_S)
+            strikes = min(known.strikes + 1, 16)
+            self._live[_key(known.registration)] = replace(known, strikes=strikes, aside_until=now + aside_s)
+            self.version += 1
+            return aside_s
+
+    def report_heard(self, instance: Instance) -> None:
+        """The instance answered: what was held against it is forgotten."""
+        with self._lock:
+            known = self._live.get(_key(instance.registration))
+            if known is not None and known.strikes and _is_same_process(known.registration, instance.registration):
+                self._live[_key(known.registration)] = replace(known, strikes=0, aside_until=float("-inf"))
+                self.version += 1
+
     def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
         """The instances that may be used, in the order they came; all, or those of one type."""
         with self._lock:
@@ -168,6 +202,7 @@ class Registry:
     def _drop_expired(self, now: float) -> None:
         for key in [key for key, instance in self._live.items() if not self._is_alive(instance, now)]:
             self._expired.append(self._live.pop(key))
+            self.version += 1
         for key in [key for key, refused in self._refused.items() if now - refused.last_seen >= self.expire_after_s]:
             del self._refused[key]
 
@@ -183,6 +218,7 @@ class Registry:
         keys = [(message.http_address, kind) for kind in InstanceType]
         known = [self._live[key] for key in keys if key in self._live]
         earlier = tuple(i for i in known if not _is_same_process(i.registration, message))
+        self.version += len(earlier)
         for instance in earlier:
             del self._live[_key(instance.registration)]
             incarnation = instance.registration.incarnation
@@ -237,14 +273,17 @@ class Registry:
         known = self._live.get(_key(message))
         if known is not None and _is_same_process(known.registration, message):
             del self._live[_key(message)]
+            self.version += 1
 
     def _admit(self, message: Registration, now: float, earlier: tuple[Instance, ...]) -> Outcome:
         key = _key(message)
         self._forgive(message)
         known = self._live.get(key)
         if known is not None:
+            self.version += known.registration != message
             self._live[key] = replace(known, registration=message, last_seen=now)
             return Refreshed(self._live[key])
+        self.version += 1
         self._live[key] = Instance(message, since=now, last_seen=now)
         return Replaced(self._live[key], earlier) if earlier else Registered(self._live[key])
 
