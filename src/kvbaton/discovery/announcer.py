@@ -1,12 +1,11 @@
-"""The instance's voice: one thread that registers with every router, keeps sending heartbeats, and says goodbye.
+"""The instance's voice: registers with every router, keeps sending heartbeats, and says goodbye. On a thread of its own.
 
-A thread of its own, so that a busy event loop or engine step costs no heartbeat. Each router has its own socket, and a
-send never waits: a router that is away holds up no other, and nothing stale queues up for it.
+A thread is enough where nothing holds the interpreter for long. Where an engine may, `SteadyAnnouncer` of
+`discovery/steady.py` sends from a process of its own.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,60 +13,43 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-import zmq
 
+from kvbaton.core.auth import Seal
+from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
+from kvbaton.discovery.heartbeats import Errand, Heartbeats
 from kvbaton.discovery.messages import Registration, check_http_address, encode_registration
 from kvbaton.errors import ConfigError
 
-__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "make_errand"]
 
 DEFAULT_HEARTBEAT_S = 1.5
 """Real routers forget an instance 4 to 5 s after its last message; at this interval one lost heartbeat is harmless."""
 
-_RETRY_S = 0.1
-_COMPLAIN_AFTER_S = 5.0
-_LINGER_MS = 300
+_LONGEST_HEARTBEAT_S = 3.0
+_LOOK_S = 0.25
 _JOIN_S = 5.0
 
 
-class _Link:
-    """One router: its socket, when the next message is due, and whether it was reached last time."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, now: float) -> None:
-        self.router = router
-        self.due = now
-        self.away_since: float | None = now
-        self.complained = False
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDTIMEO, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 4)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._socket.setsockopt(zmq.IPV6, int(router.startswith("[")))
-        self._socket.connect(f"tcp://{router}")
-
-    def send(self, frame: bytes) -> bool:
-        """Hand one frame over; False when the router cannot be reached now."""
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Flush what was sent within the linger time, and close."""
-        self._socket.close()
+def make_errand(
+    registration: Registration, routers: Sequence[str], heartbeat_s: float, cluster_key: bytes | None = None
+) -> Errand:
+    """What heartbeats are to say. Raises ConfigError for a router that is no host:port, or an interval that is too long."""
+    for router in routers:
+        wrong = check_http_address(router)
+        if wrong is not None:
+            raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
+    if not 0 < heartbeat_s <= _LONGEST_HEARTBEAT_S:
+        raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
+    seal = Seal(cluster_key)
+    hello = encode_registration(msgspec.structs.replace(registration, answer=True, bye=False), seal)
+    goodbye = encode_registration(msgspec.structs.replace(registration, answer=False, bye=True), seal)
+    return Errand(hello, goodbye, tuple(dict.fromkeys(routers)), heartbeat_s)
 
 
 class Announcer:
     """Registers `registration` with every router from `start` on, until `stop`.
 
-    Start it when the engine is healthy: a registration means "send me requests".
+    Start it when the engine is healthy: a registration means "send me requests". `has_requests` tells whether any has come.
     """
 
     def __init__(
@@ -76,27 +58,20 @@ class Announcer:
         routers: Sequence[str],
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        has_requests: Callable[[], bool] | None = None,
+        advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
+        cluster_key: bytes | None = None,
     ) -> None:
-        for router in routers:
-            wrong = check_http_address(router)
-            if wrong is not None:
-                raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
-        if not 0 < heartbeat_s <= 3:
-            raise ConfigError(
-                f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances"
-            )
-        self._hello = encode_registration(msgspec.structs.replace(registration, bye=False))
-        self._goodbye = encode_registration(msgspec.structs.replace(registration, bye=True))
-        self._name = f"{registration.type.word} instance {registration.http_address}"
-        self._routers = tuple(routers)
-        self._heartbeat_s = heartbeat_s
+        self._errand = make_errand(registration, routers, heartbeat_s, cluster_key)
+        self._adviser = Adviser(registration, has_requests, advise_after_s)
         self._clock = clock
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to register; returns at once, whether or not a router is there."""
-        if self._thread is None and self._routers:
+        if self._thread is None and self._errand.routers:
             self._thread = threading.Thread(target=self._run, name="kvbaton-announcer", daemon=True)
             self._thread.start()
 
@@ -119,43 +94,10 @@ class Announcer:
         self.stop()
 
     def _run(self) -> None:
-        with zmq.Context(io_threads=1) as context:
-            links = [_Link(context, router, self._clock()) for router in self._routers]
-            try:
-                self._beat_until_stopped(links)
-                for link in links:
-                    link.send(self._goodbye)
-            finally:
-                for link in links:
-                    link.close()
-
-    def _beat_until_stopped(self, links: list[_Link]) -> None:
-        while not self._stopping.is_set():
-            for link in links:
-                try:
-                    self._beat(link, self._clock())
-                except zmq.ZMQError:
-                    link.due = self._clock() + self._heartbeat_s
-                    _logger.exception("discovery: heartbeat to router %s failed; trying again", link.router)
-            next_due = min(link.due for link in links)
-            self._stopping.wait(min(self._heartbeat_s, max(0.0, next_due - self._clock())))
-
-    def _beat(self, link: _Link, now: float) -> None:
-        if now < link.due:
-            return
-        if link.send(self._hello):
-            link.due = now + self._heartbeat_s
-            if link.away_since is not None:
-                _logger.info("discovery: %s registers with router %s", self._name, link.router)
-            link.away_since, link.complained = None, False
-            return
-        link.due = now + min(_RETRY_S, self._heartbeat_s)
-        link.away_since = now if link.away_since is None else link.away_since
-        if not link.complained and now - link.away_since >= _COMPLAIN_AFTER_S:
-            link.complained = True
-            _logger.warning(
-                "discovery: router %s has not been reachable for %.0f s; is it running, and is this its discovery port?"
-                " Trying on.",
-                link.router,
-                now - link.away_since,
-            )
+        clock = self._clock
+        with Heartbeats(self._errand, lambda news: self._adviser.hear(news, clock()), clock()) as beats:
+            while not self._stopping.is_set():
+                due = beats.turn(clock())
+                self._adviser.advise(clock())
+                self._stopping.wait(min(_LOOK_S, max(0.0, due - clock())))
+            beats.say_goodbye(clock())

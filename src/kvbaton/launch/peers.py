@@ -1,4 +1,4 @@
-"""Programs of others that kvbaton is tested with and measured against: each in an environment of its own, made once and kept."""
+"""Programs of others that kvbaton is tested with and measured against, each in an environment of its own that is made once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PeerEnvironment:
 
 
 def ensure_peer(directory: Path, peer: Peer, say: Say) -> PeerEnvironment:
-    """The environment of `peer` below `directory`, installed there first if need be. Raises LocalError with pip's last lines."""
+    """The environment of `peer` below `directory`, installed first if need be. Raises LocalError with pip's last lines."""
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     environment = PeerEnvironment(directory / f"{peer.package}-{peer.version}-{python}")
     environment.directory.mkdir(parents=True, exist_ok=True)

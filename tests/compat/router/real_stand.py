@@ -137,5 +137,3 @@ def _streamed(client: Client, path: str, body: dict[str, Any]) -> Answer:
                 reason = choice["finish_reason"] or reason
         assert ended, f"the stream broke off after {text!r}"
         return Answer(200, text, reason)
-
-
