@@ -21,17 +21,17 @@ DEFAULT_ADVISE_AFTER_S = 60.0
 
 
 class Adviser:
-    """Logs the news of one instance's routers, and gives advice when `has_requests` stays false. Belongs to one thread."""
+    """Logs the news of one instance's routers, and gives advice when `is_used` stays false. Belongs to one thread."""
 
     def __init__(
         self,
         registration: Registration,
-        has_requests: Callable[[], bool] | None = None,
+        is_used: Callable[[], bool] | None = None,
         advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
     ) -> None:
         self._name = f"{registration.type.word} instance {registration.http_address}"
         self._registration = registration
-        self._has_requests = has_requests
+        self._is_used = is_used
         self._advise_after_s = advise_after_s
         self._silent_since: dict[str, float] = {}
 
@@ -58,11 +58,11 @@ class Adviser:
     def advise(self, now: float) -> None:
         """Speak up, once, for each router that has said nothing and sent nothing for too long."""
         late = [r for r, since in self._silent_since.items() if now - since >= self._advise_after_s]
-        if self._has_requests is None or not late:
+        if self._is_used is None or not late:
             return
         for router in late:
             del self._silent_since[router]
-        if self._has_requests():
+        if self._is_used():
             return
         mode = self._registration.transfer_mode
         _logger.warning(

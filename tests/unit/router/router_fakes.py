@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.router.app import serve_router
 from kvbaton.router.settings import RouterSettings
@@ -197,7 +197,7 @@ async def routing(*instances: FakeInstance, **settings: Any) -> AsyncIterator[Ro
     chosen = RouterSettings(port=port, discovery_port=_other(port), **settings)
     ready = asyncio.Event()
     task = asyncio.create_task(serve_router(chosen, ready.set))
-    announcers = [Announcer(i.registration(), [f"127.0.0.1:{chosen.discovery_port}"], heartbeat_s=0.3) for i in instances]
+    announcers = [ThreadAnnouncer(i.registration(), [f"127.0.0.1:{chosen.discovery_port}"], heartbeat_s=0.3) for i in instances]
     try:
         await _ready(task, ready)
         for announcer in announcers:

@@ -18,8 +18,8 @@ from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Incarnation
 from kvbaton.discovery.advertise import numeric_host
+from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.discovery.steady import SteadyAnnouncer
 from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.handoff_params import HandoffInfo
@@ -162,7 +162,7 @@ def _card(
     )
 
 
-def _announcer(settings: InstanceSettings, instance: _Instance) -> SteadyAnnouncer:
+def _announcer(settings: InstanceSettings, instance: _Instance) -> Announcer:
     """Role `both` serves clients by itself and registers with nobody."""
     kind = _TYPES.get(settings.role, InstanceType.DECODE)
     registration = Registration(
@@ -174,9 +174,9 @@ def _announcer(settings: InstanceSettings, instance: _Instance) -> SteadyAnnounc
         model=instance.loaded.name,
         fingerprint=instance.loaded.fingerprint,
     )
-    return SteadyAnnouncer(
+    return Announcer(
         registration,
         settings.routers if settings.role in _TYPES else (),
-        has_requests=lambda: instance.engine.stats().prompt_tokens_total > 0,
+        is_used=lambda: instance.engine.stats().prompt_tokens_total > 0,
         cluster_key=settings.trust.key,
     )

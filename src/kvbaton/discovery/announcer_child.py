@@ -1,4 +1,4 @@
-"""The process that beats for a `SteadyAnnouncer`: orders come in on its input, then a dot now and then; news go out as lines.
+"""The process that beats for an `Announcer`: orders come in on its input, then a dot now and then; news go out as lines.
 
 It ends, with a goodbye, when its input closes or its parent is gone. While no dot comes for too long it keeps silent.
 """
