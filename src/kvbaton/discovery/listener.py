@@ -1,11 +1,14 @@
 """The router's ear: one thread with a ZMQ ROUTER socket that takes registrations in and feeds the registry.
 
 Whatever arrives, the thread goes on: what is no registration is counted by cause, logged (rate limited) with the field's
-name, and skipped. Nothing is ever sent back; the real router does not either.
+name, and skipped. With a cluster key, so is what no holder of the key has written. An instance that asks for it is answered,
+in one frame: `{"type": "welcome"}` or `{"type": "refused", "reason": …}`; real routers answer nobody, and an answer that
+cannot be sent at once is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,19 +17,27 @@ from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import zmq
 
+from kvbaton.core.auth import Seal
+from kvbaton.discovery.heartbeats import NewsKind
 from kvbaton.discovery.messages import Cause, Malformed, Registration, decode_registration
-from kvbaton.discovery.registry import Left, Outcome, Refused, Registered, Registry, Replaced
+from kvbaton.discovery.registry import Left, Outcome, Refreshed, Refused, Registered, Registry, Replaced
 from kvbaton.errors import Bug, ConfigError
 
 __all__ = ["Listener", "LogLimit"]
 
 _logger = logging.getLogger(__name__)
 
-_MAX_FRAME_BYTES = 64 * 1024
-_MAX_QUEUED_MESSAGES = 1000
+_MAX_FRAME_BYTES = 16 * 1024
+_MAX_QUEUED_MESSAGES = 16
+_MAX_UNSENT = 16
+_MAX_TURN = 256
+_REST_PER_WORK = 4.0
+_LONGEST_REST_S = 0.2
 _POLL_MS = 100
+_HANDSHAKE_MS = 5000
 _JOIN_S = 5.0
 _FRAMES = 2
 
@@ -61,13 +72,21 @@ class LogLimit:
 
 
 class Listener:
-    """Binds `host:port` when entered and feeds `registry` until it is left."""
+    """Binds `host:port` when entered and feeds `registry` until it is left; with `cluster_key`, only sealed messages count."""
 
-    def __init__(self, registry: Registry, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        host: str,
+        port: int,
+        clock: Callable[[], float] = time.monotonic,
+        cluster_key: bytes | None = None,
+    ) -> None:
         self._registry = registry
         self._host = host
         self._port = port
         self._clock = clock
+        self._seal = Seal(cluster_key)
         self._limit = LogLimit()
         self._malformed: Counter[Cause] = Counter()
         self._messages = 0
@@ -126,12 +145,30 @@ class Listener:
         while not self._stopping.is_set():
             try:
                 if socket.poll(_POLL_MS, zmq.POLLIN):
-                    self.take(_receive(socket))
+                    self._take_what_is_there(socket)
             except Exception:
                 self._malformed[Cause.INTERNAL] += 1
                 _logger.exception("discovery: a message could not be handled; it is skipped")
                 self._stopping.wait(_POLL_MS / 1000)
         socket.close(linger=0)
+
+    def _take_what_is_there(self, socket: zmq.Socket[bytes]) -> None:
+        """A bounded number of messages, in turn from everybody who sent some.
+
+        When there are more, we rest for four times as long as we worked: a flood has a fifth of a core, waits in its sender's
+        buffers, and holds up neither this router's requests nor the heartbeats of others.
+        """
+        began = time.thread_time()
+        for _ in range(_MAX_TURN):
+            try:
+                frames = _receive(socket)
+            except zmq.Again:
+                return
+            answer = _answer_to(self.take(frames))
+            if answer is not None:
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.send_multipart([frames[0], answer], zmq.NOBLOCK)
+        self._stopping.wait(min(_REST_PER_WORK * (time.thread_time() - began), _LONGEST_REST_S))
 
     def take(self, frames: list[bytes]) -> Outcome | Malformed:
         """Handle one message: the sender's identity and the frame. Returns what came of it."""
@@ -140,7 +177,7 @@ class Listener:
         if len(frames) != _FRAMES:
             detail = f"{len(frames) - 1} frames instead of one; send one msgpack map from a DEALER socket"
             return self._skip(Malformed(Cause.FRAMES, "", detail), now)
-        message = decode_registration(frames[1])
+        message = decode_registration(frames[1], self._seal)
         if isinstance(message, Malformed):
             return self._skip(message, now)
         outcome = self._registry.register(message, now)
@@ -172,10 +209,22 @@ class Listener:
                 pass
 
 
+def _answer_to(outcome: Outcome | Malformed) -> bytes | None:
+    """What the sender hears, if it wants to."""
+    match outcome:
+        case Registered(instance) | Refreshed(instance) | Replaced(instance) if instance.registration.answer:
+            return msgspec.msgpack.encode({"type": NewsKind.WELCOME})
+        case Refused(reason, wants_answer=True):
+            return msgspec.msgpack.encode({"type": NewsKind.REFUSED, "reason": reason})
+    return None
+
+
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.IPV6, int(":" in host))
     try:

@@ -115,10 +115,11 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The instance is not used; `is_new` when this reason was not known before."""
+    """The instance is not used; `is_new` when this reason was not known before, `wants_answer` when it is to be told."""
 
     reason: str
     is_new: bool
+    wants_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,7 @@ class Registry:
         self._refused[key] = RefusedInstance(message, reason, since, now)
         while len(self._refused) > self._max_refused:
             self._refused.popitem(last=False)
-        return Refused(reason, is_new)
+        return Refused(reason, is_new, message.answer)
 
     def _forgive(self, message: Registration) -> None:
         refused = self._refused.get(_key(message))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from system import Client, Stand, stream_events
@@ -74,9 +74,17 @@ class RealStand(Stand):
             self.fleets[name].wait_healthy(_START_S)
         return self
 
-    def launch(self, name: str, role: str, *extra: str) -> int:
-        """Start an instance, wait until it is healthy; its port."""
-        self.http_ports[name] = self.start(name, role, "tiny", *extra, handoff=HandoffSettings(mode=self.mode))
+    def launch(self, name: str, role: str, *extra: str, port: int | None = None, mode: Mode | None = None) -> int:
+        """Start an instance, on this port if one is named, and wait until it is healthy; its port."""
+        options = replace(self._options(("--poison", *extra)), handoff=HandoffSettings(mode=mode or self.mode))
+        part, url = instance_part(name, role, options, self.ports, [f"127.0.0.1:{self.discovery_port}"])
+        picked = url.rpartition(":")[2]
+        if port is not None:
+            command = [str(port) if word == picked else word for word in part.command]
+            part = replace(part, command=command, health_url=part.health_url.replace(picked, str(port)))
+        self._fleet(name).start(part)
+        self.fleets[name].wait_healthy(_START_S)
+        self.http_ports[name] = port or int(picked)
         return self.http_ports[name]
 
     def stop(self, name: str) -> None:
@@ -101,6 +109,10 @@ class RealStand(Stand):
         want = ask(self.single, path, body, stream)
         assert want.status == 200, want
         assert ask(self.client, path, body, stream) == want, f"{path} {body} {stream}\n{self.log()[-4000:]}"
+
+    def is_known(self, name: str) -> bool:
+        """Whether the router has this instance now."""
+        return self._is_known(self.http_ports[name])
 
     def _is_known(self, port: int) -> bool:
         marks = re.findall(rf"(Add|Remove) (?:Prefill|Decode) \[HTTP:127\.0\.0\.1:{port},", self.log())

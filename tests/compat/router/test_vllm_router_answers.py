@@ -17,8 +17,8 @@ pytestmark = pytest.mark.compat
 @pytest.fixture(scope="module", params=list(Mode), ids=["WRITE" if mode is Mode.PUSH else "READ" for mode in Mode])
 def stand(request: pytest.FixtureRequest) -> Iterator[RealStand]:
     with RealStand(mode=request.param) as stand:
-        stand.launch("prefill-0", "prefill", "--poison")
-        stand.launch("decode-0", "decode", "--poison")
+        stand.launch("prefill-0", "prefill")
+        stand.launch("decode-0", "decode")
         stand.wait_added("prefill-0", "decode-0")
         yield stand
 
@@ -33,8 +33,8 @@ def test_one_prefill_and_one_decode_instance_answer_like_one_instance(stand: Rea
 
 
 def test_two_prefill_and_two_decode_instances_answer_like_one_instance(stand: RealStand) -> None:
-    stand.launch("prefill-1", "prefill", "--poison")
-    stand.launch("decode-1", "decode", "--poison")
+    stand.launch("prefill-1", "prefill")
+    stand.launch("decode-1", "decode")
     stand.wait_added("prefill-1", "decode-1")
     ports = [stand.http_ports[name] for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
     before = [handed_over(port) for port in ports]
@@ -44,3 +44,13 @@ def test_two_prefill_and_two_decode_instances_answer_like_one_instance(stand: Re
     assert answers == [ask(stand.single, *each) for each in asked]
     wait_until(lambda: sum(map(handed_over, ports)) == sum(before) + 32, "both sides count all hand-offs as delivered")
     assert all(handed_over(port) > was for port, was in zip(ports, before, strict=True))
+
+
+def test_control_a_decode_instance_that_gets_no_bytes_answers_otherwise() -> None:
+    """The comparison can fail: with every write dropped, no answer is the single instance's."""
+    with RealStand(mode=Mode.PUSH) as stand:
+        stand.launch("prefill-0", "prefill")
+        stand.launch("decode-0", "decode", "--drop-writes")
+        stand.wait_added("prefill-0", "decode-0")
+        for path, body, stream in requests_to_try(2):
+            assert ask(stand.client, path, body, stream) != ask(stand.single, path, body, stream)
