@@ -100,6 +100,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 class Cause(enum.StrEnum):
     """Why a message is no registration; few enough to be a metric's label."""
 
+    NOT_ZMTP = "not_zmtp"
     FRAMES = "wrong_frame_count"
     TOO_LONG = "too_long"
     NOT_SEALED = "not_sealed"
