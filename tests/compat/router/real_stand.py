@@ -70,12 +70,10 @@ class RealStand(Stand):
         single, url = instance_part("single", "both", self._options(()), self.ports)
         self._fleet("single").start(single)
         self.single = Client(int(url.rpartition(":")[2]))
-        for name in ("vllm-router", "single"):
-            self.fleets[name].wait_healthy(_START_S)
         return self
 
     def launch(self, name: str, role: str, *extra: str, port: int | None = None, mode: Mode | None = None) -> int:
-        """Start an instance, on this port if one is named, and wait until it is healthy; its port."""
+        """Start an instance, on this port if one is named; its port. It registers when it is healthy."""
         options = replace(self._options(("--poison", *extra)), handoff=HandoffSettings(mode=mode or self.mode))
         part, url = instance_part(name, role, options, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         picked = url.rpartition(":")[2]
@@ -83,9 +81,14 @@ class RealStand(Stand):
             command = [str(port) if word == picked else word for word in part.command]
             part = replace(part, command=command, health_url=part.health_url.replace(picked, str(port)))
         self._fleet(name).start(part)
-        self.fleets[name].wait_healthy(_START_S)
         self.http_ports[name] = port or int(picked)
         return self.http_ports[name]
+
+    def wait_ready(self, *names: str) -> None:
+        """Wait until the router, the single instance and these are there, and the router knows them."""
+        for name in ("vllm-router", "single"):
+            self.fleets[name].wait_healthy(_START_S)
+        self.wait_added(*names)
 
     def stop(self, name: str) -> None:
         """End an instance as its owner would."""
@@ -98,7 +101,8 @@ class RealStand(Stand):
     def wait_added(self, *names: str) -> None:
         """Wait until the router has taken these instances in."""
         for name in names:
-            wait_until(lambda port=self.http_ports[name]: self._is_known(port), f"{name} is known\n{self.log()}")  # type: ignore[misc]
+            self.fleets[name].wait_healthy(_START_S)
+            wait_until(lambda name=name: self.is_known(name), f"{name} is known\n{self.log()}")  # type: ignore[misc]
 
     def wait_removed(self, port: int) -> None:
         """Wait until the router has forgotten the instance that was at this port."""

@@ -19,7 +19,7 @@ def stand(request: pytest.FixtureRequest) -> Iterator[RealStand]:
     with RealStand(mode=request.param) as stand:
         stand.launch("prefill-0", "prefill")
         stand.launch("decode-0", "decode")
-        stand.wait_added("prefill-0", "decode-0")
+        stand.wait_ready("prefill-0", "decode-0")
         yield stand
 
 
@@ -51,6 +51,6 @@ def test_control_a_decode_instance_that_gets_no_bytes_answers_otherwise() -> Non
     with RealStand(mode=Mode.PUSH) as stand:
         stand.launch("prefill-0", "prefill")
         stand.launch("decode-0", "decode", "--drop-writes")
-        stand.wait_added("prefill-0", "decode-0")
+        stand.wait_ready("prefill-0", "decode-0")
         for path, body, stream in requests_to_try(2):
             assert ask(stand.client, path, body, stream) != ask(stand.single, path, body, stream)

@@ -27,7 +27,7 @@ def stand(request: pytest.FixtureRequest) -> Iterator[RealStand]:
         names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)]
         for name in names:
             stand.launch(name, name.partition("-")[0], *SHORT_PATIENCE)
-        stand.wait_added(*names)
+        stand.wait_ready(*names)
         yield stand
 
 
@@ -52,6 +52,7 @@ def no_block_is_kept(stand: RealStand) -> bool:
 def test_an_instance_of_the_other_mode_is_not_used_and_the_others_keep_working(stand: RealStand) -> None:
     other = Mode.PULL if stand.mode is Mode.PUSH else Mode.PUSH
     stand.launch("odd", "decode", mode=other)
+    stand.fleets["odd"].wait_healthy(60)
     wait_until(lambda: "transfer_mode mismatch" in stand.log(), "the router refuses it")
     compare_many(stand, 10)
     assert not stand.is_known("odd")
@@ -78,6 +79,7 @@ def test_an_instance_restarted_on_the_same_port_is_reached_at_its_new_control_ad
     port = stand.http_ports["prefill-1"]
     stand.stop("prefill-1")
     stand.launch("prefill-1", "prefill", *SHORT_PATIENCE, port=port)
+    stand.fleets["prefill-1"].wait_healthy(60)
     path, body, stream = requests_to_try(1, 31)[0]
     want = ask(stand.single, path, body, stream)
     wait_until(lambda: [ask(stand.client, path, body, stream) for _ in range(4)] == [want] * 4, "every pair answers right", 30)
