@@ -79,9 +79,7 @@ class Zmtp:
                     messages.append(self._frames)
                     self._frames = []
                 elif len(self._frames) >= MAX_FRAMES or sum(map(len, self._frames)) > MAX_FRAME_BYTES:
-                    raise ZmtpError(
-                        f"a message has more than {MAX_FRAMES} frames or {MAX_FRAME_BYTES} bytes", is_too_long=True
-                    )
+                    raise ZmtpError(f"a message has more than {MAX_FRAMES} frames or {MAX_FRAME_BYTES} bytes", is_too_long=True)
         return messages
 
     def _greeted(self) -> bool:
