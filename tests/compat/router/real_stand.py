@@ -7,13 +7,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from system import Client, Stand, stream_events
+from system import Client, Stand, blocks, stream_events
 
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
-from kvbaton.engines.embedded.weights import default_cache_dir
 from kvbaton.launch.local import InstanceOptions, instance_part
-from kvbaton.launch.peers import VLLM_ROUTER, ensure_peer, vllm_router_part
+from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
 from watching import wait_until
 
 __all__ = ["Answer", "RealStand", "ask", "handed_over", "requests_to_try"]
@@ -64,8 +63,8 @@ class RealStand(Stand):
     http_ports: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        environment = ensure_peer(default_cache_dir(), VLLM_ROUTER, self.lines.append)
-        part = vllm_router_part(environment, "127.0.0.1", self.router_port, self.discovery_port, self.ports.pick())
+        peers = ensure_router_peers(self.lines.append)
+        part = vllm_router_part(peers, self.router_port, self.discovery_port, self.ports.pick())
         self._fleet("vllm-router").start(part)
         single, url = instance_part("single", "both", self._options(()), self.ports)
         self._fleet("single").start(single)
@@ -86,9 +85,9 @@ class RealStand(Stand):
 
     def wait_ready(self, *names: str) -> None:
         """Wait until the router, the single instance and these are there, and the router knows them."""
+        self.wait_added(*names)
         for name in ("vllm-router", "single"):
             self.fleets[name].wait_healthy(_START_S)
-        self.wait_added(*names)
 
     def stop(self, name: str) -> None:
         """End an instance as its owner would."""
@@ -102,7 +101,7 @@ class RealStand(Stand):
         """Wait until the router has taken these instances in."""
         for name in names:
             self.fleets[name].wait_healthy(_START_S)
-            wait_until(lambda name=name: self.is_known(name), f"{name} is known\n{self.log()}")  # type: ignore[misc]
+            wait_until(lambda name=name: self.is_known(name), f"{name} is known\n{self.log()}", 60)  # type: ignore[misc]
 
     def wait_removed(self, port: int) -> None:
         """Wait until the router has forgotten the instance that was at this port."""
@@ -113,6 +112,11 @@ class RealStand(Stand):
         want = ask(self.single, path, body, stream)
         assert want.status == 200, want
         assert ask(self.client, path, body, stream) == want, f"{path} {body} {stream}\n{self.log()[-4000:]}"
+
+    def keeps_no_block(self) -> bool:
+        """Whether no instance holds a block for anybody."""
+        states = [blocks(port) for port in self.http_ports.values()]
+        return all(state["held"] + state["in_use"] == 0 for state in states)
 
     def is_known(self, name: str) -> bool:
         """Whether the router has this instance now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,6 +46,18 @@ def test_two_prefill_and_two_decode_instances_answer_like_one_instance(stand: Re
     assert answers == [ask(stand.single, *each) for each in asked]
     wait_until(lambda: sum(map(handed_over, ports)) == sum(before) + 32, "both sides count all hand-offs as delivered")
     assert all(handed_over(port) > was for port, was in zip(ports, before, strict=True))
+
+
+def test_a_client_that_leaves_frees_both_sides(stand: RealStand) -> None:
+    """Before the first byte and after it."""
+    for index, reads in enumerate((0, 1, 0, 1)):
+        ((_, body, _),) = requests_to_try(1, 200 + 2 * index)
+        connection = http.client.HTTPConnection("127.0.0.1", stand.router_port, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(body | {"max_tokens": 100, "stream": True}))
+        if reads:
+            connection.getresponse().read(10)
+        connection.close()
+    wait_until(stand.keeps_no_block, "nobody holds anything", 60)
 
 
 def test_control_a_decode_instance_that_gets_no_bytes_answers_otherwise() -> None:

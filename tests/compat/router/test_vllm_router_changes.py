@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from real_stand import Answer, RealStand, ask, requests_to_try
-from system import blocks
 
 from kvbaton.core.handoff import Mode
 from watching import wait_until
@@ -43,10 +42,6 @@ def answer_or_none(waiting: Future[Answer]) -> Answer | None:
         return waiting.result(60)
     except (OSError, http.client.HTTPException, AssertionError):
         return None
-
-
-def no_block_is_kept(stand: RealStand) -> bool:
-    return all(blocks(port)["held"] + blocks(port)["in_use"] == 0 for port in stand.http_ports.values())
 
 
 def test_an_instance_of_the_other_mode_is_not_used_and_the_others_keep_working(stand: RealStand) -> None:
@@ -100,7 +95,7 @@ def test_a_killed_instance_and_a_stalled_one(stand: RealStand) -> None:
     finally:
         os.kill(stalled, signal.SIGCONT)
     compare_many(stand, 40)
-    wait_until(lambda: no_block_is_kept(stand), "every block is free again", 30)
+    wait_until(stand.keeps_no_block, "every block is free again", 30)
 
 
 def test_requests_around_a_kill_are_right_or_fail(stand: RealStand) -> None:
@@ -118,4 +113,4 @@ def test_requests_around_a_kill_are_right_or_fail(stand: RealStand) -> None:
     assert wrong == []
     stand.wait_removed(port)
     compare_many(stand, 80)
-    wait_until(lambda: no_block_is_kept(stand), "every block is free again", 30)
+    wait_until(stand.keeps_no_block, "every block is free again", 30)

@@ -199,3 +199,23 @@ def test_log_limit_lets_each_key_through_once_per_time_and_counts_the_rest() -> 
     assert limit.allow("a", 10.0) == 0
     assert [limit.allow(key, 11.0) for key in "cdefg"] == [0, 0, None, None, None]
     assert limit.allow("h", 21.0) == 3
+
+
+def test_a_flood_of_registrations_disturbs_nobody_and_fills_nothing() -> None:
+    """Twenty thousand messages as fast as they go, of instances that do not exist, and garbage: bounded, still listening."""
+    registry = Registry(expire_after_s=60.0)
+    generator = random.Random(5)
+    with listening(registry) as (listener, port):
+        with dealer(port) as sender:
+            for number in range(20_000):
+                if number % 2:
+                    sender.send(generator.randbytes(60))
+                else:
+                    sender.send(encode_registration(registration("P", 1 + number % 60_000, f"flood-{number}")))
+        wait_until(lambda: listener.messages_total() > 1_000)
+        with ThreadAnnouncer(registration("D", 65_000), [f"127.0.0.1:{port}"], heartbeat_s=0.1):
+            wait_until(lambda: len(registry.refused(time.monotonic())) > 0 or "127.0.0.1:65000" in live(registry))
+        listener.check()
+        assert len(registry.live(time.monotonic())) <= 1024
+        assert len(registry.refused(time.monotonic())) <= 1024
+        assert listener.malformed_total()[Cause.INTERNAL] == 0

@@ -225,3 +225,19 @@ def test_a_setting_that_cannot_work_is_named(setting: str, value: object) -> Non
 def test_both_ports_must_differ() -> None:
     with pytest.raises(ConfigError, match="discovery_port"):
         RouterSettings(port=9000, discovery_port=9000)
+
+
+@run
+async def test_unknown_paths_share_one_label() -> None:
+    async with routing() as router:
+        for number in range(50):
+            assert (await router.get(f"/nope/{number}"))[0] == 404
+        assert await router.metric('kvbaton_router_requests_total{path="other",status="4xx"}') == 50
+        assert b"/nope" not in (await router.get("/metrics"))[2]
+
+
+@run
+async def test_ready_is_true_in_discovery_mode_under_both_names() -> None:
+    async with prefill() as p, decode() as d, routing(p, d) as router:
+        for path in ("/ready", "/readiness"):
+            assert (await router.get(path))[0] == 200
