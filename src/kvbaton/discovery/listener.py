@@ -189,11 +189,14 @@ class Listener:
         for _ in range(_MAX_ACCEPTS):
             try:
                 sock, address = bound.accept()
+            except (BlockingIOError, ConnectionError):
+                return
             except OSError:
+                self._make_room(selector)
                 return
             sock.setblocking(False)
-            while len(self._connections) >= self._max_connections:
-                self._drop(next(iter(self._connections.values())), selector)
+            if len(self._connections) >= self._max_connections:
+                self._make_room(selector)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = _Connection(sock, str(address[0]), self._clock())
@@ -222,6 +225,11 @@ class Listener:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
         if selector.get_key(connection.socket).events != events:
             selector.modify(connection.socket, events)
+
+    def _make_room(self, selector: selectors.BaseSelector) -> None:
+        """This process has too many connections, or no file descriptor left: whoever was silent for longest goes."""
+        if self._connections:
+            self._drop(next(iter(self._connections.values())), selector)
 
     def _drop_late(self, selector: selectors.BaseSelector) -> None:
         """Whoever has been silent for longest is in front; those who never finished their handshake go."""
