@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
-from kvbaton.bench.router_contenders import Contender, Driven, LoadTool, Running, build_load_tool, running
+from kvbaton.bench.router_contenders import SGLANG_ROUTER, Contender, Driven, LoadTool, Running, build_load_tool, running
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.launch.router_peers import ensure_router_peers
@@ -25,8 +27,12 @@ Progress = Callable[[str], None]
 Series = dict[str, list[float]]
 
 _PEER = "vllm-router"
+_PEERS = {TransferMode.WRITE: (_PEER, SGLANG_ROUTER), TransferMode.READ: (_PEER,)}
+"""The other routers; sglang-router calls both instances at once, as in push."""
+_FIGURES = (("per second", "1/s"), ("p50 ms", "ms"), ("p99 ms", "ms"), ("CPU us per request", "us"))
 _WARM_S = 0.3
 _MANY = 2048
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,12 @@ def run_router_bench(bench: RouterBench, progress: Progress) -> BenchReport:
         tool = build_load_tool(Path(directory))
         for mode in TransferMode:
             contenders = [Contender(f"kvbaton, {n} process{'es' * (n > 1)}", mode, n) for n in bench.processes]
-            contenders += [Contender(_PEER, mode)] if bench.peers else []
+            if bench.peers:
+                contenders += [Contender(name, mode) for name in _PEERS[mode]]
             progress(f"starting {len(contenders)} routers ({mode.mode})")
             with running(contenders, tool, peers) as routers:
                 problems += _measure(bench, tool, routers, series, progress)
-                problems += _crowd(bench, tool, routers[-1 - bench.peers], series, progress)
+                problems += _crowd(bench, tool, routers[len(bench.processes) - 1], series, progress)
     return BenchReport(list(_rows(bench, series)), describe_hardware(), [series], problems)
 
 
@@ -95,21 +102,26 @@ def _measure(bench: RouterBench, tool: LoadTool, routers: Sequence[Running], ser
                 before = router.cpu_s()
                 driven = tool.drive(router.port, case.clients, bench.seconds, case.kind, bench.prompt_bytes)
                 _note(series, router.contender, case, driven, router.cpu_s() - before)
-                if driven.errors:
+                if driven.errors and router.contender.processes:
                     problems.append(
                         f"{router.contender.name}, {router.contender.transfer_mode.mode}, {case}: {driven.errors} errors"
                     )
-    return [problem for problem in problems if not problem.startswith(_PEER)]
+    return problems
 
 
 def _crowd(bench: RouterBench, tool: LoadTool, router: Running, series: Series, progress: Progress) -> list[str]:
     """Very many streams at once, and what each costs in memory."""
     progress(f"{_MANY} streams at once")
-    before = router.memory_kib()
-    driven = tool.drive(router.port, _MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
+    before = most = router.memory_kib()
+    with ThreadPoolExecutor(1) as pool:
+        drive = pool.submit(tool.drive, router.port, _MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
+        while not drive.done():
+            most = max(most, router.memory_kib())
+            time.sleep(_LOOK_S)
+    driven = drive.result()
     mode = router.contender.transfer_mode.mode
     series[f"streams/s, {_MANY} clients, {mode}"] = [driven.per_second]
-    series[f"KiB per stream, {_MANY} clients, {mode}"] = [(router.memory_kib() - before) / _MANY]
+    series[f"KiB per stream, {_MANY} clients, {mode}"] = [(most - before) / _MANY]
     return [f"{_MANY} streams, {mode}: {driven.errors} errors"] if driven.errors else []
 
 
@@ -130,14 +142,15 @@ def _rows(bench: RouterBench, series: Series) -> Iterator[BenchRow]:
         for case in _cases(bench):
             for count in bench.processes:
                 ours = _name(case, Contender(f"kvbaton, {count} process{'es' * (count > 1)}", mode))
-                theirs = _name(case, Contender(_PEER, mode))
-                for what, unit in (("per second", "1/s"), ("p50 ms", "ms"), ("p99 ms", "ms"), ("CPU us per request", "us")):
-                    yield _row(f"{ours}, {what}", f"{theirs}, {what}", unit, series)
+                for peer in _PEERS[mode] if bench.peers else (_PEER,):
+                    theirs = _name(case, Contender(peer, mode))
+                    for what, unit in _FIGURES:
+                        yield _row(f"{ours}, {what}", peer, f"{theirs}, {what}", unit, series)
         for name in (f"streams/s, {_MANY} clients, {mode.mode}", f"KiB per stream, {_MANY} clients, {mode.mode}"):
-            yield _row(name, "", "KiB" if name.startswith("KiB") else "1/s", series)
+            yield _row(name, "", "", "KiB" if name.startswith("KiB") else "1/s", series)
 
 
-def _row(name: str, peer: str, unit: str, series: Series) -> BenchRow:
+def _row(name: str, peer: str, theirs: str, unit: str, series: Series) -> BenchRow:
     value = statistics.median(series[name])
-    other = statistics.median(series[peer]) if peer in series else 0.0
-    return BenchRow(name, value, unit, _PEER if other else "", value / other if other else 0.0, {"rounds": len(series[name])})
+    other = statistics.median(series[theirs]) if theirs in series else 0.0
+    return BenchRow(name, value, unit, peer if other else "", value / other if other else 0.0, {"rounds": len(series[name])})

@@ -19,9 +19,12 @@ from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker
-from kvbaton.launch.router_peers import RouterPeers, vllm_router_part
+from kvbaton.launch.router_peers import RouterPeers, sglang_router_part, vllm_router_part
 
-__all__ = ["Contender", "Driven", "LoadTool", "Running", "build_load_tool", "running"]
+__all__ = ["Contender", "Driven", "SGLANG_ROUTER", "LoadTool", "Running", "build_load_tool", "running"]
+
+SGLANG_ROUTER = "sglang-router"
+"""The name of the contender that is told its instances when it starts."""
 
 _HEALTHY_S = 60.0
 _DRIVE_EXTRA_S = 60.0
@@ -114,10 +117,13 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
             for kind, port in instances.items():
                 fleet.start(Part(kind.word, [str(tool.path), "serve", str(port)], f"http://127.0.0.1:{port}/health"))
             port, discovery_port = ports.pick(), ports.pick()
-            fleet.start(_router(contender, peers, port, discovery_port, ports))
-            for kind, instance_port in instances.items():
-                message = _registration(kind, instance_port, contender.transfer_mode)
-                stack.enter_context(ThreadAnnouncer(message, [f"127.0.0.1:{discovery_port}"]))
+            if contender.name == SGLANG_ROUTER:
+                fleet.start(_sglang_router(peers, port, instances, ports))
+            else:
+                fleet.start(_router(contender, peers, port, discovery_port, ports))
+                for kind, instance_port in instances.items():
+                    message = _registration(kind, instance_port, contender.transfer_mode)
+                    stack.enter_context(ThreadAnnouncer(message, [f"127.0.0.1:{discovery_port}"]))
             fleet.wait_healthy(_HEALTHY_S)
             found.append(Running(contender, port, fleet.pid("router")))
         yield found
@@ -131,6 +137,13 @@ def _router(contender: Contender, peers: RouterPeers | None, port: int, discover
     if peers is None:
         raise LocalError("the other routers are not installed")
     part = vllm_router_part(peers, port, discovery_port, ports.pick(), "--log-level", "error")
+    return Part("router", part.command, part.health_url)
+
+
+def _sglang_router(peers: RouterPeers | None, port: int, instances: dict[InstanceType, int], ports: PortPicker) -> Part:
+    if peers is None:
+        raise LocalError("the other routers are not installed")
+    part = sglang_router_part(peers, port, instances[InstanceType.PREFILL], instances[InstanceType.DECODE], ports.pick())
     return Part("router", part.command, part.health_url)
 
 

@@ -123,7 +123,7 @@ def router(
     verbose
         log more.
     """
-    from kvbaton.cli.running import raise_open_files, run_server, set_up_logging
+    from kvbaton.cli.running import raise_open_files, run_server, set_up_logging, settle_memory
     from kvbaton.config import is_loopback, parse_trust
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
@@ -154,6 +154,7 @@ def router(
             settings.discovery_host,
         )
     raise_open_files()
+    settle_memory()
     if processes > 1:
         return run_processes(settings, lambda: log.info("router on http://%s:%d, %d processes", host, port, processes))
     return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", host, port)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-__all__ = ["raise_open_files", "run_server", "set_up_logging"]
+__all__ = ["raise_open_files", "run_server", "set_up_logging", "settle_memory"]
 
 
 def set_up_logging(verbose: bool = False) -> None:
@@ -27,6 +28,12 @@ def raise_open_files(wanted: int = 65536) -> None:
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def settle_memory() -> None:
+    """Leave what was loaded so far out of garbage collection: it stays, and looking at it again and again costs time."""
+    gc.collect()
+    gc.freeze()
 
 
 def run_server(server: Coroutine[Any, Any, None]) -> int:

@@ -16,7 +16,14 @@ from kvbaton.engines.embedded.weights import default_cache_dir
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Part
 
-__all__ = ["RouterPeers", "SGLANG_ROUTER_VERSION", "VLLM_ROUTER_VERSION", "ensure_router_peers", "vllm_router_part"]
+__all__ = [
+    "RouterPeers",
+    "SGLANG_ROUTER_VERSION",
+    "VLLM_ROUTER_VERSION",
+    "ensure_router_peers",
+    "sglang_router_part",
+    "vllm_router_part",
+]
 
 VLLM_ROUTER_VERSION = "0.1.16"
 """The vllm-router that is installed, and that instances are tested under."""
@@ -67,6 +74,14 @@ def vllm_router_part(peers: RouterPeers, port: int, discovery_port: int, metrics
     command += ["--vllm-discovery-address", f"127.0.0.1:{discovery_port}", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics_port), "--policy", "round_robin", *more]
     return Part("vllm-router", command, f"http://127.0.0.1:{port}/health")
+
+
+def sglang_router_part(peers: RouterPeers, port: int, prefill_port: int, decode_port: int, metrics_port: int) -> Part:
+    """A real sglang-router in front of two instances of this machine."""
+    command = [*peers.sglang_router, "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prefill", f"http://127.0.0.1:{prefill_port}", "none", "--decode", f"http://127.0.0.1:{decode_port}"]
+    command += ["--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(metrics_port)]
+    return Part("sglang-router", command, f"http://127.0.0.1:{port}/readiness")
 
 
 def _run(command: list[str], directory: Path) -> None:

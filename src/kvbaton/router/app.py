@@ -50,7 +50,7 @@ class RouterCore:
         routed = RoutedTransfers()
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
-        handoffs = HandoffFace(registry, self.upstream, routed, settings.explain_timeout_s)
+        handoffs = HandoffFace(registry, self.upstream, routed, settings.explain_timeout_s, board.rows > 1)
         self.routes = Routes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
         self.server = HttpServer(settings, self.routes.handle, self.routes.count)
 

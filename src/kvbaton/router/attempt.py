@@ -107,7 +107,8 @@ class Attempt:
         self._is_over = True
         if self._verdict is not None:
             self._verdict.cancel()
-        for call in (self._prefill, self._decode):
+        prefill, decode, self._prefill, self._decode = self._prefill, self._decode, None, None
+        for call in (prefill, decode):
             if call is not None:
                 call.close()
         self._seats.leave_prefill()
@@ -127,6 +128,7 @@ class Attempt:
     def call_answered(self, call: Call, answer: Answer) -> None:
         """An answer is complete."""
         if call is self._prefill:
+            self._prefill = None
             self._seats.leave_prefill()
             self._on_prefill(answer)
         elif answer.is_ok:
@@ -142,11 +144,13 @@ class Attempt:
         """A piece of a stream; what prefill streams is of no use."""
         if call is self._decode:
             self._has_begun = True
+            self._is_held = False
             self._owner.decode_said(call.content_type, piece)
 
     def call_ended(self, call: Call) -> None:
         """A stream is complete."""
         if call is self._prefill:
+            self._prefill = None
             self._seats.leave_prefill()
             return
         self._finish()
@@ -157,6 +161,7 @@ class Attempt:
         if call is self._decode:
             self._fail(InstanceType.DECODE, error, call)
             return
+        self._prefill = None
         self._seats.leave_prefill()
         if not self._has_begun and not self._is_over:
             self._fail(InstanceType.PREFILL, error, call)
@@ -227,6 +232,7 @@ class Attempt:
         """Decode is done; prefill, which then is nearly so, may end in peace."""
         self._is_over = True
         self._is_held = False
+        self._decode = None
         self._seats.leave_decode()
         if self._prefill is not None and not self._prefill.is_over:
             self._prefill.deadline = min(self._prefill.deadline, self._upstream.clock() + _AFTERMATH_S)

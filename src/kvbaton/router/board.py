@@ -1,16 +1,23 @@
 """Numbers that the processes of one router share: what each counts, and how many requests each has at which instance.
 
-Every process writes its own row only, so nothing is locked; whoever reads adds the rows up. A row of a process that died is
+Every process writes its own row only, so counting needs no lock; whoever reads adds the rows up. Only who must not take one
+seat too many locks the board for a moment. A row of a process that died is
 cleared by whoever starts its successor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
+import os
+import time
+from collections.abc import Iterator
 
 __all__ = ["Board", "Loads"]
 
 _CELL_BYTES = 8
+_LOCK_S = 0.005
 
 
 class Board:
@@ -21,6 +28,7 @@ class Board:
         self.columns = columns
         self._memory = mmap.mmap(-1, rows * columns * _CELL_BYTES)
         self._cells = memoryview(self._memory).cast("d")
+        self._lock = os.memfd_create("kvbaton-board")
 
     def row(self, index: int) -> memoryview[float]:
         """The cells of one process, to be written by it alone."""
@@ -39,6 +47,23 @@ class Board:
         for column in range(first, self.columns if last is None else last):
             row[column] = 0.0
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While inside, no other process is; except when one does not leave within milliseconds, because it stands still."""
+        give_up_at = time.monotonic() + _LOCK_S
+        is_ours = False
+        while not is_ours and time.monotonic() < give_up_at:
+            try:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = True
+            except OSError:
+                time.sleep(0)
+        try:
+            yield
+        finally:
+            if is_ours:
+                fcntl.lockf(self._lock, fcntl.LOCK_UN)
+
 
 class Loads:
     """How many requests are at each instance, by its slot; slots are the columns from `first` on."""
@@ -48,6 +73,11 @@ class Loads:
         self._mine = board.row(row)
         self._first = first
         self.slots = board.columns - first
+        self.is_shared = board.rows > 1
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Look and take without another process in between."""
+        return self._board.locked()
 
     def take(self, slot: int) -> None:
         """One more request goes to the instance."""

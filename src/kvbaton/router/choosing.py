@@ -111,6 +111,7 @@ class Chooser:
             InstanceType.PREFILL: make_policy(settings.prefill_policy),
             InstanceType.DECODE: make_policy(settings.decode_policy),
         }
+        self._must_lock = loads.is_shared and bool(settings.max_per_prefill or settings.max_per_decode)
         self._ranks: dict[str, _Ranks] = {}
         self._version = -1
         self._turn = 0
@@ -137,6 +138,12 @@ class Chooser:
     def choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
         """Seats for a request, taken; or why there are none."""
         self.refresh(now)
+        if not self._must_lock:
+            return self._choose(wish, now)
+        with self._loads.locked():
+            return self._choose(wish, now)
+
+    def _choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
         pools = self._pools if wish.dispatch is None else [p for p in self._pools if p[0].dispatch is wish.dispatch]
         if wish.local and self._decodes.places:
             return self._alone(wish, now)

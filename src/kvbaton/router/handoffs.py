@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from kvbaton.core.handoff import MAX_TRANSFER_ID
+from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
@@ -31,6 +32,7 @@ _logger = logging.getLogger(__name__)
 
 _MOST_LISTED = 100
 _MOST_AT_ONCE = 16
+_MOST_SEARCHED = 64
 _MAX_TOLD_BYTES = 4 * 1024 * 1024
 
 
@@ -43,12 +45,14 @@ class HandoffFace:
         upstream: Upstream,
         routed: RoutedTransfers,
         timeout_s: float,
+        is_shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._upstream = upstream
         self._routed = routed
         self._timeout_s = timeout_s
+        self._is_shared = is_shared
         self._clock = clock
         self._asking = 0
 
@@ -62,7 +66,7 @@ class HandoffFace:
         """GET /handoffs/{transfer_id}."""
         transfer_id = unquote(request.path.removeprefix("/handoffs/"))
         routed = self._routed.get(transfer_id)
-        if routed is None:
+        if routed is None and not self._is_shared:
             message = (
                 f"this router knows no transfer {transfer_id[:MAX_TRANSFER_ID]!a}: it was routed elsewhere, or too long ago; "
                 "GET /handoffs lists the newest"
@@ -73,9 +77,24 @@ class HandoffFace:
             return error_response(503, message, code="overloaded", headers={"Retry-After": "1"})
         self._asking += 1
         try:
-            return await self._explain(routed)
+            return await (self._explain(routed) if routed is not None else self._search(transfer_id))
         finally:
             self._asking -= 1
+
+    async def _search(self, transfer_id: str) -> Response:
+        """Another process of this router may have routed it: ask the live instances."""
+        if len(transfer_id) > MAX_TRANSFER_ID:
+            return error_response(404, "a transfer id is not that long", code="handoff_not_found", param="transfer_id")
+        accounts = []
+        for kind in InstanceType:
+            live = self._registry.live(self._clock(), kind)[:_MOST_SEARCHED]
+            told = await asyncio.gather(*(self._ask(instance, transfer_id) for instance in live))
+            found = next((account for account in told if account.record is not None), None)
+            accounts.append(found or Account(f"a {kind.word} instance", problem="none of the live ones knows the transfer"))
+        if all(account.record is None for account in accounts):
+            message = f"no live instance knows a transfer {transfer_id!a}"
+            return error_response(404, message, code="handoff_not_found", param="transfer_id")
+        return json_response(await asyncio.to_thread(tell_story, transfer_id, *accounts))
 
     async def _explain(self, routed: Routed) -> Response:
         transfer_id, pair = routed.transfer_id, routed.pair

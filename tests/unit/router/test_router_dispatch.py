@@ -125,6 +125,14 @@ async def test_a_stream_is_passed_on_piece_by_piece() -> None:
 
 
 @run
+async def test_a_stream_of_nothing_is_an_empty_answer() -> None:
+    async with prefill() as p, decode(answering(200, "", "text/event-stream")) as d, routing(p, d) as router:
+        for _ in range(3):
+            status, _, content = await router.post({**BODY, "stream": True})
+            assert (status, content) == (200, b"")
+
+
+@run
 async def test_requests_go_round_the_instances() -> None:
     async with prefill() as p1, prefill() as p2, decode() as d1, decode() as d2, routing(p1, p2, d1, d2) as router:
         headers = [(await router.post(BODY))[1] for _ in range(8)]

@@ -211,12 +211,12 @@ class ClientConnection(asyncio.Protocol):
         if self._request.is_http_1_0:
             self._transport.write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
             return
-        head = (status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n%x\r\n" % len(first), first, b"\r\n")
-        self._transport.write(b"".join(head))
+        chunk = b"%x\r\n%b\r\n" % (len(first), first) if first else b""
+        self._transport.write(b"".join((status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n", chunk)))
 
     def stream(self, piece: bytes) -> None:
         """Send more of a begun answer."""
-        if self._transport is not None and self._request is not None:
+        if self._transport is not None and self._request is not None and piece:
             self._transport.write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def end_stream(self, *, is_whole: bool = True) -> None:
