@@ -77,7 +77,7 @@ def test_a_signal_stops_everything_without_a_trace(number: signal.Signals, tmp_p
         assert up.client.complete().status == 200
         known = up.client.get("/instances").document["live"]
         children = up.children()
-        beating = {pid for pid in children if "kvbaton.discovery.beating" in command_line(pid)}
+        beating = {pid for pid in children if "kvbaton.discovery.announcer_child" in command_line(pid)}
         assert (len(beating), len(children - beating)) == (3, 4)
         up.process.send_signal(number)
         assert up.wait(30) == 0

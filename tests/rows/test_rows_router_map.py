@@ -5,16 +5,16 @@ real vllm-router, rows 11 to 27 about a router; "vLLM" rows are those of discove
 
 | row | what it is about | test |
 |---|---|---|
-| Router 1 | one map from a DEALER, heartbeats, only when healthy | `unit/discovery/test_registration_messages.py::test_ours_is_one_map_with_the_real_routers_keys_first`, `unit/discovery/test_announcing.py::test_an_instance_joins_keeps_beating_and_says_goodbye`, `compat/router/test_vllm_router.py::TestTwoByTwo` |
-| Router 2 | addresses that survive a header and a request id | `unit/discovery/test_registration_messages.py::test_a_wrong_value_is_named`, `unit/core/test_addresses.py::test_hosts_of_every_kind_are_read` |
+| Router 1 | one map from a DEALER, heartbeats, only when healthy | `unit/discovery/test_registration_messages.py::test_ours_is_one_map_with_the_real_routers_keys_first`, `unit/discovery/test_announcing.py::test_an_instance_joins_keeps_beating_and_says_goodbye`, `unit/discovery/test_announcer_process.py::test_a_stalled_interpreter_loses_no_heartbeat`, `compat/router/test_vllm_router_answers.py::test_two_prefill_and_two_decode_instances_answer_like_one_instance` |
+| Router 2 | addresses that survive a header and a request id | `unit/core/test_addresses.py::test_an_address_that_an_id_would_not_give_back_is_found_before_it_is_used`, `unit/discovery/test_registration_messages.py::test_a_wrong_value_is_named`, `unit/core/test_addresses.py::test_hosts_of_every_kind_are_read` |
 | Router 3 | the peer from the request id, else from the body, else a clean error | `unit/core/test_addresses.py::test_known_prefixes_and_suffixes`, `rows/test_rows_inputs.py::TestVllmRow10` |
-| Router 4 | either order in push, a complete answer in pull | `compat/router/test_vllm_router.py::TestTwoByTwo` |
+| Router 4 | either order in push, a complete answer in pull | `compat/router/test_vllm_router_answers.py::test_two_prefill_and_two_decode_instances_answer_like_one_instance` |
 | Router 5 | sizes that are told are those that were registered | `unit/router/test_router_admission.py::test_every_rank_is_used_and_told` |
 | Router 6 | decode without parameters computes by itself | `unit/engines/embedded/test_rows_vllm.py::TestRow30`, `unit/router/test_router_admission.py::test_short_prompts_are_prefilled_by_decode` |
-| Router 7 | compact JSON, so that the real router does not cut it | `compat/router/test_vllm_router.py::TestTwoByTwo` |
-| Router 8 | restarted elsewhere: old addresses fail fast | `compat/router/test_vllm_router.py::test_one_by_one_with_instances_that_restart_elsewhere_and_die` |
-| Router 9 | advice when nobody asks | `unit/discovery/test_announcer_process.py::test_who_is_never_asked_is_told_what_may_be_wrong` |
-| Router 10 | a closed connection frees both sides | `compat/router/test_vllm_router.py::TestTwoByTwo`, `unit/router/test_router_admission.py::test_clients_that_leave_at_any_moment_leave_nothing_behind` |
+| Router 7 | compact JSON, so that the real router does not cut it | `compat/router/test_vllm_router_answers.py::test_two_prefill_and_two_decode_instances_answer_like_one_instance` |
+| Router 8 | restarted elsewhere: old addresses fail fast | `compat/router/test_vllm_router_changes.py::test_an_instance_restarted_on_another_port_is_used_again`, `::test_an_instance_restarted_on_the_same_port_is_reached_at_its_new_control_address`, `::test_requests_around_a_kill_are_right_or_fail` |
+| Router 9 | advice when nobody asks | `unit/discovery/test_advice.py::test_advice_comes_once_when_nobody_asks`, `compat/router/test_vllm_router_changes.py::test_an_instance_of_the_other_mode_is_not_used_and_the_others_keep_working` |
+| Router 10 | a closed connection frees both sides | `compat/router/test_vllm_router_answers.py::test_a_client_that_leaves_frees_both_sides`, `unit/router/test_router_admission.py::test_clients_that_leave_at_any_moment_leave_nothing_behind` |
 | Router 11 | prefill fails | `unit/router/test_router_retry.py::test_a_failing_prefill_is_replaced_and_decode_gets_a_new_transfer`, `::test_what_another_instance_would_say_too_is_not_tried_again`, `::test_attempts_are_bounded`, `unit/router/test_router_dispatch.py::test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone` |
 | Router 12 | decode fails, before and after the first byte | `unit/router/test_router_retry.py::test_a_failing_decode_is_replaced_with_a_new_transfer`, `::test_nothing_is_tried_again_after_the_first_byte` |
 | Router 13 | the client goes away at every point | `unit/router/test_router_admission.py::test_clients_that_leave_at_any_moment_leave_nothing_behind`, `::test_a_client_that_leaves_the_queue_is_forgotten` |
@@ -22,8 +22,8 @@ real vllm-router, rows 11 to 27 about a router; "vLLM" rows are those of discove
 | Router 15 | the body without loss | `unit/router/test_router_bodies.py::test_what_is_not_ours_arrives_unchanged_on_both_sides`, `unit/router/test_router_dispatch.py::test_values_the_router_does_not_need_keep_their_bytes` |
 | Router 16 | a client cannot choose peers | `unit/router/test_router_dispatch.py::test_a_client_cannot_choose_peers`, `unit/router/test_router_admission.py::test_sglang_instances_meet_in_a_room_that_only_the_router_chooses` |
 | Router 17 | headers and keys as configured | `unit/router/test_router_admission.py::test_headers_go_along_as_configured`, `::test_keys_are_asked_for_and_not_passed_on` |
-| Router 18 | bad registrations | `unit/discovery/test_announcing.py::test_the_listener_survives_everything`, `::test_a_flood_of_registrations_disturbs_nobody_and_fills_nothing`, `unit/discovery/test_registration_messages.py::test_a_wrong_value_is_named` |
-| Router 19 | expiry, quarantine, goodbye | `unit/discovery/test_registry.py::test_two_lost_heartbeats_do_not_drop_an_instance`, `::test_goodbye_removes_at_once`, `unit/router/test_router_policy.py::test_who_cannot_be_reached_is_put_aside_for_longer_each_time_unless_nobody_else_is_left` |
+| Router 18 | bad registrations | `unit/discovery/test_hostile_registrations.py::test_a_flood_does_not_disturb_an_instance_that_is_there`, `::test_every_field_wrong_in_turn_is_named`, `::test_an_endless_message_is_cut_off_and_counted`, `::test_garbage_is_logged_once_per_sender`, `unit/discovery/test_announcing.py::test_the_listener_survives_everything`, `::test_a_flood_of_registrations_disturbs_nobody_and_fills_nothing`, `unit/discovery/test_registration_messages.py::test_a_wrong_value_is_named` |
+| Router 19 | expiry, quarantine, goodbye, flapping | `unit/discovery/test_registry.py::TestPatience`, `::TestQuarantine`, `::test_two_lost_heartbeats_do_not_drop_an_instance`, `::test_goodbye_removes_at_once`, `unit/router/test_router_policy.py::test_who_cannot_be_reached_is_put_aside_for_longer_each_time_unless_nobody_else_is_left` |
 | Router 20 | both modes at once | `unit/router/test_router_push.py::test_instances_of_both_modes_serve_side_by_side_each_in_its_own` |
 | Router 21 | nobody there, or one side only | `unit/router/test_router_app.py::test_with_nothing_registered_each_route_says_so`, `unit/router/test_router_dispatch.py::test_a_missing_side_is_named` |
 | Router 22 | caps, queue, deadline, priority | `unit/router/test_router_admission.py::test_requests_beyond_a_cap_wait_for_their_turn_by_priority`, `::test_a_full_queue_is_a_429_and_a_long_wait_a_503_and_both_say_when_to_come_back`, `unit/router/test_router_policy.py::test_caps_are_strict_and_seats_come_back_once` |
@@ -39,7 +39,7 @@ real vllm-router, rows 11 to 27 about a router; "vLLM" rows are those of discove
 | vLLM 5 | malformed messages | `unit/discovery/test_announcing.py::test_the_listener_survives_everything` |
 | vLLM 6 | no pair, prefill errors, one token for prefill | `unit/router/test_router_dispatch.py::test_a_missing_side_is_named`, `::test_both_sides_are_sent_what_the_protocol_asks_for` |
 | vLLM 7 | ids with what engines put round them | `unit/core/test_addresses.py::test_known_prefixes_and_suffixes` |
-| vLLM 8 | ids and addresses that are wrong | `unit/core/test_addresses.py::test_both_sides_refuse_together`, `::test_what_is_no_port_is_refused_by_name` |
+| vLLM 8 | ids and addresses that are wrong | `unit/core/test_addresses.py::test_both_sides_refuse_together`, `::test_what_is_no_host_is_refused_by_name`, `::test_what_is_no_port_is_refused_by_name` |
 
 This module fails when a test named here does not exist, or a row is missing.
 """  # noqa: E501

@@ -88,6 +88,7 @@ def router(
     transfer_mode: Literal["READ", "WRITE", "auto"] = "auto",
     instances_file: Path | None = None,
     processes: int = 1,
+    cluster_key_file: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
     patience: Annotated[PatienceOptions, Parameter(name="*")] = PatienceOptions(),  # noqa: B008
@@ -114,6 +115,8 @@ def router(
         JSON list of instances that do not register by themselves; read again when it changes.
     processes
         how many processes serve the port together.
+    cluster_key_file
+        file that holds the key all instances share: only kvbaton's instances with this key are taken. Without it, all are.
     forward_header
         header of clients that instances see; may be repeated. By default Authorization (unless the router has keys of its
         own), traceparent, tracestate and X-Session-Id.
@@ -121,7 +124,7 @@ def router(
         log more.
     """
     from kvbaton.cli.running import raise_open_files, run_server, set_up_logging, settle_memory
-    from kvbaton.config import is_loopback
+    from kvbaton.config import is_loopback, parse_trust
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
     from kvbaton.router.processes import run_processes
@@ -138,14 +141,15 @@ def router(
         processes=processes,
         api_keys=tuple(filter(None, os.environ.get(_API_KEY_VARIABLE, "").split(","))),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
+        cluster_key=parse_trust(cluster_key_file).key,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(choice),
         **asdict(patience),
     )
     log = logging.getLogger("kvbaton")
-    if not is_loopback(settings.discovery_host):
+    if settings.cluster_key is None and not is_loopback(settings.discovery_host):
         log.warning(
-            "anybody who reaches port %d on %s can register an instance and receive prompts",
+            "anybody who reaches port %d on %s can register an instance and receive prompts; set a key with --cluster-key-file",
             discovery_port,
             settings.discovery_host,
         )

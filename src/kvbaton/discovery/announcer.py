@@ -1,43 +1,55 @@
 """The instance's voice: registers with every router, keeps sending heartbeats, and says goodbye.
 
-`Announcer` has a small process do it (`beating.py`). An interpreter may stand still for longer than routers are patient: a
-long call into native code that keeps the lock, a busy machine, a collection of garbage. A thread of the same interpreter,
-or a socket library's, cannot speak then; another process can. It ends, with a goodbye, when this one does, however that
-happens. `ThreadAnnouncer` does the same on a thread of this process: lighter, and for tests.
+`Announcer` has a small process do it (`announcer_child.py`). A thread cannot send while something else holds the interpreter:
+a long call into native code, a huge collection of garbage, a model that is being compiled. Routers forget an instance after a
+few seconds of silence, and a busy one is still alive. So a child process beats, and this side shows it twice a second that it
+lives. When it has not for `stall_limit_s`, the child says goodbye, and registers again once there is life; when this process
+dies, however it dies, the child says goodbye and ends. Rejected: a thread without the interpreter lock, which Python does not
+have; a fork, which would copy an engine. `ThreadAnnouncer` does the same on a thread of this process: lighter, for tests and
+for what never stalls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from kvbaton.discovery.beating import Beats
-from kvbaton.discovery.messages import Registration, TransferMode, check_http_address, encode_registration
+import kvbaton
+from kvbaton.core.auth import Seal
+from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
+from kvbaton.discovery.announcer_child import Order
+from kvbaton.discovery.heartbeats import Errand, Heartbeats, News
+from kvbaton.discovery.messages import Registration, check_http_address, encode_registration
 from kvbaton.errors import ConfigError
 
-__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "ThreadAnnouncer"]
+__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "ThreadAnnouncer"]
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_S = 1.5
 """Real routers forget an instance 4 to 5 s after its last message; at this interval one lost heartbeat is harmless."""
 
-_SIGN_S = 1.0
-_STALL_S = 60.0
-_ADVICE_S = 60.0
-_RESTART_S = 1.0
-_JOIN_S = 5.0
+DEFAULT_STALL_LIMIT_S = 60.0
+"""A process that shows no life for so long is no longer announced, although it exists."""
+
+_LONGEST_HEARTBEAT_S = 3.0
+_LOOK_S = 0.25
+_SIGN_S = 0.5
+_STOP_S = 5.0
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
 
 
 class _Voice:
@@ -50,29 +62,23 @@ class _Voice:
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
         clock: Callable[[], float] = time.monotonic,
         is_used: Callable[[], bool] | None = None,
+        *,
+        advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
+        stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
+        cluster_key: bytes | None = None,
     ) -> None:
-        for router in routers:
-            wrong = check_http_address(router)
-            if wrong is not None:
-                raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
-        if not 0 < heartbeat_s <= 3:
-            raise ConfigError(
-                f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances"
-            )
-        self._hello = encode_registration(msgspec.structs.replace(registration, bye=False))
-        self._goodbye = encode_registration(msgspec.structs.replace(registration, bye=True))
-        self._mode = registration.transfer_mode
-        self._name = f"{registration.type.word} instance {registration.http_address}"
-        self._routers = tuple(routers)
-        self._heartbeat_s = heartbeat_s
+        if not math.isfinite(stall_limit_s) or stall_limit_s <= _SIGN_S:
+            raise ConfigError(f"stall_limit_s is {stall_limit_s}; it must be above {_SIGN_S} and finite")
+        self._errand = _errand(registration, routers, heartbeat_s, cluster_key)
+        self._adviser = Adviser(registration, is_used, advise_after_s)
+        self._stall_limit_s = stall_limit_s
         self._clock = clock
-        self._is_used = is_used
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to register; returns at once, whether or not a router is there. Do it when the engine is healthy."""
-        if self._thread is None and self._routers:
+        if self._thread is None and self._errand.routers:
             self._thread = threading.Thread(target=self._run, name="kvbaton-announcer", daemon=True)
             self._thread.start()
 
@@ -80,7 +86,7 @@ class _Voice:
         """Say goodbye to every router that can be reached, and end. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join(_JOIN_S)
+            self._thread.join(2 * _STOP_S)
 
     @property
     def is_alive(self) -> bool:
@@ -95,6 +101,7 @@ class _Voice:
         self.stop()
 
     def _run(self) -> None:
+        """Beat until stopped, then say goodbye."""
         raise NotImplementedError
 
 
@@ -102,89 +109,103 @@ class ThreadAnnouncer(_Voice):
     """Registers `registration` with every router from `start` on until `stop`, on a thread of this process."""
 
     def _run(self) -> None:
-        beats = Beats(self._name, self._routers, self._hello, self._goodbye, self._heartbeat_s, self._clock)
-        try:
+        clock = self._clock
+        with Heartbeats(self._errand, lambda news: self._adviser.hear(news, clock()), clock()) as beats:
             while not self._stopping.is_set():
-                self._stopping.wait(beats.beat())
-            beats.say_goodbye()
-        finally:
-            beats.close()
+                due = beats.turn(clock())
+                self._adviser.advise(clock())
+                self._stopping.wait(min(_LOOK_S, max(0.0, due - clock())))
+            beats.say_goodbye(clock())
 
 
 class Announcer(_Voice):
-    """Registers `registration` with every router from `start` on until `stop`, from a process of its own.
+    """Registers `registration` with every router from `start` on until `stop`, whatever this interpreter is busy with.
 
-    `is_used` tells whether a request has come; when none has for long, advice is logged: routers do not answer, so an
-    instance that they ignore cannot know.
+    `is_used` tells whether a request has ever come; while none has, advice is logged, because real routers say nothing to
+    instances that they refuse.
     """
 
+    pid: int | None = None
+    """The process that beats; None before there is one."""
+
     def _run(self) -> None:
-        advice_at = self._clock() + _ADVICE_S
+        backoff_s = _FIRST_BACKOFF_S
         while not self._stopping.is_set():
-            process = self._begin()
+            began = time.monotonic()
             try:
-                while process.poll() is None and not self._stopping.is_set():
-                    if not self._give_sign(process):
-                        break
-                    advice_at = self._advise(advice_at)
-                    self._stopping.wait(_SIGN_S)
-            finally:
-                _end(process)
+                self._mind_a_child()
+            except Exception:
+                _logger.exception("discovery: the process that sends heartbeats failed")
+            if time.monotonic() - began > _LONGEST_BACKOFF_S:
+                backoff_s = _FIRST_BACKOFF_S
             if not self._stopping.is_set():
-                _logger.warning("discovery: the process that sends heartbeats ended; starting another")
-                self._stopping.wait(_RESTART_S)
+                _logger.warning("discovery: heartbeats have stopped; starting them again in %g s", backoff_s)
+                self._stopping.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _begin(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-m", "kvbaton.discovery.beating"], stdin=subprocess.PIPE)
-        orders = {
-            "name": self._name,
-            "routers": self._routers,
-            "hello": self._hello.hex(),
-            "goodbye": self._goodbye.hex(),
-            "heartbeat_s": self._heartbeat_s,
-            "stall_s": _STALL_S,
-        }
-        assert process.stdin is not None  # noqa: S101
-        with contextlib.suppress(OSError):
-            process.stdin.write(json.dumps(orders).encode() + b"\n")
-            process.stdin.flush()
-        os.set_blocking(process.stdin.fileno(), False)
-        return process
+    def _mind_a_child(self) -> None:
+        """Start a child, show it that we live until it ends or we stop, and wait for its goodbye."""
+        with _spawn() as child:
+            self.pid = child.pid
+            try:
+                self._talk_to(child)
+            finally:
+                _end(child)
 
-    def _give_sign(self, process: subprocess.Popen[bytes]) -> bool:
-        assert process.stdin is not None  # noqa: S101
-        try:
-            os.write(process.stdin.fileno(), b".")
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return True
+    def _talk_to(self, child: subprocess.Popen[bytes]) -> None:
+        if child.stdin is None or child.stdout is None:
+            raise OSError("it has no pipes")
+        child.stdin.write(msgspec.json.encode(Order(self._errand, self._stall_limit_s)) + b"\n")
+        os.set_blocking(child.stdin.fileno(), False)
+        os.set_blocking(child.stdout.fileno(), False)
+        rest = b""
+        while not self._stopping.is_set() and child.poll() is None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(child.stdin.fileno(), b".")
+            *lines, rest = (rest + (child.stdout.read() or b"")).split(b"\n")
+            for line in lines:
+                self._hear(line)
+            self._adviser.advise(self._clock())
+            self._stopping.wait(_SIGN_S)
 
-    def _advise(self, advice_at: float) -> float:
-        if self._is_used is None or self._clock() < advice_at:
-            return advice_at
-        if not self._is_used():
-            _logger.warning(
-                "discovery: %s has been registered for %.0f s as %s, and no request has come. Routers do not say so when they"
-                " refuse an instance: look at /instances of a kvbaton router. A vllm-router keeps the transfer mode of the"
-                " first instance that it saw; if that is not %s, restart the router, or this instance with --mode %s",
-                self._name,
-                _ADVICE_S,
-                self._mode,
-                self._mode,
-                next(mode.mode for mode in TransferMode if mode is not self._mode),
-            )
-        return float("inf")
+    def _hear(self, line: bytes) -> None:
+        """A line may be torn when the child could not wait for us."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            self._adviser.hear(msgspec.json.decode(line, type=News), self._clock())
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Closing its input tells it to say goodbye; it is given a moment for that."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+def _errand(registration: Registration, routers: Sequence[str], heartbeat_s: float, cluster_key: bytes | None) -> Errand:
+    for router in routers:
+        wrong = check_http_address(router)
+        if wrong is not None:
+            raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
+    if not 0 < heartbeat_s <= _LONGEST_HEARTBEAT_S:
+        raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
+    seal = Seal(cluster_key)
+    hello = encode_registration(msgspec.structs.replace(registration, answer=True, bye=False), seal)
+    goodbye = encode_registration(msgspec.structs.replace(registration, answer=False, bye=True), seal)
+    return Errand(hello, goodbye, tuple(dict.fromkeys(routers)), heartbeat_s)
+
+
+def _spawn() -> subprocess.Popen[bytes]:
+    """The child with this very kvbaton, and nothing else of this process's import path."""
+    path = os.pathsep.join(filter(None, (str(Path(kvbaton.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvbaton.discovery.announcer_child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Closing its input tells the child to say goodbye and end."""
+    with contextlib.suppress(OSError):
+        if child.stdin is not None:
+            child.stdin.close()
     try:
-        process.wait(_JOIN_S - 1.0)
+        child.wait(_STOP_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        child.kill()
+        child.wait(_STOP_S)

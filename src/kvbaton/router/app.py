@@ -85,7 +85,7 @@ async def serve_router(settings: RouterSettings, ready: Callable[[], None] | Non
     registry = Registry(settings.transfer_mode, settings.expire_after_s)
     core = RouterCore(settings, registry, new_board(1))
     static = None if settings.instances_file is None else StaticInstances(settings.instances_file, registry)
-    with Listener(registry, settings.discovery_host, settings.discovery_port) as listener:
+    with Listener(registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key) as listener:
         await core.server.open()
         if ready is not None:
             ready()

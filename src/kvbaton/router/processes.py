@@ -105,7 +105,10 @@ class _Head:
         self._workers = [self._start(row) for row in range(self._settings.processes)]
         try:
             self._await_ready()
-            with Listener(registry, self._settings.discovery_host, self._settings.discovery_port) as listener:
+            settings = self._settings
+            with Listener(
+                registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key
+            ) as listener:
                 if ready is not None:
                     ready()
                 while not self._stopping:

@@ -52,6 +52,7 @@ class RouterSettings:
     api_keys:               clients must send one of these as a bearer token; none lets everybody in
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
+    cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
     expire_after_s:         an instance that was silent for so long is no longer used
     connect_timeout_s:      a connection to an instance must stand within this time
     prefill_timeout_s:      a prefill instance must have answered within this time
@@ -86,6 +87,7 @@ class RouterSettings:
     max_attempts: int = 3
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
+    cluster_key: bytes | None = field(default=None, repr=False)
     forward_headers: tuple[str, ...] = DEFAULT_FORWARD_HEADERS
     expire_after_s: float = 5.0
     connect_timeout_s: float = 5.0

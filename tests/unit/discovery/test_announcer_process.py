@@ -1,158 +1,143 @@
-"""The announcer's own process: it beats while the instance's interpreter stands still, and ends with the instance."""
+"""An announcer's own process: heartbeats that survive a stalled interpreter, a goodbye however the instance ends."""
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from test_announcing import listening, live, registration, wait_until
 
-from kvbaton.discovery import announcer as announcer_module
-from kvbaton.discovery.announcer import Announcer, ThreadAnnouncer
-from kvbaton.discovery.registry import Registry
-from watching import command_line, descendants, is_running
-
-
-def hold_the_lock(seconds: float) -> None:
-    """Nothing else of this interpreter runs in that time: a call into C that keeps the lock."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-_ROUTER = """
-import sys, time, threading
+from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.listener import Listener
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Registry
-registry = Registry(expire_after_s=1.0)
-with Listener(registry, "127.0.0.1", int(sys.argv[1])):
-    was = None
-    while True:
-        now = [i.http_address for i in registry.live(time.monotonic())]
-        if now != was:
-            print("live" if now else "nobody", flush=True)
-            was = now
-        time.sleep(0.02)
-"""
+from kvbaton.errors import ConfigError
+from kvbaton.launch.ports import PortPicker
+from watching import is_running, wait_until
+
+PROGRAM = Path(__file__).with_name("announcing_process.py")
+LONG_S = 600.0
+REGISTRATION = Registration(
+    type=InstanceType.PREFILL,
+    http_address="127.0.0.1:8101",
+    zmq_address="host:127.0.0.1,handshake:6301,notify:6301",
+    transfer_mode=TransferMode.READ,
+    incarnation="one",
+)
 
 
-class OtherRouter:
-    """A registry in a process of its own, which prints when somebody comes or goes."""
+class Ear:
+    """A registry that listens."""
 
-    def __init__(self, port: int) -> None:
-        self.lines: list[str] = []
-        self.process = subprocess.Popen([sys.executable, "-c", _ROUTER, str(port)], stdout=subprocess.PIPE, text=True)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self, expire_after_s: float = LONG_S, transfer_mode: TransferMode | None = None) -> None:
+        self.registry = Registry(transfer_mode, expire_after_s)
+        self.port = PortPicker().pick()
+        self.listener = Listener(self.registry, "127.0.0.1", self.port)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(line.strip() for line in self.process.stdout)
+    @property
+    def is_known(self) -> bool:
+        """Whether the instance is live."""
+        return bool(self.registry.live(time.monotonic()))
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
-
-@pytest.mark.parametrize("kind", [Announcer, ThreadAnnouncer])
-def test_a_stalled_interpreter_keeps_its_registration(kind: type[Announcer] | type[ThreadAnnouncer]) -> None:
-    """The control: heartbeats from a thread of the same interpreter are lost."""
-    with listening(Registry()) as (_, port):
-        pass
-    router = OtherRouter(port)
-    try:
-        with kind(registration(), [f"127.0.0.1:{port}"], heartbeat_s=0.2):
-            wait_until(lambda: router.lines[-1:] == ["live"])
-            before = len(router.lines)
-            hold_the_lock(3.0)
-            time.sleep(0.3)
-            after = router.lines[before:]
-            assert after == [] if kind is Announcer else "nobody" in after
-    finally:
-        router.end()
+    def wait_for_beats(self, count: int) -> None:
+        """Wait until so many more messages have come."""
+        want = self.listener.messages_total() + count
+        wait_until(lambda: self.listener.messages_total() >= want, f"{count} more heartbeats")
 
 
-def test_an_instance_that_is_killed_says_goodbye_all_the_same() -> None:
-    script = (
-        "import sys, time\nsys.path[:0] = ['tests/unit/discovery']\n"
-        "from kvbaton.discovery.announcer import Announcer\n"
-        "from kvbaton.discovery.messages import InstanceType, Registration, TransferMode\n"
-        "port = sys.argv[1]\n"
-        "me = Registration(type=InstanceType.PREFILL, http_address='127.0.0.1:8101', transfer_mode=TransferMode.READ,\n"
-        "    zmq_address='host:127.0.0.1,handshake:8101,notify:8101', incarnation='one')\n"
-        "Announcer(me, [f'127.0.0.1:{port}']).start()\ntime.sleep(600)\n"
-    )
-    registry = Registry(expire_after_s=600.0)
-    with listening(registry) as (_, port):
-        process = subprocess.Popen([sys.executable, "-c", script, str(port)])
-        wait_until(lambda: live(registry) == ["127.0.0.1:8101"])
-        children = descendants(process.pid)
-        assert len(children) == 1
+@contextmanager
+def stalled(
+    ear: Ear, stall_s: int = 600, stall_limit_s: float = LONG_S, kind: str = "Announcer"
+) -> Iterator[subprocess.Popen[str]]:
+    """A process whose interpreter stands still, after it has registered."""
+    command = [sys.executable, str(PROGRAM), str(ear.port), str(stall_s), str(stall_limit_s), kind]
+    with ear.listener, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: ear.is_known, "the instance registers", 60)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "stalled\n"
+            yield process
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+def test_a_stalled_interpreter_loses_no_heartbeat() -> None:
+    ear = Ear(expire_after_s=20.0)
+    with stalled(ear):
+        ear.wait_for_beats(30)
+        assert ear.is_known
+
+
+def test_control_on_a_thread_of_the_stalled_interpreter_the_registration_is_lost() -> None:
+    ear = Ear(expire_after_s=2.0)
+    with stalled(ear, kind="ThreadAnnouncer"):
+        wait_until(lambda: not ear.is_known, "the registration is lost", 30)
+
+
+def test_a_killed_instance_says_goodbye_through_its_announcer() -> None:
+    ear = Ear()
+    with stalled(ear) as process:
         process.kill()
-        process.wait(10)
-        wait_until(lambda: live(registry) == [])
-        wait_until(lambda: not any(is_running(child) for child in children))
+        wait_until(lambda: not ear.is_known, "the goodbye has come")
 
 
-def test_a_beating_process_that_is_killed_is_replaced() -> None:
-    registry = Registry(expire_after_s=600.0)
-    with listening(registry) as (_, port), Announcer(registration(), [f"127.0.0.1:{port}"]) as announcer:
-        wait_until(lambda: live(registry) == ["127.0.0.1:8101"])
-        (child,) = [pid for pid in descendants(os.getpid()) if "beating" in command_line(pid)]
-        os.kill(child, signal.SIGKILL)
-        killed = time.monotonic()
-        wait_until(lambda: registry.live(time.monotonic())[0].last_seen > killed)
+def test_an_instance_that_shows_no_life_for_too_long_is_taken_off_until_it_does() -> None:
+    ear = Ear()
+    with stalled(ear, stall_s=4, stall_limit_s=1.0):
+        wait_until(lambda: not ear.is_known, "it is taken off")
+        wait_until(lambda: ear.is_known, "it is back", 30)
+
+
+def test_start_stop_and_the_process_is_gone() -> None:
+    ear = Ear()
+    with ear.listener:
+        announcer = Announcer(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05)
+        assert not announcer.is_alive
+        announcer.start()
+        wait_until(lambda: ear.is_known, "it registers")
+        pid = announcer.pid
+        assert pid is not None
         announcer.stop()
-        wait_until(lambda: live(registry) == [])
-    assert not [pid for pid in descendants(os.getpid()) if "beating" in command_line(pid)]
+        announcer.stop()
+        wait_until(lambda: not ear.is_known, "it has said goodbye")
+        assert not is_running(pid)
+        assert not announcer.is_alive
 
 
-@pytest.mark.parametrize("is_used", [False, True])
-def test_who_is_never_asked_is_told_what_may_be_wrong(
-    is_used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(announcer_module, "_ADVICE_S", 0.3)
-    monkeypatch.setattr(announcer_module, "_SIGN_S", 0.1)
-    asked = threading.Event()
-
-    def used() -> bool:
-        asked.set()
-        return is_used
-
-    registry = Registry()
-    with listening(registry) as (_, port), Announcer(registration(), [f"127.0.0.1:{port}"], is_used=used):
-        assert asked.wait(20)
-        time.sleep(0.3)
-    advice = [record.getMessage() for record in caplog.records if "no request has come" in record.getMessage()]
-    assert len(advice) == (0 if is_used else 1)
-    assert is_used or ("READ" in advice[0] and "--mode push" in advice[0])
+def test_a_killed_announcer_process_is_started_again() -> None:
+    ear = Ear()
+    with ear.listener, Announcer(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05) as announcer:
+        wait_until(lambda: ear.is_known, "it registers")
+        first = announcer.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: announcer.pid != first, "there is another process")
+        ear.wait_for_beats(3)
 
 
-def test_a_silent_instance_is_taken_off_and_put_back_at_its_next_sign() -> None:
-    registry = Registry(expire_after_s=600.0)
-    with listening(registry) as (_, port):
-        voice = ThreadAnnouncer(registration(), [f"127.0.0.1:{port}"])
-        orders = {
-            "name": "x",
-            "routers": [f"127.0.0.1:{port}"],
-            "hello": voice._hello.hex(),
-            "goodbye": voice._goodbye.hex(),
-            "heartbeat_s": 0.1,
-            "stall_s": 0.5,
-        }
-        command = [sys.executable, "-m", "kvbaton.discovery.beating"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(orders).encode() + b"\n")
-        wait_until(lambda: live(registry) == ["127.0.0.1:8101"])
-        wait_until(lambda: live(registry) == [])
-        process.stdin.write(b".")
-        wait_until(lambda: live(registry) == ["127.0.0.1:8101"])
-        process.stdin.close()
-        assert process.wait(20) == 0
-        wait_until(lambda: live(registry) == [])
+def test_a_refusal_is_told_to_the_owner_of_the_instance(caplog: pytest.LogCaptureFixture) -> None:
+    ear = Ear(transfer_mode=TransferMode.WRITE)
+    with ear.listener, Announcer(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05):
+        wait_until(lambda: "refuses prefill instance 127.0.0.1:8101: transfer_mode is READ there" in caplog.text, "it is told")
+
+
+def test_a_process_without_routers_starts_nothing() -> None:
+    with Announcer(REGISTRATION, []) as announcer:
+        assert not announcer.is_alive
+        assert announcer.pid is None
+
+
+@pytest.mark.parametrize("stall_limit_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_stall_limit_that_cannot_work_is_refused(stall_limit_s: float) -> None:
+    with pytest.raises(ConfigError, match="stall_limit_s"):
+        Announcer(REGISTRATION, ["127.0.0.1:1"], stall_limit_s=stall_limit_s)

@@ -1,4 +1,4 @@
-"""Announcer and listener over real sockets: joining, goodbye, and a listener that survives whatever is sent to it."""
+"""ThreadAnnouncer and listener over real sockets: joining, goodbye, and a listener that survives whatever is sent to it."""
 
 from __future__ import annotations
 

@@ -1,74 +1,115 @@
-"""Instances from a file: kept alive while they are on it, gone when they are not, and a broken file changes nothing."""
+"""A list of instances in a file: who is on it is live, and a bad file changes nothing."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvbaton.discovery.messages import TransferMode, read_registration
 from kvbaton.discovery.registry import Registry
 from kvbaton.discovery.static import StaticInstances, read_instances
 from kvbaton.errors import ConfigError
 
 
-def entry(kind: str = "P", port: int = 9000, **more: Any) -> dict[str, Any]:
-    address = f"host:127.0.0.1,handshake:{port},notify:{port}"
-    return {"type": kind, "http_address": f"127.0.0.1:{port}", "zmq_address": address, "transfer_mode": "WRITE", **more}
+def entry(port: int, **more: Any) -> dict[str, Any]:
+    zmq_address = f"host:127.0.0.1,handshake:{port + 1},notify:{port + 1}"
+    return {"type": "P", "http_address": f"127.0.0.1:{port}", "zmq_address": zmq_address, "transfer_mode": "READ"} | more
 
 
-def write(path: Path, *entries: Any) -> Path:
-    path.write_text(json.dumps(entries))
-    return path
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "instances.json"
 
 
-def live(registry: Registry, now: float) -> list[str]:
-    return [instance.http_address for instance in registry.live(now)]
+def write(path: Path, content: Any) -> None:
+    """As editors do: a new file in the place of the old one."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(content if isinstance(content, str) else json.dumps(content))
+    fresh.replace(path)
 
 
-def test_they_live_as_long_as_they_are_on_the_list(tmp_path: Path) -> None:
-    registry = Registry(expire_after_s=5.0)
-    path = write(tmp_path / "instances.json", entry(), entry("D", 9001))
+def ports(registry: Registry, now: float) -> list[int]:
+    return sorted(int(i.http_address.rpartition(":")[2]) for i in registry.live(now))
+
+
+def test_the_listed_are_live_for_as_long_as_somebody_looks(path: Path) -> None:
+    write(path, [entry(8101), entry(8201, type="D")])
+    registry = Registry()
     static = StaticInstances(path, registry)
-    for now in range(60):
-        static.refresh(float(now))
-    assert live(registry, 60.0) == ["127.0.0.1:9000", "127.0.0.1:9001"]
-    write(path, entry("D", 9001), entry("P", 9002, dp_size=2))
-    static.refresh(61.0)
-    assert sorted(live(registry, 61.0)) == ["127.0.0.1:9001", "127.0.0.1:9002"]
+    for tenth in range(200):
+        static.refresh(tenth / 10)
+        assert ports(registry, tenth / 10) == [8101, 8201]
 
 
-def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry(expire_after_s=5.0)
-    path = write(tmp_path / "instances.json", entry())
+def test_a_change_is_seen(path: Path) -> None:
+    write(path, [entry(8101), entry(8102)])
+    registry = Registry()
     static = StaticInstances(path, registry)
     static.refresh(0.0)
-    path.write_text("{")
-    for now in range(1, 20):
-        static.refresh(float(now))
-    assert live(registry, 20.0) == ["127.0.0.1:9000"]
+    write(path, [entry(8102), entry(8103)])
+    static.refresh(2.0)
+    assert ports(registry, 2.0) == [8102, 8103]
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", '[{"type": "P"}]', "[" * 100_000])
+def test_a_file_that_cannot_be_read_changes_nothing(path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, [entry(8101)])
+    registry = Registry()
+    static = StaticInstances(path, registry)
+    static.refresh(0.0)
+    write(path, content)
+    with caplog.at_level(logging.ERROR):
+        for now in (2.0, 4.0, 6.0):
+            static.refresh(now)
+    assert ports(registry, 6.0) == [8101]
     assert len(caplog.records) == 1
     path.unlink()
-    static.refresh(30.0)
-    assert live(registry, 30.0) == ["127.0.0.1:9000"]
+    static.refresh(8.0)
+    assert ports(registry, 8.0) == [8101]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "told"),
     [
-        ("[1]", "no JSON list of instances"),
-        ("{}", "no JSON list of instances"),
-        (json.dumps([entry(), entry(type="X")]), "entry 1: type: 'X' is unknown"),
-        (json.dumps([entry(http_address="http://h:1")]), "entry 0: http_address: .* has a scheme"),
-        (json.dumps([entry(bootstrap_port=-1)]), "entry 0: bootstrap_port"),
-        (json.dumps([entry(dispatch="pigeon")]), "entry 0: dispatch: 'pigeon' is unknown"),
+        ([entry(8101), entry(8102, transfer_mode="read")], r"instance 2: transfer_mode: 'read' is unknown"),
+        ([entry(0)], r"instance 1: http_address"),
+        ([{}], r"instance 1: type: is missing"),
+        ([entry(8101, type="BYE", leaving="P")], r"instance 1: type: says goodbye"),
+        ({}, r"no JSON list"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, content: str, said: str) -> None:
-    path = tmp_path / "instances.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_list_is_refused_by_entry_and_field(path: Path, content: Any, told: str) -> None:
+    write(path, content)
+    with pytest.raises(ConfigError, match=told):
         read_instances(path)
-    with pytest.raises(ConfigError):
-        read_instances(tmp_path / "missing")
+
+
+def test_a_missing_file_is_named(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"instances.json cannot be read"):
+        StaticInstances(path, Registry())
+
+
+def test_a_listed_instance_that_is_refused_is_told_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, [entry(8101), entry(8102, transfer_mode="WRITE")])
+    registry = Registry(TransferMode.READ)
+    static = StaticInstances(path, registry)
+    for now in (0.0, 2.0, 4.0):
+        static.refresh(now)
+    assert ports(registry, 4.0) == [8101]
+    assert caplog.text.count("refused") == 1
+
+
+def test_an_instance_that_registers_too_is_known_as_it_says_itself(path: Path) -> None:
+    write(path, [entry(8101)])
+    registry = Registry()
+    static = StaticInstances(path, registry)
+    static.refresh(0.0)
+    itself = read_registration(entry(8101, incarnation="one", model="m"))
+    registry.register(itself, 0.5)  # type: ignore[arg-type]
+    static.refresh(2.0)
+    (instance,) = registry.live(2.0)
+    assert instance.registration == itself

@@ -189,5 +189,9 @@ def _announcer(settings: InstanceSettings, instance: _Instance) -> Announcer:
         model=instance.loaded.name,
         fingerprint=instance.loaded.fingerprint,
     )
-    routers = settings.routers if settings.role in _TYPES else ()
-    return Announcer(registration, routers, is_used=lambda: instance.engine.stats().prompt_tokens_total > 0)
+    return Announcer(
+        registration,
+        settings.routers if settings.role in _TYPES else (),
+        is_used=lambda: instance.engine.stats().prompt_tokens_total > 0,
+        cluster_key=settings.trust.key,
+    )

@@ -117,4 +117,5 @@ def _announcer(
         model=model.name,
         fingerprint=model.fingerprint,
     )
-    return LateAnnouncer(Announcer(registration, settings.routers, settings.heartbeat_s), settings.http_address)
+    announcer = Announcer(registration, settings.routers, settings.heartbeat_s, cluster_key=settings.trust().key)
+    return LateAnnouncer(announcer, settings.http_address)
