@@ -115,7 +115,8 @@ class _Ranks:
 class Driver(HandoffPort):
     """Runs one instance with one rank. `news` is called, from the driver's thread, when `events` has something.
 
-    `memory` is the region that `transport` was made for; without it nothing can be checked with checksums.
+    `memory` is the region that `transport` was made for; without it, or empty (the processor cannot see it), nothing can be
+    checked with checksums.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Driver(HandoffPort):
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
         self._reports: deque[RankReport] = deque()
-        region = None if memory is None else RegionMemory(memory)
+        region = RegionMemory(memory) if memory else None
         patience_s = limits.transfer_timeout
         agent = RankAgent(
             0, layout, transport, self._reports.append, clock=time.monotonic, patience_s=patience_s, memory=region
@@ -240,6 +241,10 @@ class Driver(HandoffPort):
             turns_total=self._turns,
             busy_s_total=self._busy_s,
             poll_s_total=self._poll_s,
+            failures_total=_failures(source=source.failures_total, target=target.failures_total),
+            runs_total=sum(agent.runs_total for agent in self._agents),
+            peers=coordinator.peers,
+            handshakes_total=coordinator.handshakes_total,
         )
 
     def _dropped_total(self) -> Counter[str]:
@@ -345,3 +350,7 @@ class Driver(HandoffPort):
     def _take_reports(self) -> None:
         while self._reports:
             self._guarded(partial(self._coordinator.on_rank, self._reports.popleft()))
+
+
+def _failures(**sides: Counter[str]) -> Counter[tuple[str, str]]:
+    return Counter({(side, cause): count for side, causes in sides.items() for cause, count in dict(causes).items()})

@@ -1,8 +1,9 @@
 """The registration message: one msgpack map, both registration and heartbeat, in the form that vllm-router expects.
 
-`incarnation`, `model`, `fingerprint`, `dispatch`, `bootstrap_port`, `answer` and `seal` are kvbaton's own additions; routers
-that do not know them ignore them, and instances that do not send them are served all the same. A goodbye has a type of its
-own, `BYE`, because a router that does not know it must not take it for one more heartbeat: it warns and ignores it.
+`incarnation`, `model`, `fingerprint`, `handoffs_address`, `dispatch`, `bootstrap_port`, `answer` and `seal` are kvbaton's own
+additions; routers that do not know them ignore them, and instances that do not send them are served all the same. A goodbye
+has a type of its own, `BYE`, because a router that does not know it must not take it for one more heartbeat: it warns and
+ignores it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MAX_SIZE = 65535
 
 _MAX_PORT_DIGITS = 5
 _GOODBYE = "BYE"
-_LEFT_OUT = ("dispatch", "bootstrap_port")
+_LEFT_OUT = ("handoffs_address", "dispatch", "bootstrap_port")
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 
@@ -80,7 +81,10 @@ class Dispatch(enum.StrEnum):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says about itself; `bye` means that it leaves now, `answer` that it wants to hear what came of it."""
+    """What an instance says about itself; `bye` means that it leaves now, `answer` that it wants to hear what came of it.
+
+    `handoffs_address` is where it tells of its hand-offs, when that is not its `http_address`.
+    """
 
     type: InstanceType
     http_address: str
@@ -91,6 +95,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     model: str = ""
     fingerprint: str = ""
+    handoffs_address: str = ""
     dispatch: Dispatch = Dispatch.HANDOFF
     bootstrap_port: int = 0
     answer: bool = False
@@ -204,6 +209,7 @@ def _checked(raw: dict[str, Any]) -> Registration:
         incarnation=_optional_text(raw, "incarnation"),
         model=_optional_text(raw, "model"),
         fingerprint=_optional_text(raw, "fingerprint"),
+        handoffs_address=_address(raw, "handoffs_address", check_http_address) if raw.get("handoffs_address") else "",
         dispatch=_choice(raw, "dispatch", Dispatch, Cause.WRONG_VALUE) if "dispatch" in raw else Dispatch.HANDOFF,
         bootstrap_port=_size(raw, "bootstrap_port", 0),
         answer=_flag(raw, "answer"),

@@ -117,7 +117,8 @@ class HandoffFace:
             return Account(name, problem="it is gone, or was restarted since; what it noted went with it")
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
-            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_TOLD_BYTES)
+            where = instance.registration.handoffs_address or None
+            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_TOLD_BYTES, where)
             return Account(name, _read(answer, instance, transfer_id))
         except PeerError as error:
             return Account(name, problem=str(error))

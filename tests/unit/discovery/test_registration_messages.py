@@ -59,6 +59,14 @@ def test_ours_is_one_map_with_the_real_routers_keys_first() -> None:
     assert list(sent)[:6] == list(VERBATIM)
 
 
+def test_where_hand_offs_are_told_comes_back_and_must_be_an_address() -> None:
+    ours = decode({**VERBATIM, "handoffs_address": "127.0.0.1:9"})
+    assert isinstance(ours, Registration)
+    assert decode_registration(encode_registration(ours)) == ours
+    assert decode_bad({**VERBATIM, "handoffs_address": "http://elsewhere/"}).field == "handoffs_address"
+    assert decode_bad({**VERBATIM, "handoffs_address": 7}).field == "handoffs_address"
+
+
 def test_a_goodbye_has_a_type_of_its_own_so_that_no_other_router_takes_it_for_a_heartbeat() -> None:
     ours = decode({**VERBATIM, "incarnation": "i1"})
     assert isinstance(ours, Registration)

@@ -69,6 +69,7 @@ class FakeInstance:
     fingerprint: str = "f"
     mode: TransferMode = TransferMode.READ
     tp_size: int = 1
+    handoffs_address: str = ""
     dp_size: int = 1
     dispatch: Dispatch = Dispatch.HANDOFF
     bootstrap_port: int = 0
@@ -102,6 +103,7 @@ class FakeInstance:
             incarnation=f"inc-{self.port}",
             model=self.model,
             fingerprint=self.fingerprint,
+            handoffs_address=self.handoffs_address,
         )
 
     async def __aenter__(self) -> Self:

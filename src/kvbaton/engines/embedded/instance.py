@@ -23,9 +23,9 @@ from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
-from kvbaton.engines.embedded.handoff_params import HandoffInfo
 from kvbaton.engines.embedded.server import make_app, start_server
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
+from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError
 from kvbaton.observe.records import About
 from kvbaton.observe.timelines import Timelines

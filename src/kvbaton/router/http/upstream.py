@@ -79,10 +79,11 @@ class Call:
         idle_s: float | None = None,
         may_stream: bool = False,
         max_bytes: int = 1 << 20,
+        address: str | None = None,
     ) -> None:
         self.caller = caller
         self.instance = instance
-        self.address = instance.http_address
+        self.address = address or instance.http_address
         self.payload = payload
         self.deadline = deadline
         self.idle_s = idle_s
@@ -450,11 +451,13 @@ class _Waiter(Nobody):
             self.answer.set_exception(error)
 
 
-async def fetch(upstream: Upstream, instance: Instance, path: str, timeout_s: float, max_bytes: int) -> Answer:
-    """Ask an instance for a page. Raises PeerError. Cancelling it closes the connection."""
+async def fetch(
+    upstream: Upstream, instance: Instance, path: str, timeout_s: float, max_bytes: int, address: str | None = None
+) -> Answer:
+    """Ask an instance for a page, at `address` if that is not where its API is. Raises PeerError."""
     waiter = _Waiter()
-    payload = request_head("GET", path, instance.http_address, 0)
-    call = Call(waiter, instance, payload, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
+    payload = request_head("GET", path, address or instance.http_address, 0)
+    call = Call(waiter, instance, payload, address=address, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
     upstream.start(call)
     try:
         return await waiter.answer
