@@ -19,8 +19,9 @@ from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError
 from kvbaton.router.bodies import transfer_params
 from kvbaton.router.choosing import Seats
+from kvbaton.router.http.call import Call, Nobody
 from kvbaton.router.http.messages import Answer, request_head
-from kvbaton.router.http.upstream import Call, Nobody, Upstream
+from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.job import Job
 from kvbaton.router.settings import RouterSettings
 

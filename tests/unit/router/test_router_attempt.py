@@ -14,8 +14,9 @@ from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.board import Board, Loads
 from kvbaton.router.bodies import parse_body
 from kvbaton.router.choosing import Chooser, Seats, Wish
+from kvbaton.router.http.call import Call
 from kvbaton.router.http.messages import Answer
-from kvbaton.router.http.upstream import Call, Upstream
+from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.job import new_job
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.settings import RouterSettings
