@@ -7,7 +7,7 @@ ARGS ?=
 BENCH ?= engine handoff serve
 VLLM_FULL_LOG ?= benchmarks/vllm-full/$(shell uname -m)-$(shell nproc)core.json
 
-.PHONY: help up test test-sim test-e2e test-vllm test-vllm-full check format bench diagrams clean
+.PHONY: help up test test-sim test-e2e test-compat test-vllm test-vllm-full check format bench diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test       what can be checked on a laptop in ten minutes"
 	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
+	@echo "make test-compat  embedded instances under the real vllm-router (the first time: 100 MB to install)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
 	@echo "make check      formatting, lint, types, import direction"
@@ -44,13 +45,16 @@ up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not e2e and not sim and not vllm and not vllm_full" $(ARGS)
+	$(BIN)/pytest -m "not e2e and not sim and not vllm and not vllm_full and not compat" $(ARGS)
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest -m sim $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest -m e2e --timeout 900 $(ARGS)
+
+test-compat: $(VENV)/.installed-dev
+	$(BIN)/pytest -m compat --timeout 600 $(ARGS)
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/pytest -m vllm --timeout 1800 $(ARGS)

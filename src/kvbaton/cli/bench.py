@@ -170,6 +170,47 @@ def serve(
     return _finish("serve", run_serve_bench(bench, _progress), bench.described(), out, json)
 
 
+@bench_app.command
+def router(
+    *,
+    clients: str = "1,32,256",
+    processes: str = "1,2",
+    rounds: int = 3,
+    seconds: float = 2.0,
+    prompt_bytes: int = 64,
+    peers: bool = True,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """The router beside vllm-router, both in front of the same instances without a model; needs a C compiler.
+
+    Parameters
+    ----------
+    clients
+        how many clients ask at once; levels with commas between them.
+    processes
+        with how many processes our router runs; numbers with commas between them.
+    rounds
+        how often each thing is measured; medians are shown, every round is kept.
+    seconds
+        how long each measurement takes.
+    prompt_bytes
+        length of a prompt.
+    peers
+        measure vllm-router too; installed on first use.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    from kvbaton.bench.router import RouterBench, run_router_bench
+
+    bench = RouterBench(
+        _numbers(clients, "--clients"), _numbers(processes, "--processes"), rounds, seconds, prompt_bytes, peers
+    )
+    return _finish("router", run_router_bench(bench, _progress), bench.described(), out, json)
+
+
 def _serve_vllm(
     model: str,
     transport: str,

@@ -3,9 +3,80 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-__all__ = ["router"]
+from cyclopts import Parameter
+
+__all__ = ["ChoiceOptions", "PatienceOptions", "router"]
+
+_API_KEY_VARIABLE = "KVBATON_API_KEY"
+_INSTANCE_KEY_VARIABLE = "KVBATON_INSTANCE_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOptions:
+    """How instances are chosen; the same names and defaults as `kvbaton.router.settings.RouterSettings`.
+
+    Parameters
+    ----------
+    prefill_policy
+        how the prefill instance is chosen: in turn, the one with the fewest requests, or the one that has seen the prompt's
+        beginning (or the client's `X-Session-Id`) before.
+    decode_policy
+        how the decode instance is chosen.
+    max_per_prefill
+        most requests at one prefill instance at once; 0 is no limit. More wait.
+    max_per_decode
+        most requests at one decode instance at once; 0 is no limit. More wait.
+    queue_limit
+        most requests that wait; those beyond are answered 429.
+    local_prefill_chars
+        prompts with fewer characters are prefilled by the decode instance itself; 0 never.
+    local_prefill_when_busy
+        when every prefill instance has as many requests as it takes, decode instances prefill by themselves.
+    max_attempts
+        how often a request is tried before its first byte, each time with another instance in place of the one that failed.
+    """
+
+    prefill_policy: Literal["round_robin", "least_loaded", "prefix_affinity"] = "least_loaded"
+    decode_policy: Literal["round_robin", "least_loaded", "prefix_affinity"] = "least_loaded"
+    max_per_prefill: int = 0
+    max_per_decode: int = 0
+    queue_limit: int = 1024
+    local_prefill_chars: int = 0
+    local_prefill_when_busy: bool = False
+    max_attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PatienceOptions:
+    """How long the router waits for what, in seconds.
+
+    Parameters
+    ----------
+    expire_after_s
+        an instance that was silent for so long is no longer used.
+    queue_timeout_s
+        a request that waited so long for a free instance is answered 503.
+    prefill_timeout_s
+        a prefill instance must have answered within this time.
+    decode_timeout_s
+        a decode instance must send something at least this often.
+    client_timeout_s
+        a client must send its body, and read what is written to it, at least this fast.
+    drain_timeout_s
+        requests in flight have so long to end when the router is asked to stop.
+    """
+
+    expire_after_s: float = 5.0
+    queue_timeout_s: float = 30.0
+    prefill_timeout_s: float = 600.0
+    decode_timeout_s: float = 600.0
+    client_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
 
 
 def router(
@@ -15,10 +86,18 @@ def router(
     discovery_host: str | None = None,
     discovery_port: int = 8001,
     transfer_mode: Literal["READ", "WRITE", "auto"] = "auto",
-    expire_after_s: float = 5.0,
+    instances_file: Path | None = None,
+    processes: int = 1,
+    cluster_key_file: Path | None = None,
+    forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
+    choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
+    patience: Annotated[PatienceOptions, Parameter(name="*")] = PatienceOptions(),  # noqa: B008
     verbose: bool = False,
 ) -> int:
     """Route OpenAI-style requests to prefill and decode instances that register here, and serve the chat page at `/`.
+
+    With KVBATON_API_KEY set (several keys are separated by commas), clients must send one of these keys as a bearer token.
+    KVBATON_INSTANCE_API_KEY is sent to the instances.
 
     Parameters
     ----------
@@ -32,16 +111,24 @@ def router(
         port on which instances register.
     transfer_mode
         `READ` takes pull instances only, `WRITE` push instances only; `auto` takes both, and pairs those of the same mode.
-    expire_after_s
-        an instance that was silent for so long is no longer used.
+    instances_file
+        JSON list of instances that do not register by themselves; read again when it changes.
+    processes
+        how many processes serve the port together.
+    cluster_key_file
+        file that holds the key all instances share: only kvbaton's instances with this key are taken. Without it, all are.
+    forward_header
+        header of clients that instances see; may be repeated. By default Authorization (unless the router has keys of its
+        own), traceparent, tracestate and X-Session-Id.
     verbose
         log more.
     """
-    from kvbaton.cli.running import run_server, set_up_logging
-    from kvbaton.config import is_loopback
+    from kvbaton.cli.running import raise_open_files, run_server, set_up_logging, settle_memory
+    from kvbaton.config import is_loopback, parse_trust
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
-    from kvbaton.router.settings import RouterSettings
+    from kvbaton.router.processes import run_processes
+    from kvbaton.router.settings import DEFAULT_FORWARD_HEADERS, RouterSettings
 
     set_up_logging(verbose)
     settings = RouterSettings(
@@ -50,13 +137,24 @@ def router(
         discovery_host=discovery_host or host,
         discovery_port=discovery_port,
         transfer_mode=None if transfer_mode == "auto" else TransferMode(transfer_mode),
-        expire_after_s=expire_after_s,
+        instances_file=instances_file,
+        processes=processes,
+        api_keys=tuple(filter(None, os.environ.get(_API_KEY_VARIABLE, "").split(","))),
+        instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
+        cluster_key=parse_trust(cluster_key_file).key,
+        forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
+        **asdict(choice),
+        **asdict(patience),
     )
     log = logging.getLogger("kvbaton")
-    if not is_loopback(settings.discovery_host):
+    if settings.cluster_key is None and not is_loopback(settings.discovery_host):
         log.warning(
-            "anybody who reaches port %d on %s can register an instance and receive prompts",
+            "anybody who reaches port %d on %s can register an instance and receive prompts; set a key with --cluster-key-file",
             discovery_port,
             settings.discovery_host,
         )
+    raise_open_files()
+    settle_memory()
+    if processes > 1:
+        return run_processes(settings, lambda: log.info("router on http://%s:%d, %d processes", host, port, processes))
     return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", host, port)))

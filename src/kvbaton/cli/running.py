@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import resource
 import signal
 from collections.abc import Coroutine
 from typing import Any
 
 import uvloop
 
-__all__ = ["run_server", "set_up_logging"]
+__all__ = ["raise_open_files", "run_server", "set_up_logging", "settle_memory"]
 
 
 def set_up_logging(verbose: bool = False) -> None:
     """Log to standard error, one line per event."""
     level = logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+
+
+def raise_open_files(wanted: int = 65536) -> None:
+    """Let this process open as many files as the system allows it, up to `wanted`: every stream needs three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def settle_memory() -> None:
+    """Leave what was loaded so far out of garbage collection: it stays, and looking at it again and again costs time."""
+    gc.collect()
+    gc.freeze()
 
 
 def run_server(server: Coroutine[Any, Any, None]) -> int:

@@ -1,4 +1,10 @@
-"""Control addresses (`host:IP,handshake:PORT,notify:PORT`) and the request ids that carry two of them."""
+"""Control addresses (`host:IP,handshake:PORT,notify:PORT`) and the request ids that carry two of them.
+
+A request id is `ANY___prefill_addr_{P}___decode_addr_{D}_{32 hex digits}`, or that and `-ANY`: engines put their own marks
+before and after. Each mark stands in it once, and the first `_{32 hex digits}` behind the decode address that is followed by
+nothing or by a dash ends it. An address that would not come out of an id as it went in is refused by `check_embeddable`, so
+that there is one way to read every id, and both sides read the same.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,18 @@ import msgspec
 
 from kvbaton.errors import AddressError
 
-__all__ = ["ControlAddress", "in_url", "make_request_id", "parse_request_id"]
+__all__ = ["ControlAddress", "check_embeddable", "in_url", "is_host", "make_request_id", "parse_request_id"]
 
 _KEYS = ("host", "handshake", "notify")
 _PREFILL_MARK = "___prefill_addr_"
 _DECODE_MARK = "___decode_addr_"
 _TAIL = re.compile(r"_[0-9a-f]{32}(?:-.*)?\Z", re.DOTALL)
-_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
+_NUMBERS = re.compile(r"(?:.*\.)?(?:[0-9]+|0[xX][0-9a-fA-F]*)\.?")
 _ZONE = re.compile(r"[A-Za-z0-9._-]*")
 _MAX_SHOWN = 200
+_MAX_REQUEST_ID = 8192
+_SOME_TAIL = "0" * 32
 
 
 class ControlAddress(msgspec.Struct, frozen=True, order=True):
@@ -70,19 +79,52 @@ def make_request_id(prefill: str, decode: str, tail: str) -> str:
 
 def parse_request_id(request_id: str) -> tuple[ControlAddress, ControlAddress]:
     """The prefill and the decode address inside a request id, whatever an engine put round it. Raises AddressError."""
-    _, found, rest = request_id.partition(_PREFILL_MARK)
+    prefill, decode = _embedded(request_id)
+    return ControlAddress.parse(prefill), ControlAddress.parse(decode)
+
+
+def check_embeddable(address: str) -> str | None:
+    """What keeps `address` from coming out of a request id as it went in, or None."""
+    try:
+        found = _embedded(make_request_id(address, address, _SOME_TAIL))
+    except AddressError:
+        found = ("", "")
+    return None if found == (address, address) else "cannot stand in a request id: it holds what separates addresses there"
+
+
+def is_host(host: str) -> bool:
+    """Whether `host` is a host name, an IPv4 address or an IPv6 address without brackets. Numbers with dots are no name."""
+    if ":" in host:
+        return _is_ipv6(host)
+    if _NUMBERS.fullmatch(host):
+        return _is_ipv4(host)
+    return _HOST_NAME.fullmatch(host) is not None
+
+
+def _embedded(request_id: str) -> tuple[str, str]:
+    start, found, rest = request_id.partition(_PREFILL_MARK)
     prefill, also_found, rest = rest.partition(_DECODE_MARK)
     tail = _TAIL.search(rest)
-    if not (found and also_found and tail):
+    if not (found and also_found and tail) or _DECODE_MARK in start or len(request_id) > _MAX_REQUEST_ID:
         raise AddressError(f"request id {request_id[:_MAX_SHOWN]!r} carries no pair of addresses")
-    return ControlAddress.parse(prefill), ControlAddress.parse(rest[: tail.start()])
+    if _PREFILL_MARK in prefill or _PREFILL_MARK in rest or _DECODE_MARK in rest:
+        raise AddressError(f"request id {request_id[:_MAX_SHOWN]!r} carries more than one pair of addresses")
+    return prefill, rest[: tail.start()]
 
 
 def _host(text: str, value: str) -> str:
     host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-    if not (_is_ipv6(host) if ":" in host else _HOST_NAME.fullmatch(host)):
+    if not is_host(host):
         raise _wrong(text, f"host {value[:_MAX_SHOWN]!r} is neither an IP address nor a host name")
     return host
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_ipv6(host: str) -> bool:

@@ -31,6 +31,7 @@ class Way(enum.Enum):
 
     TO_LISTENER = b"kvbaton to"
     TO_DIALLER = b"kvbaton back"
+    TO_ROUTER = b"kvbaton router"
 
 
 class Seal:
@@ -45,6 +46,11 @@ class Seal:
 
     def __repr__(self) -> str:
         return f"Seal({'keyed' if self._digests else 'no key'})"
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether there is a key."""
+        return self._digests is not None
 
     def seal(self, frame: bytes, way: Way) -> bytes:
         """The frame as it goes on the wire."""

@@ -1,74 +1,59 @@
-"""The instance's voice: one thread that registers with every router, keeps sending heartbeats, and says goodbye.
+"""The instance's voice: registers with every router, keeps sending heartbeats, and says goodbye.
 
-A thread of its own, so that a busy event loop or engine step costs no heartbeat. Each router has its own socket, and a
-send never waits: a router that is away holds up no other, and nothing stale queues up for it.
+`Announcer` has a small process do it (`announcer_child.py`). A thread cannot send while something else holds the interpreter:
+a long call into native code, a huge collection of garbage, a model that is being compiled. Routers forget an instance after a
+few seconds of silence, and a busy one is still alive. So a child process beats, and this side shows it twice a second that it
+lives. When it has not for `stall_limit_s`, the child says goodbye, and registers again once there is life; when this process
+dies, however it dies, the child says goodbye and ends. Rejected: a thread without the interpreter lock, which Python does not
+have; a fork, which would copy an engine. `ThreadAnnouncer` does the same on a thread of this process: lighter, for tests and
+for what never stalls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
-import zmq
 
+import kvbaton
+from kvbaton.core.auth import Seal
+from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
+from kvbaton.discovery.announcer_child import Order
+from kvbaton.discovery.heartbeats import Errand, Heartbeats, News
 from kvbaton.discovery.messages import Registration, check_http_address, encode_registration
 from kvbaton.errors import ConfigError
 
-__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S"]
+__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "ThreadAnnouncer"]
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_S = 1.5
 """Real routers forget an instance 4 to 5 s after its last message; at this interval one lost heartbeat is harmless."""
 
-_RETRY_S = 0.1
-_COMPLAIN_AFTER_S = 5.0
-_LINGER_MS = 300
-_JOIN_S = 5.0
+DEFAULT_STALL_LIMIT_S = 60.0
+"""A process that shows no life for so long is no longer announced, although it exists."""
+
+_LONGEST_HEARTBEAT_S = 3.0
+_LOOK_S = 0.25
+_SIGN_S = 0.5
+_STOP_S = 5.0
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
 
 
-class _Link:
-    """One router: its socket, when the next message is due, and whether it was reached last time."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, now: float) -> None:
-        self.router = router
-        self.due = now
-        self.away_since: float | None = now
-        self.complained = False
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDTIMEO, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 4)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._socket.setsockopt(zmq.IPV6, int(router.startswith("[")))
-        self._socket.connect(f"tcp://{router}")
-
-    def send(self, frame: bytes) -> bool:
-        """Hand one frame over; False when the router cannot be reached now."""
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Flush what was sent within the linger time, and close."""
-        self._socket.close()
-
-
-class Announcer:
-    """Registers `registration` with every router from `start` on, until `stop`.
-
-    Start it when the engine is healthy: a registration means "send me requests".
-    """
+class _Voice:
+    """What both announcers have in common: the checks, the frames, and one thread between `start` and `stop`."""
 
     def __init__(
         self,
@@ -76,35 +61,32 @@ class Announcer:
         routers: Sequence[str],
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
         clock: Callable[[], float] = time.monotonic,
+        is_used: Callable[[], bool] | None = None,
+        *,
+        advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
+        stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
+        cluster_key: bytes | None = None,
     ) -> None:
-        for router in routers:
-            wrong = check_http_address(router)
-            if wrong is not None:
-                raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
-        if not 0 < heartbeat_s <= 3:
-            raise ConfigError(
-                f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances"
-            )
-        self._hello = encode_registration(msgspec.structs.replace(registration, bye=False))
-        self._goodbye = encode_registration(msgspec.structs.replace(registration, bye=True))
-        self._name = f"{registration.type.word} instance {registration.http_address}"
-        self._routers = tuple(routers)
-        self._heartbeat_s = heartbeat_s
+        if not math.isfinite(stall_limit_s) or stall_limit_s <= _SIGN_S:
+            raise ConfigError(f"stall_limit_s is {stall_limit_s}; it must be above {_SIGN_S} and finite")
+        self._errand = _errand(registration, routers, heartbeat_s, cluster_key)
+        self._adviser = Adviser(registration, is_used, advise_after_s)
+        self._stall_limit_s = stall_limit_s
         self._clock = clock
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to register; returns at once, whether or not a router is there."""
-        if self._thread is None and self._routers:
+        """Begin to register; returns at once, whether or not a router is there. Do it when the engine is healthy."""
+        if self._thread is None and self._errand.routers:
             self._thread = threading.Thread(target=self._run, name="kvbaton-announcer", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Say goodbye to every router that can be reached, and end the thread. Idempotent."""
+        """Say goodbye to every router that can be reached, and end. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join(_JOIN_S)
+            self._thread.join(2 * _STOP_S)
 
     @property
     def is_alive(self) -> bool:
@@ -119,43 +101,111 @@ class Announcer:
         self.stop()
 
     def _run(self) -> None:
-        with zmq.Context(io_threads=1) as context:
-            links = [_Link(context, router, self._clock()) for router in self._routers]
-            try:
-                self._beat_until_stopped(links)
-                for link in links:
-                    link.send(self._goodbye)
-            finally:
-                for link in links:
-                    link.close()
+        """Beat until stopped, then say goodbye."""
+        raise NotImplementedError
 
-    def _beat_until_stopped(self, links: list[_Link]) -> None:
+
+class ThreadAnnouncer(_Voice):
+    """Registers `registration` with every router from `start` on until `stop`, on a thread of this process."""
+
+    def _run(self) -> None:
+        clock = self._clock
+        with Heartbeats(self._errand, lambda news: self._adviser.hear(news, clock()), clock()) as beats:
+            while not self._stopping.is_set():
+                due = beats.turn(clock())
+                self._adviser.advise(clock())
+                self._stopping.wait(min(_LOOK_S, max(0.0, due - clock())))
+            beats.say_goodbye(clock())
+
+
+class Announcer(_Voice):
+    """Registers `registration` with every router from `start` on until `stop`, whatever this interpreter is busy with.
+
+    `is_used` tells whether a request has ever come; while none has, advice is logged, because real routers say nothing to
+    instances that they refuse.
+    """
+
+    pid: int | None = None
+    """The process that beats; None before there is one."""
+
+    def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
         while not self._stopping.is_set():
-            for link in links:
-                try:
-                    self._beat(link, self._clock())
-                except zmq.ZMQError:
-                    link.due = self._clock() + self._heartbeat_s
-                    _logger.exception("discovery: heartbeat to router %s failed; trying again", link.router)
-            next_due = min(link.due for link in links)
-            self._stopping.wait(min(self._heartbeat_s, max(0.0, next_due - self._clock())))
+            began = time.monotonic()
+            try:
+                self._mind_a_child()
+            except Exception:
+                _logger.exception("discovery: the process that sends heartbeats failed")
+            if time.monotonic() - began > _LONGEST_BACKOFF_S:
+                backoff_s = _FIRST_BACKOFF_S
+            if not self._stopping.is_set():
+                _logger.warning("discovery: heartbeats have stopped; starting them again in %g s", backoff_s)
+                self._stopping.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _beat(self, link: _Link, now: float) -> None:
-        if now < link.due:
-            return
-        if link.send(self._hello):
-            link.due = now + self._heartbeat_s
-            if link.away_since is not None:
-                _logger.info("discovery: %s registers with router %s", self._name, link.router)
-            link.away_since, link.complained = None, False
-            return
-        link.due = now + min(_RETRY_S, self._heartbeat_s)
-        link.away_since = now if link.away_since is None else link.away_since
-        if not link.complained and now - link.away_since >= _COMPLAIN_AFTER_S:
-            link.complained = True
-            _logger.warning(
-                "discovery: router %s has not been reachable for %.0f s; is it running, and is this its discovery port?"
-                " Trying on.",
-                link.router,
-                now - link.away_since,
-            )
+    def _mind_a_child(self) -> None:
+        """Start a child, show it that we live until it ends or we stop, and wait for its goodbye."""
+        with _spawn() as child:
+            self.pid = child.pid
+            try:
+                self._talk_to(child)
+            finally:
+                _end(child)
+
+    def _talk_to(self, child: subprocess.Popen[bytes]) -> None:
+        if child.stdin is None or child.stdout is None:
+            raise OSError("it has no pipes")
+        child.stdin.write(msgspec.json.encode(Order(self._errand, self._stall_limit_s)) + b"\n")
+        os.set_blocking(child.stdin.fileno(), False)
+        os.set_blocking(child.stdout.fileno(), False)
+        rest = b""
+        while not self._stopping.is_set() and child.poll() is None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(child.stdin.fileno(), b".")
+            *lines, rest = (rest + (child.stdout.read() or b"")).split(b"\n")
+            for line in lines:
+                self._hear(line)
+            self._adviser.advise(self._clock())
+            self._stopping.wait(_SIGN_S)
+
+    def _hear(self, line: bytes) -> None:
+        """A line may be torn when the child could not wait for us."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            self._adviser.hear(msgspec.json.decode(line, type=News), self._clock())
+
+
+def _errand(registration: Registration, routers: Sequence[str], heartbeat_s: float, cluster_key: bytes | None) -> Errand:
+    for router in routers:
+        wrong = check_http_address(router)
+        if wrong is not None:
+            raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
+    if not 0 < heartbeat_s <= _LONGEST_HEARTBEAT_S:
+        raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
+    seal = Seal(cluster_key)
+    hello = encode_registration(msgspec.structs.replace(registration, answer=True, bye=False), seal)
+    goodbye = encode_registration(msgspec.structs.replace(registration, answer=False, bye=True), seal)
+    return Errand(hello, goodbye, tuple(dict.fromkeys(routers)), heartbeat_s)
+
+
+def _spawn() -> subprocess.Popen[bytes]:
+    """The child with this very kvbaton, and nothing else of this process's import path."""
+    path = os.pathsep.join(filter(None, (str(Path(kvbaton.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvbaton.discovery.announcer_child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Closing its input tells the child to say goodbye and end."""
+    with contextlib.suppress(OSError):
+        if child.stdin is not None:
+            child.stdin.close()
+    try:
+        child.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(_STOP_S)

@@ -1,91 +1,129 @@
-"""The router's ear: one thread with a ZMQ ROUTER socket that takes registrations in and feeds the registry.
+"""The router's ear: one thread that takes registrations in, as a ZeroMQ ROUTER would, and feeds the registry.
 
 Whatever arrives, the thread goes on: what is no registration is counted by cause, logged (rate limited) with the field's
-name, and skipped. Nothing is ever sent back; the real router does not either.
+name, and skipped. With a cluster key, so is what no holder of the key has written. An instance that asks for it is answered,
+in one frame: `{"type": "welcome"}` or `{"type": "refused", "reason": …}`; real routers answer nobody, and an answer that
+cannot be sent at once is dropped.
+
+Everybody who sends has a turn, a small piece at a time, and a flood has a fifth of a core: what is beyond waits in its
+sender's buffers, and holds up neither the router's requests nor the heartbeats of others. Connections, frames and messages
+are bounded (`zmtp.py`); when there are too many connections, the one that was silent for longest goes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import selectors
+import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import zmq
+import msgspec
 
+from kvbaton.core.auth import Seal
+from kvbaton.discovery.heartbeats import NewsKind
+from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.discovery.messages import Cause, Malformed, Registration, decode_registration
-from kvbaton.discovery.registry import Left, Outcome, Refused, Registered, Registry, Replaced
+from kvbaton.discovery.registry import Left, Outcome, Refreshed, Refused, Registered, Registry, Replaced
+from kvbaton.discovery.zmtp import Zmtp, ZmtpError, encode_frame
 from kvbaton.errors import Bug, ConfigError
 
 __all__ = ["Listener", "LogLimit"]
 
 _logger = logging.getLogger(__name__)
 
-_MAX_FRAME_BYTES = 64 * 1024
-_MAX_QUEUED_MESSAGES = 1000
-_POLL_MS = 100
+_MAX_CONNECTIONS = 2048
+_BACKLOG = 1024
+_READ_BYTES = 8192
+_MAX_UNSENT_BYTES = 4096
+_MAX_ACCEPTS = 64
+_LOOK_S = 0.1
+_HANDSHAKE_S = 5.0
+_REST_PER_WORK = 4.0
+_LONGEST_REST_S = 0.2
 _JOIN_S = 5.0
 _FRAMES = 2
 
 
-class LogLimit:
-    """Lets one line per key and `every_s` through, and at most `burst` lines in all in that time. Time is an argument."""
+class _Connection:
+    """One sender: its socket, what it has not finished saying, and what it was not sent yet."""
 
-    def __init__(self, every_s: float = 10.0, burst: int = 50, max_keys: int = 1024) -> None:
-        self._every_s = every_s
-        self._burst = burst
-        self._max_keys = max_keys
-        self._last: OrderedDict[Hashable, float] = OrderedDict()
-        self._window_start = float("-inf")
-        self._window_lines = 0
-        self._suppressed = 0
+    def __init__(self, sock: socket.socket, name: str, now: float) -> None:
+        self.socket = sock
+        self.name = name
+        self.since = now
+        self.zmtp = Zmtp()
+        self._unsent = bytearray()
 
-    def allow(self, key: Hashable, now: float) -> int | None:
-        """How many lines were held back since the last one that went through, or None when this one is held back too."""
-        if now - self._window_start >= self._every_s:
-            self._window_start, self._window_lines = now, 0
-        too_soon = now - self._last.get(key, float("-inf")) < self._every_s
-        if too_soon or self._window_lines >= self._burst:
-            self._suppressed += 1
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._unsent)
+
+    def read(self) -> list[list[bytes]] | None:
+        """The messages that are complete now; None at the end. Raises ZmtpError."""
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError:
             return None
-        self._last[key] = now
-        self._last.move_to_end(key)
-        if len(self._last) > self._max_keys:
-            self._last.popitem(last=False)
-        self._window_lines += 1
-        suppressed, self._suppressed = self._suppressed, 0
-        return suppressed
+        return self.zmtp.feed(data) if data else None
+
+    def answer(self, body: bytes) -> None:
+        """Send one message if there is room for it."""
+        if len(self._unsent) <= _MAX_UNSENT_BYTES:
+            self._unsent += encode_frame(body)
+
+    def flush(self) -> bool:
+        """Send what can be sent now; False when the sender is gone."""
+        self._unsent += self.zmtp.outgoing()
+        if len(self._unsent) > 2 * _MAX_UNSENT_BYTES:
+            return False
+        try:
+            if self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        return True
 
 
 class Listener:
-    """Binds `host:port` when entered and feeds `registry` until it is left."""
+    """Binds `host:port` when entered and feeds `registry` until it is left; with `cluster_key`, only sealed messages count."""
 
-    def __init__(self, registry: Registry, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        host: str,
+        port: int,
+        clock: Callable[[], float] = time.monotonic,
+        cluster_key: bytes | None = None,
+        max_connections: int = _MAX_CONNECTIONS,
+    ) -> None:
         self._registry = registry
         self._host = host
         self._port = port
         self._clock = clock
+        self._seal = Seal(cluster_key)
+        self._max_connections = max_connections
         self._limit = LogLimit()
         self._malformed: Counter[Cause] = Counter()
         self._messages = 0
         self._stopping = threading.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._connections: OrderedDict[int, _Connection] = OrderedDict()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Bind, and take registrations from now on. Raises ConfigError when the address cannot be bound."""
-        self._context = zmq.Context(io_threads=1)
-        socket = self._context.socket(zmq.ROUTER)
-        try:
-            _bind(socket, self._host, self._port)
-        except ConfigError:
-            self._context.destroy(linger=0)
-            self._context = None
-            raise
-        self._thread = threading.Thread(target=self._listen, args=(socket,), name="kvbaton-discovery", daemon=True)
+        bound = _bind(self._host, self._port)
+        self._thread = threading.Thread(target=self._listen, args=(bound,), name="kvbaton-discovery", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,9 +131,6 @@ class Listener:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
-        if self._context is not None and not self.is_alive:
-            self._context.destroy(linger=0)
-            self._context = None
 
     @property
     def is_alive(self) -> bool:
@@ -115,6 +150,10 @@ class Listener:
         """How many messages were skipped, by cause."""
         return {cause: self._malformed[cause] for cause in Cause}
 
+    def connections(self) -> int:
+        """How many senders are connected."""
+        return len(self._connections)
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -122,36 +161,109 @@ class Listener:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    def _listen(self, socket: zmq.Socket[bytes]) -> None:
-        while not self._stopping.is_set():
+    def _listen(self, bound: socket.socket) -> None:
+        with bound, selectors.DefaultSelector() as selector:
+            selector.register(bound, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                try:
+                    self._turn(bound, selector)
+                except Exception:
+                    self._malformed[Cause.INTERNAL] += 1
+                    _logger.exception("discovery: a message could not be handled; it is skipped")
+                    self._stopping.wait(_LOOK_S)
+            for connection in list(self._connections.values()):
+                self._drop(connection, selector)
+
+    def _turn(self, bound: socket.socket, selector: selectors.BaseSelector) -> None:
+        ready = selector.select(_LOOK_S)
+        began = time.thread_time()
+        for key, _ in ready:
+            if key.fileobj is bound:
+                self._accept(bound, selector)
+            elif (connection := self._connections.get(key.fd)) is not None:
+                self._serve(connection, selector)
+        self._drop_late(selector)
+        self._stopping.wait(min(_REST_PER_WORK * (time.thread_time() - began), _LONGEST_REST_S))
+
+    def _accept(self, bound: socket.socket, selector: selectors.BaseSelector) -> None:
+        for _ in range(_MAX_ACCEPTS):
             try:
-                if socket.poll(_POLL_MS, zmq.POLLIN):
-                    self.take(_receive(socket))
-            except Exception:
-                self._malformed[Cause.INTERNAL] += 1
-                _logger.exception("discovery: a message could not be handled; it is skipped")
-                self._stopping.wait(_POLL_MS / 1000)
-        socket.close(linger=0)
+                sock, address = bound.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:
+                self._make_room(selector)
+                return
+            sock.setblocking(False)
+            if len(self._connections) >= self._max_connections:
+                self._make_room(selector)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(sock, str(address[0]), self._clock())
+            self._connections[sock.fileno()] = connection
+            selector.register(sock, selectors.EVENT_READ)
+            self._serve(connection, selector)
+
+    def _serve(self, connection: _Connection, selector: selectors.BaseSelector) -> None:
+        """Read one piece, and handle what is complete. Whoever does not speak as it must is cut off, and counted."""
+        try:
+            messages = connection.read()
+        except ZmtpError as error:
+            self._messages += 1
+            cause = Cause.TOO_LONG if error.is_too_long else Cause.NOT_ZMTP
+            self._skip(Malformed(cause, "", str(error)), connection.name, self._clock())
+            messages = None
+        for frames in messages or ():
+            answer = _answer_to(self.take([connection.name.encode(), *frames]))
+            if answer is not None:
+                connection.answer(answer)
+        if messages is None or not connection.flush():
+            self._drop(connection, selector)
+            return
+        if messages:
+            self._connections.move_to_end(connection.socket.fileno())
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
+        if selector.get_key(connection.socket).events != events:
+            selector.modify(connection.socket, events)
+
+    def _make_room(self, selector: selectors.BaseSelector) -> None:
+        """This process has too many connections, or no file descriptor left: whoever was silent for longest goes."""
+        if self._connections:
+            self._drop(next(iter(self._connections.values())), selector)
+
+    def _drop_late(self, selector: selectors.BaseSelector) -> None:
+        """Whoever has been silent for longest is in front; those who never finished their handshake go."""
+        late = self._clock() - _HANDSHAKE_S
+        for connection in list(self._connections.values())[:_MAX_ACCEPTS]:
+            if connection.since < late and not connection.zmtp.is_ready:
+                self._drop(connection, selector)
+
+    def _drop(self, connection: _Connection, selector: selectors.BaseSelector) -> None:
+        del self._connections[connection.socket.fileno()]
+        with contextlib.suppress(KeyError, ValueError):
+            selector.unregister(connection.socket)
+        connection.socket.close()
 
     def take(self, frames: list[bytes]) -> Outcome | Malformed:
-        """Handle one message: the sender's identity and the frame. Returns what came of it."""
+        """Handle one message: the sender's name and the frame. Returns what came of it."""
         self._messages += 1
         now = self._clock()
+        source = frames[0].decode(errors="replace") if frames else ""
         if len(frames) != _FRAMES:
             detail = f"{len(frames) - 1} frames instead of one; send one msgpack map from a DEALER socket"
-            return self._skip(Malformed(Cause.FRAMES, "", detail), now)
-        message = decode_registration(frames[1])
+            return self._skip(Malformed(Cause.FRAMES, "", detail), source, now)
+        message = decode_registration(frames[1], self._seal)
         if isinstance(message, Malformed):
-            return self._skip(message, now)
+            return self._skip(message, source, now)
         outcome = self._registry.register(message, now)
         self._tell(message, outcome, now)
         return outcome
 
-    def _skip(self, malformed: Malformed, now: float) -> Malformed:
+    def _skip(self, malformed: Malformed, source: str, now: float) -> Malformed:
         self._malformed[malformed.cause] += 1
-        held_back = self._limit.allow((malformed.cause, malformed.field), now)
+        held_back = self._limit.allow((malformed.cause, malformed.field, source), now)
         if held_back is not None:
-            _logger.warning("discovery: registration skipped: %s%s", malformed, _more(held_back))
+            _logger.warning("discovery: registration from %s skipped: %s%s", source, malformed, _more(held_back))
         return malformed
 
     def _tell(self, message: Registration, outcome: Outcome, now: float) -> None:
@@ -172,29 +284,40 @@ class Listener:
                 pass
 
 
-def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.IPV6, int(":" in host))
+def _answer_to(outcome: Outcome | Malformed) -> bytes | None:
+    """What the sender hears, if it wants to."""
+    match outcome:
+        case Registered(instance) | Refreshed(instance) | Replaced(instance) if instance.registration.answer:
+            return msgspec.msgpack.encode({"type": NewsKind.WELCOME})
+        case Refused(reason, wants_answer=True):
+            return msgspec.msgpack.encode({"type": NewsKind.REFUSED, "reason": reason})
+    return None
+
+
+def _bind(host: str, port: int) -> socket.socket:
     try:
-        socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            f"discovery address {host}:{port} cannot be bound ({error}); stop what uses the port, or choose another"
-            " with --discovery-port"
-        ) from error
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise _unbound(host, port, error) from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+        bound.setblocking(False)
+    except OSError as error:
+        bound.close()
+        raise _unbound(host, port, error) from error
+    return bound
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    frames: list[bytes] = []
-    while True:
-        frame = socket.recv(zmq.NOBLOCK)
-        if len(frames) <= _FRAMES:
-            frames.append(frame)
-        if not socket.getsockopt(zmq.RCVMORE):
-            return frames
+def _unbound(host: str, port: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"discovery address {host}:{port} cannot be bound ({error}); stop what uses the port, or choose another with"
+        " --discovery-port"
+    )
 
 
 def _more(held_back: int) -> str:

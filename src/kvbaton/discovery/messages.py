@@ -1,7 +1,9 @@
 """The registration message: one msgpack map, both registration and heartbeat, in the form that vllm-router expects.
 
-`incarnation`, `model`, `fingerprint`, `handoffs_address` and `bye` are kvbaton's own additions; routers that do not know them
-ignore them, and instances that do not send them are served all the same.
+`incarnation`, `model`, `fingerprint`, `handoffs_address`, `dispatch`, `bootstrap_port`, `answer` and `seal` are kvbaton's own
+additions; routers that do not know them ignore them, and instances that do not send them are served all the same. A goodbye
+has a type of its own, `BYE`, because a router that does not know it must not take it for one more heartbeat: it warns and
+ignores it.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.addresses import ControlAddress, check_embeddable, is_host
+from kvbaton.core.auth import SEAL_BYTES, Seal, Way
 from kvbaton.core.handoff import Mode
-from kvbaton.errors import AddressError
+from kvbaton.errors import AddressError, ProtocolError
 
 __all__ = [
     "Cause",
+    "Dispatch",
     "InstanceType",
     "Malformed",
     "Registration",
@@ -26,10 +30,16 @@ __all__ = [
     "check_http_address",
     "decode_registration",
     "encode_registration",
+    "read_registration",
 ]
 
+_MAX_FRAME_BYTES = 8192
 _MAX_TEXT = 512
-_MAX_SIZE = 65536
+_MAX_SIZE = 65535
+
+_MAX_PORT_DIGITS = 5
+_GOODBYE = "BYE"
+_LEFT_OUT = ("handoffs_address", "dispatch", "bootstrap_port")
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 
@@ -63,8 +73,15 @@ class TransferMode(enum.StrEnum):
         return Mode.PUSH if self is TransferMode.WRITE else Mode.PULL
 
 
+class Dispatch(enum.StrEnum):
+    """How the two instances of a request find each other: by `kv_transfer_params`, or by SGLang's bootstrap fields."""
+
+    HANDOFF = "handoff"
+    BOOTSTRAP = "bootstrap"
+
+
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says about itself; `bye` means that it leaves now.
+    """What an instance says about itself; `bye` means that it leaves now, `answer` that it wants to hear what came of it.
 
     `handoffs_address` is where it tells of its hand-offs, when that is not its `http_address`.
     """
@@ -79,13 +96,19 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     fingerprint: str = ""
     handoffs_address: str = ""
+    dispatch: Dispatch = Dispatch.HANDOFF
+    bootstrap_port: int = 0
+    answer: bool = False
     bye: bool = False
 
 
 class Cause(enum.StrEnum):
     """Why a message is no registration; few enough to be a metric's label."""
 
+    NOT_ZMTP = "not_zmtp"
     FRAMES = "wrong_frame_count"
+    TOO_LONG = "too_long"
+    NOT_SEALED = "not_sealed"
     NOT_A_MAP = "not_a_map"
     MISSING_FIELD = "missing_field"
     WRONG_TYPE = "wrong_type"
@@ -106,21 +129,42 @@ class Malformed:
         return f"{self.field}: {self.detail}" if self.field else self.detail
 
 
-def encode_registration(registration: Registration) -> bytes:
-    """The one frame that is sent; `bye` appears only in a goodbye, `handoffs_address` only where there is one."""
+def encode_registration(registration: Registration, seal: Seal | None = None) -> bytes:
+    """The one frame that is sent, sealed where there is a key; what says nothing new is left out."""
     fields = msgspec.structs.asdict(registration)
-    for name in ("bye", "handoffs_address"):
-        if not fields[name]:
+    del fields["bye"]
+    for name in _LEFT_OUT:
+        if fields[name] == getattr(_PLAIN, name):
             del fields[name]
+    if not registration.answer:
+        del fields["answer"]
+    if registration.bye:
+        fields |= {"type": _GOODBYE, "leaving": registration.type}
+    if seal is not None and seal.is_keyed:
+        fields["seal"] = seal.seal(msgspec.msgpack.encode(fields), Way.TO_ROUTER)[:SEAL_BYTES]
     return msgspec.msgpack.encode(fields)
 
 
-def decode_registration(frame: bytes) -> Registration | Malformed:
-    """Read one frame; never raises, whatever the bytes are. Unknown keys are ignored."""
+def decode_registration(frame: bytes, seal: Seal | None = None) -> Registration | Malformed:
+    """Read one frame; never raises, whatever the bytes are. Unknown keys are ignored; with a key, only sealed ones are read."""
+    if len(frame) > _MAX_FRAME_BYTES:
+        return Malformed(Cause.TOO_LONG, "", f"{len(frame)} bytes; the limit is {_MAX_FRAME_BYTES}")
     try:
         raw = msgspec.msgpack.decode(frame, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError, TypeError) as error:
+        given = raw.pop("seal", b"")
+        content = msgspec.msgpack.encode(raw) if seal is not None and seal.is_keyed else b""
+    except (msgspec.MsgspecError, ValueError, RecursionError, TypeError, OverflowError) as error:
         return Malformed(Cause.NOT_A_MAP, "", f"{len(frame)} bytes that are no msgpack map with string keys ({error})")
+    if seal is not None and seal.is_keyed:
+        try:
+            seal.open((given if isinstance(given, bytes) else b"") + content, Way.TO_ROUTER)
+        except ProtocolError as error:
+            return Malformed(Cause.NOT_SEALED, "seal", str(error))
+    return read_registration(raw)
+
+
+def read_registration(raw: dict[str, Any]) -> Registration | Malformed:
+    """Check the fields of a registration, as a message or a list of instances holds them; never raises."""
     try:
         return _checked(raw)
     except _FieldError as error:
@@ -136,11 +180,13 @@ def check_http_address(address: str) -> str | None:
     host, colon, port = address.rpartition(":")
     if not colon or not host:
         return "is not host:port"
-    if not port.isdigit() or not 0 < int(port[:6]) < 65536:
+    if not port.isdigit() or len(port) > _MAX_PORT_DIGITS or not 0 < int(port) < 65536:
         return f"port {port[:20]!r} is not between 1 and 65535"
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if ":" in host and not is_bracketed:
         return "has an IPv6 host without brackets"
-    if any(c in host for c in "/?#@\\%"):
+    bare = host[1:-1] if is_bracketed else host
+    if is_bracketed != (":" in bare) or "%" in bare or not is_host(bare):
         return f"host {host!r} is not a host name or address"
     return None
 
@@ -152,8 +198,9 @@ class _FieldError(Exception):
 
 
 def _checked(raw: dict[str, Any]) -> Registration:
+    is_goodbye = raw.get("type") == _GOODBYE
     return Registration(
-        type=_choice(raw, "type", InstanceType, Cause.UNKNOWN_TYPE),
+        type=_choice(raw, "leaving" if is_goodbye else "type", InstanceType, Cause.UNKNOWN_TYPE),
         http_address=_address(raw, "http_address", check_http_address),
         zmq_address=_address(raw, "zmq_address", _check_zmq_address),
         dp_size=_size(raw, "dp_size"),
@@ -163,7 +210,10 @@ def _checked(raw: dict[str, Any]) -> Registration:
         model=_optional_text(raw, "model"),
         fingerprint=_optional_text(raw, "fingerprint"),
         handoffs_address=_address(raw, "handoffs_address", check_http_address) if raw.get("handoffs_address") else "",
-        bye=_flag(raw, "bye"),
+        dispatch=_choice(raw, "dispatch", Dispatch, Cause.WRONG_VALUE) if "dispatch" in raw else Dispatch.HANDOFF,
+        bootstrap_port=_size(raw, "bootstrap_port", 0),
+        answer=_flag(raw, "answer"),
+        bye=is_goodbye,
     )
 
 
@@ -187,13 +237,11 @@ def _address(raw: dict[str, Any], field: str, check: Callable[[str], str | None]
 def _check_zmq_address(address: str) -> str | None:
     if not _is_plain(address):
         return "holds characters other than printable ASCII without spaces"
-    if "___" in address:
-        return "holds '___', which separates addresses in a request id"
     try:
         ControlAddress.parse(address)
-    except (AddressError, ValueError) as error:
+    except AddressError as error:
         return f"is no control address ({error})"
-    return None
+    return check_embeddable(address)
 
 
 def _text(raw: dict[str, Any], field: str) -> str:
@@ -216,12 +264,12 @@ def _optional_text(raw: dict[str, Any], field: str) -> str:
     return text
 
 
-def _size(raw: dict[str, Any], field: str) -> int:
-    value = raw.get(field, 1)
+def _size(raw: dict[str, Any], field: str, default: int = 1) -> int:
+    value = raw.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise _FieldError(Cause.WRONG_TYPE, field, f"must be an integer, not {type(value).__name__}")
-    if not 1 <= value <= _MAX_SIZE:
-        raise _FieldError(Cause.WRONG_VALUE, field, f"{value} is not between 1 and {_MAX_SIZE}")
+    if not default <= value <= _MAX_SIZE:
+        raise _FieldError(Cause.WRONG_VALUE, field, f"{value} is not between {default} and {_MAX_SIZE}")
     return value
 
 
@@ -234,3 +282,6 @@ def _flag(raw: dict[str, Any], field: str) -> bool:
 
 def _is_plain(text: str) -> bool:
     return bool(text) and text.isascii() and text.isprintable() and " " not in text
+
+
+_PLAIN = Registration(type=InstanceType.PREFILL, http_address="", zmq_address="", transfer_mode=TransferMode.READ)

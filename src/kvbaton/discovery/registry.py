@@ -2,7 +2,10 @@
 
 An instance is known by its `http_address` and type. Another incarnation, or another control address, at the same
 `http_address` means that the process there was restarted: whatever was known of it is dropped at once, and a late message
-of the earlier incarnation does not bring it back. Time is an argument; every table is bounded; any thread may call.
+of the earlier incarnation does not bring it back. An instance that cannot be reached although it registers is put aside for
+a while, longer each time, until it was reached again; so is one that comes and goes all the time. Silence ends it after
+`expire_after_s`, or after three of its own heartbeats if those are slower.
+Time is an argument; every table is bounded; any thread may call. A heartbeat costs the same however many instances there are.
 """
 
 from __future__ import annotations
@@ -27,19 +30,40 @@ __all__ = [
 
 _Key = tuple[str, InstanceType]
 
+_FIRST_ASIDE_S = 0.5
+_LONGEST_ASIDE_S = 8.0
+_MISSED_HEARTBEATS = 3.3
+_MOST_PATIENCE = 2.0
+_SWEEP_S = 0.05
+_CALM_S = 60.0
+_COMINGS_FORGIVEN = 3
+_MOST_STRIKES = 16
+_NEVER = float("-inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A live instance: its latest registration, and when it came and was last heard of."""
+    """A live instance: its latest registration, when it came and was last heard of, and until when it is put aside.
+
+    `beat_s` is how far apart its heartbeats have been of late; 0 while that is unknown.
+    """
 
     registration: Registration
     since: float
     last_seen: float
+    strikes: int = 0
+    aside_until: float = _NEVER
+    beat_s: float = 0.0
 
     @property
     def http_address(self) -> str:
         """Where its API listens, `host:port`."""
         return self.registration.http_address
+
+    @property
+    def name(self) -> str:
+        """The instance in words."""
+        return f"{self.type.word} instance {self.http_address}"
 
     @property
     def zmq_address(self) -> str:
@@ -91,10 +115,11 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The instance is not used; `is_new` when this reason was not known before."""
+    """The instance is not used; `is_new` when this reason was not known before, `wants_answer` when it is to be told."""
 
     reason: str
     is_new: bool
+    wants_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +150,15 @@ class Registry:
         self._max_instances = max_instances
         self._max_refused = max_refused
         self._live: OrderedDict[_Key, Instance] = OrderedDict()
+        self._models = _Models()
         self._refused: OrderedDict[_Key, RefusedInstance] = OrderedDict()
         self._superseded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._comings: OrderedDict[_Key, tuple[int, float]] = OrderedDict()
         self._expired: deque[Instance] = deque(maxlen=max_instances)
+        self._next_sweep = _NEVER
         self._lock = threading.Lock()
+        self.version = 0
+        """Another number each time that the live instances may have changed."""
 
     def register(self, message: Registration, now: float) -> Outcome:
         """Take in one message (registration, heartbeat or goodbye), and say what it changed."""
@@ -136,6 +166,9 @@ class Registry:
             self._drop_expired(now)
             if message.bye:
                 return self._leave(message)
+            known = self._live.get(_key(message))
+            if known is not None and known.registration == message and self._is_alive(known, now):
+                return Refreshed(self._refresh(known, message, now))
             if (message.http_address, message.incarnation) in self._superseded:
                 return self._refuse(message, now, _superseded_reason(message))
             earlier = self._supersede(message)
@@ -147,10 +180,30 @@ class Registry:
     def expire(self, now: float) -> tuple[Instance, ...]:
         """Forget the instances that have been silent for too long; each of them is returned by one call."""
         with self._lock:
-            self._drop_expired(now)
+            self._drop_expired(now, at_once=True)
             told = tuple(self._expired)
             self._expired.clear()
             return told
+
+    def report_lost(self, instance: Instance, now: float) -> float | None:
+        """The instance could not be reached: put it aside. Returns for how long; None when it is gone, or already aside."""
+        with self._lock:
+            known = self._live.get(_key(instance.registration))
+            if known is None or known.aside_until > now or not _is_same_process(known.registration, instance.registration):
+                return None
+            aside_s = _aside_s(known.strikes)
+            strikes = min(known.strikes + 1, _MOST_STRIKES)
+            self._live[_key(known.registration)] = replace(known, strikes=strikes, aside_until=now + aside_s)
+            self.version += 1
+            return aside_s
+
+    def report_heard(self, instance: Instance) -> None:
+        """The instance answered: what was held against it is forgotten."""
+        with self._lock:
+            known = self._live.get(_key(instance.registration))
+            if known is not None and known.strikes and _is_same_process(known.registration, instance.registration):
+                self._live[_key(known.registration)] = replace(known, strikes=0, aside_until=_NEVER)
+                self.version += 1
 
     def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
         """The instances that may be used, in the order they came; all, or those of one type."""
@@ -163,13 +216,26 @@ class Registry:
             return tuple(r for r in self._refused.values() if now - r.last_seen < self.expire_after_s)
 
     def _is_alive(self, instance: Instance, now: float) -> bool:
-        return now - instance.last_seen < self.expire_after_s
+        patience_s = self.expire_after_s
+        if instance.beat_s:
+            patience_s = min(max(patience_s, _MISSED_HEARTBEATS * instance.beat_s), _MOST_PATIENCE * patience_s)
+        return now - instance.last_seen < patience_s
 
-    def _drop_expired(self, now: float) -> None:
+    def _drop_expired(self, now: float, at_once: bool = False) -> None:
+        """Looking at everybody is done now and then only: a flood of messages must not make each of them dear."""
+        if not at_once and now < self._next_sweep:
+            return
+        self._next_sweep = now + _SWEEP_S
         for key in [key for key, instance in self._live.items() if not self._is_alive(instance, now)]:
-            self._expired.append(self._live.pop(key))
+            self._expired.append(self._remove(key))
         for key in [key for key, refused in self._refused.items() if now - refused.last_seen >= self.expire_after_s]:
             del self._refused[key]
+
+    def _remove(self, key: _Key) -> Instance:
+        gone = self._live.pop(key)
+        self._models.remove(gone.registration)
+        self.version += 1
+        return gone
 
     def _leave(self, message: Registration) -> Left:
         key = _key(message)
@@ -177,14 +243,14 @@ class Registry:
         known = self._live.get(key)
         if known is None or not _is_same_process(known.registration, message):
             return Left(None)
-        return Left(self._live.pop(key))
+        return Left(self._remove(key))
 
     def _supersede(self, message: Registration) -> tuple[Instance, ...]:
         keys = [(message.http_address, kind) for kind in InstanceType]
         known = [self._live[key] for key in keys if key in self._live]
         earlier = tuple(i for i in known if not _is_same_process(i.registration, message))
         for instance in earlier:
-            del self._live[_key(instance.registration)]
+            self._remove(_key(instance.registration))
             incarnation = instance.registration.incarnation
             if incarnation and incarnation != message.incarnation:
                 self._superseded[instance.http_address, incarnation] = None
@@ -198,23 +264,11 @@ class Registry:
                 f"transfer_mode is {message.transfer_mode} there and {self.transfer_mode} here; start the instance with"
                 f" --mode {self.transfer_mode.mode}, or the router with --transfer-mode auto"
             )
-        for field in ("fingerprint", "model"):
-            objection = self._mismatch(message, field)
-            if objection is not None:
-                return objection
+        objection = self._models.objection(message)
+        if objection is not None:
+            return objection
         if _key(message) not in self._live and len(self._live) >= self._max_instances:
             return f"the registry is full: {len(self._live)} instances are live"
-        return None
-
-    def _mismatch(self, message: Registration, field: str) -> str | None:
-        theirs: str = getattr(message, field)
-        for other in self._live.values():
-            ours: str = getattr(other.registration, field)
-            if theirs and ours and ours != theirs and _key(other.registration) != _key(message):
-                return (
-                    f"{field} is {theirs!r} there and {ours!r} at {other.http_address}; a router serves one model:"
-                    " start the instance with the same model, or with a router of its own"
-                )
         return None
 
     def _refuse(self, message: Registration, now: float, reason: str) -> Refused:
@@ -226,7 +280,7 @@ class Registry:
         self._refused[key] = RefusedInstance(message, reason, since, now)
         while len(self._refused) > self._max_refused:
             self._refused.popitem(last=False)
-        return Refused(reason, is_new)
+        return Refused(reason, is_new, message.answer)
 
     def _forgive(self, message: Registration) -> None:
         refused = self._refused.get(_key(message))
@@ -236,21 +290,82 @@ class Registry:
     def _drop_live_process(self, message: Registration) -> None:
         known = self._live.get(_key(message))
         if known is not None and _is_same_process(known.registration, message):
-            del self._live[_key(message)]
+            self._remove(_key(message))
 
     def _admit(self, message: Registration, now: float, earlier: tuple[Instance, ...]) -> Outcome:
         key = _key(message)
         self._forgive(message)
         known = self._live.get(key)
+        if known is not None and self._is_alive(known, now):
+            return Refreshed(self._refresh(known, message, now))
         if known is not None:
-            self._live[key] = replace(known, registration=message, last_seen=now)
-            return Refreshed(self._live[key])
-        self._live[key] = Instance(message, since=now, last_seen=now)
+            self._expired.append(self._remove(key))
+        self.version += 1
+        strikes, aside_until = self._damp(key, now)
+        self._live[key] = Instance(message, since=now, last_seen=now, strikes=strikes, aside_until=aside_until)
+        self._models.add(message)
         return Replaced(self._live[key], earlier) if earlier else Registered(self._live[key])
+
+    def _refresh(self, known: Instance, message: Registration, now: float) -> Instance:
+        beat_s = max(now - known.last_seen, 0.75 * known.beat_s)
+        if known.registration != message:
+            self._models.remove(known.registration)
+            self._models.add(message)
+            self.version += 1
+        fresh = self._live[_key(message)] = replace(known, registration=message, last_seen=now, beat_s=beat_s)
+        return fresh
+
+    def _damp(self, key: _Key, now: float) -> tuple[int, float]:
+        """An instance that keeps coming is put aside, longer each time; a calm minute makes it new again."""
+        count, last = self._comings.pop(key, (0, now))
+        count = 1 if now - last >= _CALM_S else count + 1
+        self._comings[key] = (count, now)
+        while len(self._comings) > self._max_instances:
+            self._comings.popitem(last=False)
+        strikes = min(max(0, count - _COMINGS_FORGIVEN), _MOST_STRIKES)
+        return strikes, now + _aside_s(strikes - 1) if strikes else _NEVER
+
+
+class _Models:
+    """Which models the live instances have, so that one of another is found without looking at them all."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, dict[str, dict[_Key, None]]] = {"fingerprint": {}, "model": {}}
+
+    def add(self, message: Registration) -> None:
+        """An instance is live."""
+        for field, holders in self._holders.items():
+            if value := getattr(message, field):
+                holders.setdefault(value, {})[_key(message)] = None
+
+    def remove(self, message: Registration) -> None:
+        """It is not any more."""
+        for field, holders in self._holders.items():
+            of_value = holders.get(getattr(message, field), {})
+            of_value.pop(_key(message), None)
+            if not of_value:
+                holders.pop(getattr(message, field), None)
+
+    def objection(self, message: Registration) -> str | None:
+        """Why an instance does not fit those that are live, apart from its own entry; None when it does."""
+        for field, holders in self._holders.items():
+            theirs: str = getattr(message, field)
+            for ours, keys in holders.items():
+                other = next((key for key in keys if key != _key(message)), None)
+                if theirs and ours != theirs and other is not None:
+                    return (
+                        f"{field} is {theirs!r} there and {ours!r} at {other[0]}; a router serves one model: start the"
+                        " instance with the same model, or with a router of its own"
+                    )
+        return None
 
 
 def _key(message: Registration) -> _Key:
     return message.http_address, message.type
+
+
+def _aside_s(strikes: int) -> float:
+    return min(_FIRST_ASIDE_S * 2.0**strikes, _LONGEST_ASIDE_S)
 
 
 def _is_same_process(one: Registration, other: Registration) -> bool:

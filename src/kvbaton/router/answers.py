@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from aiohttp import web
+
+from kvbaton.router.http.messages import Response
 
 __all__ = ["error_event", "error_object", "error_response", "json_response"]
 
-_TYPES = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_object(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
@@ -19,9 +20,9 @@ def error_object(status: int, message: str, *, code: str | None = None, param: s
     return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A compact JSON answer."""
-    return web.Response(body=msgspec.json.encode(value), status=status, headers=headers, content_type="application/json")
+    return Response(status, msgspec.json.encode(value), headers=headers or {})
 
 
 def error_response(
@@ -31,7 +32,7 @@ def error_response(
     code: str | None = None,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> web.Response:
+) -> Response:
     """An error answer."""
     return json_response(error_object(status, message, code=code, param=param), status, headers)
 

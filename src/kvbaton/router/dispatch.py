@@ -1,181 +1,375 @@
-"""One request through its two instances: admitted, given a pair, run on two legs (`legs.py`), and passed on to its client.
+"""Completion requests from their arrival to their end: admitted, seated, tried on a pair (`attempt.py`), and passed on.
 
-Both legs belong to the handler's task. When the client goes away the task is cancelled, and that closes whichever leg is
-open; a prefill whose decode never starts is freed by the prefill instance's own lease.
+Everything that a request has belongs to its `Exchange`. When the client goes away, the exchange closes both calls at once.
+Until the first byte for the client, a failure that another instance may not have is tried again with new ids, on other
+instances, a bounded number of times; afterwards it is told as an event of the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 
-from aiohttp import web
-
-from kvbaton.core.addresses import make_request_id
-from kvbaton.discovery.messages import InstanceType
+from kvbaton.discovery.listener import LogLimit
+from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
-from kvbaton.errors import PeerError, PeerLost
+from kvbaton.errors import BadRequest, PeerError
 from kvbaton.router.answers import error_event, error_response
+from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.bodies import ClientBody, parse_body
-from kvbaton.router.legs import Begun, Job, LegFailure, Legs
+from kvbaton.router.choosing import Busy, Chooser, Missing, Seats, Wish
+from kvbaton.router.http.client_connection import ClientConnection
+from kvbaton.router.http.messages import Answer, Request, Response, head_lines, is_header_value
+from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.job import Job, new_job
 from kvbaton.router.metrics import RouterMetrics
-from kvbaton.router.policy import Pair, Policy, RouteRequest, missing_sides, pools_of
+from kvbaton.router.policy import RouteRequest
 from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
-from kvbaton.router.upstream import Answer, Upstream
+from kvbaton.router.waiting import Waiting
 
-__all__ = ["Dispatcher"]
+__all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
 
 _logger = logging.getLogger(__name__)
 
-_FORWARDED = ("Authorization", "traceparent", "tracestate")
-_RETRY_AFTER_S = "2"
+COMPLETION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions", "/generate"))
+"""What is served by a pair of instances."""
+BOOTSTRAP_PATHS = frozenset(("/generate",))
+"""What only SGLang instances serve."""
+
+_RETRY_AFTER = {"Retry-After": "2"}
 _MAX_ECHO = 256
 _EVENT_END = b"\n\n"
+_TRIED_AGAIN = frozenset((500, 502, 503, 504))
 
 
 class Dispatcher:
-    """Serves completion requests with the live instances of `registry`, as `policy` chooses them; `routed` remembers them."""
+    """Serves completion requests; what all of them share."""
 
     def __init__(
         self,
         settings: RouterSettings,
         registry: Registry,
-        policy: Policy,
+        chooser: Chooser,
         upstream: Upstream,
         metrics: RouterMetrics,
         routed: RoutedTransfers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._routed = routed
-        self._settings = settings
-        self._registry = registry
-        self._policy = policy
-        self._legs = Legs(upstream)
-        self._metrics = metrics
-        self._clock = clock
+        self.settings = settings
+        self.registry = registry
+        self.chooser = chooser
+        self.upstream = upstream
+        self.metrics = metrics
+        self.routed = routed
+        self.clock = clock
+        self.waiting = Waiting(settings.queue_limit)
         self._in_flight = 0
+        self._limit = LogLimit()
+        self._is_waking = False
+        names = [
+            name.lower() for name in settings.forward_headers if not (settings.api_keys and name.lower() == "authorization")
+        ]
+        self._forwarded = [(name.encode(), name.encode()) for name in names]
+        key = settings.instance_api_key
+        self._instance_lines = head_lines({"Authorization": f"Bearer {key}"}) if key is not None else b""
 
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Answer one completion request. Raises BadRequest for a body that cannot be used."""
-        arrived = self._clock()
-        if self._in_flight >= self._settings.max_in_flight:
-            return _unavailable(f"{self._in_flight} requests are in flight, which is the limit; try again", "overloaded")
+    @property
+    def in_flight(self) -> int:
+        """Requests that are not over."""
+        return self._in_flight
+
+    def serve(self, connection: ClientConnection, request: Request) -> None:
+        """Answer one completion request, now or later."""
+        if self._in_flight >= self.settings.max_in_flight:
+            message = f"{self._in_flight} requests are in flight, which is the limit; try again"
+            connection.send(error_response(503, message, code="overloaded", headers=_RETRY_AFTER))
+            return
         self._in_flight += 1
-        self._metrics.in_flight.inc()
-        try:
-            return await self._admitted(request, arrived)
-        finally:
-            self._in_flight -= 1
-            self._metrics.in_flight.dec()
+        self.metrics.add("in_flight_requests")
+        Exchange(self, connection, request).begin()
 
-    async def _admitted(self, request: web.Request, arrived: float) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(self._settings.client_timeout_s):
-                content = await request.read()
-        except TimeoutError:
-            return error_response(408, f"the body did not arrive within {self._settings.client_timeout_s:g} s")
-        body = parse_body(content)
-        live = self._registry.live(self._clock())
-        pools = pools_of(live)
-        if not pools:
-            return _unavailable(missing_sides(live), "no_instance")
-        pair = self._policy.choose(RouteRequest(request.path, body.fields), pools)
-        try:
-            job = _job(request, body, pair, arrived)
-            self._routed.add(job.transfer_id, pair, arrived)
-            return await self._serve_with(request, job)
-        finally:
-            self._policy.finished(pair)
+    def finished(self) -> None:
+        """An exchange is over."""
+        self._in_flight -= 1
+        self.metrics.add("in_flight_requests", -1)
+        self.wake_waiting()
 
-    async def _serve_with(self, request: web.Request, job: Job) -> web.StreamResponse:
-        async with self._legs.open(job) as outcome:
-            match outcome:
-                case LegFailure():
-                    return self._failed(job, outcome)
-                case Begun():
-                    return await self._pass_stream_on(request, job, outcome)
-            self._metrics.ttft.observe(self._clock() - job.arrived)
-            return _passed(outcome, job)
+    def wake_waiting(self) -> None:
+        """Let waiting requests go on soon, when a seat was left."""
+        if self.chooser.freed and len(self.waiting) and not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake)
 
-    async def _pass_stream_on(self, request: web.Request, job: Job, begun: Begun) -> web.StreamResponse:
-        self._metrics.ttft.observe(self._clock() - job.arrived)
-        headers = {**job.answer_headers, "Content-Type": begun.content_type, "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
+    def sweep(self, now: float) -> None:
+        """Take in news of instances, send away who waited too long, and look whether others left seats."""
+        self.chooser.refresh(now)
+        self.waiting.sweep(now)
+        self.waiting.wake(now)
+
+    def forwarded_lines(self, request: Request) -> bytes:
+        """The client's headers that instances may see, as lines."""
+        headers = request.headers
+        found = [b"%b: %b\r\n" % (name, headers[key]) for key, name in self._forwarded if key in headers]
+        if self._instance_lines:
+            found = [line for line in found if not line.startswith(b"authorization:")]
+        return self._instance_lines + b"".join(found)
+
+    def complain(self, job: Job, failure: Failure, words: str) -> None:
+        """Log a failure, but not the same one for every request."""
+        held_back = self._limit.allow((failure.side, failure.instance.http_address), self.clock())
+        if held_back is not None:
+            more = f" ({held_back} similar lines held back)" if held_back else ""
+            _logger.warning("%s: %s%s", job, words, more)
+
+    def _wake(self) -> None:
+        self._is_waking = False
+        self.chooser.freed = False
+        self.waiting.wake(self.clock())
+
+
+class Exchange:
+    """One client's request and everything it has open."""
+
+    __slots__ = (
+        "_answer_lines", "_arrived", "_attempt", "_attempts", "_avoid", "_body", "_connection", "_dispatcher", "_failure",
+        "_has_begun", "_is_over", "_is_waiting", "_job", "_request", "_shun", "_stale_retries", "_tail",
+    )  # fmt: skip
+
+    def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: Request) -> None:
+        self._dispatcher = dispatcher
+        self._connection = connection
+        self._request = request
+        self._arrived = dispatcher.clock()
+        self._body: ClientBody | None = None
+        self._attempt: Attempt | None = None
+        self._job: Job | None = None
+        self._failure: Failure | None = None
+        self._avoid: set[str] = set()
+        self._shun: set[str] = set()
+        self._attempts = 0
+        self._stale_retries = 0
+        self._answer_lines = b""
+        self._tail = b""
+        self._has_begun = False
+        self._is_waiting = False
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Read the request and find it a pair."""
+        self._connection.host(self)
         try:
-            await response.prepare(request)
-            await self._relay(request, response, job, begun)
-            await self._write(request, response, None)
-        except ConnectionResetError as error:
-            _logger.info("%s: the client left in mid-stream: %s", job, error)
-        return response
+            self._body = parse_body(self._request.body)
+        except BadRequest as error:
+            self._send(error_response(400, str(error), code="bad_request", param=error.field))
+            return
+        self._place(self._arrived)
 
-    async def _relay(self, request: web.Request, response: web.StreamResponse, job: Job, begun: Begun) -> None:
-        chunk, tail = begun.first, b""
-        try:
-            while chunk:
-                await self._write(request, response, chunk)
-                tail = (tail + chunk[-2:])[-2:]
-                chunk = await anext(begun.rest, b"")
-        except PeerLost as error:
-            self._metrics.decode_failures.inc()
-            _logger.warning("%s: decode leg broke off in mid-stream: %s", job, error)
-            response.force_close()
-            gap = b"" if tail == _EVENT_END else _EVENT_END
-            await self._write(request, response, gap + error_event(f"{error}; send the request again", "decode_failed"))
+    def client_gone(self) -> None:
+        """Close whatever is open."""
+        if not self._is_over:
+            self._dispatcher.metrics.count_request(self._request.path, "client_closed")
+            self._close()
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, chunk: bytes | None) -> None:
-        try:
-            async with asyncio.timeout(self._settings.client_timeout_s):
-                await (response.write_eof() if chunk is None else response.write(chunk))
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError(f"the client read nothing for {self._settings.client_timeout_s:g} s") from None
+    def client_pauses(self) -> None:
+        """Hold decode back while the client catches up."""
+        if self._attempt is not None:
+            self._attempt.pause()
 
-    def _failed(self, job: Job, failure: LegFailure) -> web.Response:
+    def client_resumes(self) -> None:
+        """Go on."""
+        if self._attempt is not None:
+            self._attempt.resume()
+
+    def try_again(self, now: float) -> bool:
+        """From the queue: look for seats again."""
+        return self._place(now)
+
+    def waited_too_long(self) -> None:
+        """From the queue: its deadline has passed."""
+        self._is_waiting = False
+        dispatcher = self._dispatcher
+        dispatcher.metrics.add("queued_requests", -1)
+        dispatcher.metrics.add("queue_timeouts")
+        message = f"no instance was free within {dispatcher.settings.queue_timeout_s:g} s; try again"
+        self._send(error_response(503, message, code="overloaded", headers=_RETRY_AFTER))
+
+    def decode_answered(self, answer: Answer) -> None:
+        """Pass a whole answer on."""
+        self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
+        self._heard()
+        self._pass_on(answer)
+
+    def decode_said(self, content_type: str, piece: bytes) -> None:
+        """Pass a piece of a stream on, as it came."""
+        self._tail = piece[-2:] if len(piece) > 1 else (self._tail + piece)[-2:]
+        if self._has_begun:
+            self._connection.stream(piece)
+            return
+        self._has_begun = True
+        self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
+        self._heard()
+        self._connection.begin_stream(content_type, self._answer_lines, piece)
+
+    def decode_ended(self) -> None:
+        """End the stream."""
+        if not self._has_begun:
+            self.decode_said("text/event-stream", b"")
+        self._attempt = None
+        self._finish()
+        self._connection.end_stream()
+
+    def attempt_failed(self, failure: Failure) -> None:
+        """Tell the client in mid-stream, try again, or answer with the failure."""
+        self._attempt = None
+        self._note(failure)
+        if self._has_begun:
+            gap = b"" if self._tail == _EVENT_END else _EVENT_END
+            self._connection.stream(gap + error_event(f"{failure.said}; send the request again", "decode_failed"))
+            self._finish()
+            self._connection.end_stream(is_whole=False)
+        elif not self._may_try_again(failure) or not self._place(self._dispatcher.clock()):
+            self._answer_failure(failure)
+
+    def _place(self, now: float) -> bool:
+        """Take seats and start, or wait for some, or answer that there are none. False when a waiting request still waits."""
+        dispatcher = self._dispatcher
+        found = dispatcher.chooser.choose(self._wish(), now)
+        if isinstance(found, Seats):
+            self._leave_queue()
+            self._start(found)
+            return True
+        if isinstance(found, Missing):
+            if self._failure is not None and not self._is_waiting:
+                return False
+            self._leave_queue()
+            self._send(error_response(503, found.reason, code="no_instance", headers=_RETRY_AFTER))
+            return True
+        return self._wait(found, now)
+
+    def _wish(self) -> Wish:
+        assert self._body is not None  # noqa: S101
+        limit = self._dispatcher.settings.local_prefill_chars
+        is_local = False
+        if limit:
+            chars = self._body.prompt_chars()
+            is_local = chars is not None and chars < limit
+        way = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None
+        session = self._request.header(b"x-session-id")
+        return Wish(RouteRequest(self._body.fields, session), is_local and way is None, self._avoid, self._shun, way)
+
+    def _wait(self, busy: Busy, now: float) -> bool:
+        if self._is_waiting:
+            return False
+        dispatcher = self._dispatcher
+        if dispatcher.waiting.is_full:
+            dispatcher.metrics.add("queue_refusals")
+            message = f"every {busy.side.word} instance has as many requests as it takes, and the queue is full; try again"
+            self._send(error_response(429, message, code="overloaded", headers=_RETRY_AFTER))
+            return True
+        assert self._body is not None  # noqa: S101
+        self._is_waiting = True
+        dispatcher.metrics.add("queued_requests")
+        dispatcher.waiting.add(self, self._body.priority(), now + dispatcher.settings.queue_timeout_s)
+        return True
+
+    def _leave_queue(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._dispatcher.waiting.discard(self)
+            self._dispatcher.metrics.add("queued_requests", -1)
+
+    def _start(self, seats: Seats) -> None:
+        dispatcher, request = self._dispatcher, self._request
+        assert self._body is not None  # noqa: S101
+        self._attempts += 1
+        if self._attempts > 1:
+            dispatcher.metrics.add("retries")
+        if seats.pair.prefill is None:
+            dispatcher.metrics.add("local_prefills")
+        job = self._job = new_job(request.path, self._body, seats.pair, dispatcher.forwarded_lines(request))
+        self._answer_lines = job.answer_lines(self._client_request_id())
+        dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
+        self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
+        self._attempt.start()
+
+    def _client_request_id(self) -> str:
+        given = self._request.header(b"x-request-id")
+        return given[:_MAX_ECHO] if given is not None and is_header_value(given) else secrets.token_hex(16)
+
+    def _may_try_again(self, failure: Failure) -> bool:
+        self._failure = failure
+        if failure.was_kept and not self._stale_retries:
+            self._stale_retries += 1
+            return True
+        if self._attempts - self._stale_retries >= self._dispatcher.settings.max_attempts:
+            return False
+        if isinstance(failure.said, Answer) and failure.said.status not in _TRIED_AGAIN:
+            return False
+        self._avoid.add(failure.instance.http_address)
+        pair = self._job.pair if self._job is not None else None
+        is_push = pair is not None and pair.transfer_mode is TransferMode.WRITE
+        if failure.side is InstanceType.DECODE and is_push and pair is not None and pair.prefill is not None:
+            self._shun.add(pair.prefill.http_address)
+        return True
+
+    def _note(self, failure: Failure) -> None:
+        dispatcher, side = self._dispatcher, failure.side
+        dispatcher.metrics.add("prefill_failures" if side is InstanceType.PREFILL else "decode_failures")
+        said = failure.said
+        words = f"{side.word} failed: {said}" if isinstance(said, PeerError) else f"{side.word} instance answered {said.status}"
+        assert self._job is not None  # noqa: S101
+        dispatcher.complain(self._job, failure, words)
+        if not failure.was_reached:
+            aside_s = dispatcher.registry.report_lost(failure.instance, dispatcher.clock())
+            if aside_s is not None:
+                dispatcher.metrics.add("quarantines")
+                _logger.warning("%s cannot be reached and is put aside for %g s", failure.instance.name, aside_s)
+
+    def _heard(self) -> None:
+        """Both instances of the pair have shown that they can be reached."""
+        pair = self._job.pair if self._job is not None else None
+        for instance in (pair.prefill, pair.decode) if pair is not None else ():
+            if instance is not None and instance.strikes:
+                self._dispatcher.registry.report_heard(instance)
+
+    def _answer_failure(self, failure: Failure) -> None:
         """The failure as the client sees it: what is its own fault keeps status and body, as does whatever decode answered."""
         side, said = failure.side, failure.said
-        is_prefill = side is InstanceType.PREFILL
-        (self._metrics.prefill_failures if is_prefill else self._metrics.decode_failures).inc()
-        if isinstance(said, PeerError):
-            _logger.warning("%s: %s leg failed: %s", job, side.word, said)
-            return error_response(502, str(said), code=f"{side.word}_failed", headers=job.answer_headers)
-        _logger.warning("%s: %s instance answered %d", job, side.word, said.status)
-        if not is_prefill or 400 <= said.status < 500:
-            return _passed(said, job)
-        text = said.content[:500].decode(errors="replace")
-        message = f"prefill instance {job.pair.prefill.http_address} answered {said.status}: {text}"
-        return error_response(502, message, code="prefill_failed", headers=job.answer_headers)
+        if isinstance(said, Answer) and (side is InstanceType.DECODE or 400 <= said.status < 500):
+            self._pass_on(said)
+            return
+        if isinstance(said, Answer):
+            text = said.content[:500].decode(errors="replace")
+            message = f"{failure.instance.name} answered {said.status}: {text}"
+        else:
+            message = str(said)
+        self._send(error_response(502, message, code=f"{side.word}_failed"))
 
+    def _pass_on(self, answer: Answer) -> None:
+        self._attempt = None
+        lines = self._answer_lines
+        if answer.retry_after is not None and is_header_value(answer.retry_after):
+            lines += head_lines({"Retry-After": answer.retry_after})
+        self._finish()
+        self._connection.send_raw(answer.status, answer.content_type, answer.content, lines)
 
-def _job(request: web.Request, body: ClientBody, pair: Pair, arrived: float) -> Job:
-    tail = uuid.uuid4().hex
-    transfer_id = f"tx-{uuid.uuid4().hex}"
-    leg_headers = {
-        "Content-Type": "application/json",
-        "X-Request-Id": make_request_id(pair.prefill.zmq_address, pair.decode.zmq_address, tail),
-    }
-    leg_headers.update((name, request.headers[name]) for name in _FORWARDED if name in request.headers)
-    answer_headers = {
-        "X-Request-Id": request.headers.get("X-Request-Id", tail)[:_MAX_ECHO],
-        "X-KVBaton-Transfer": transfer_id,
-        "X-KVBaton-Prefill": pair.prefill.http_address,
-        "X-KVBaton-Decode": pair.decode.http_address,
-        "X-KVBaton-Mode": pair.transfer_mode.mode,
-    }
-    return Job(request.path, body, pair, transfer_id, leg_headers, answer_headers, arrived)
+    def _send(self, response: Response) -> None:
+        lines = self._answer_lines + head_lines(response.headers)
+        self._finish()
+        self._connection.send_raw(response.status, response.content_type, response.body, lines)
 
+    def _close(self) -> None:
+        self._leave_queue()
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
+        self._finish()
 
-def _passed(answer: Answer, job: Job) -> web.Response:
-    headers = {**job.answer_headers, "Content-Type": answer.content_type}
-    if answer.retry_after is not None:
-        headers["Retry-After"] = answer.retry_after
-    return web.Response(status=answer.status, body=answer.content, headers=headers)
-
-
-def _unavailable(message: str, code: str) -> web.Response:
-    return error_response(503, message, code=code, headers={"Retry-After": _RETRY_AFTER_S})
+    def _finish(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._dispatcher.finished()

@@ -11,18 +11,20 @@ import logging
 import time
 from collections.abc import Callable
 from itertools import islice
+from urllib.parse import quote, unquote
 
 import msgspec
-from aiohttp import web
 
 from kvbaton.core.handoff import MAX_TRANSFER_ID
+from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
 from kvbaton.observe.story import Account, tell_story
 from kvbaton.router.answers import error_response, json_response
+from kvbaton.router.http.messages import Answer, Request, Response
+from kvbaton.router.http.upstream import Upstream, fetch
 from kvbaton.router.routed import Routed, RoutedTransfers
-from kvbaton.router.upstream import Answer, Upstream
 
 __all__ = ["HandoffFace"]
 
@@ -30,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 _MOST_LISTED = 100
 _MOST_AT_ONCE = 16
+_MOST_SEARCHED = 64
+_MAX_TOLD_BYTES = 4 * 1024 * 1024
 
 
 class HandoffFace:
@@ -40,28 +44,29 @@ class HandoffFace:
         registry: Registry,
         upstream: Upstream,
         routed: RoutedTransfers,
+        timeout_s: float,
+        is_shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._upstream = upstream
         self._routed = routed
+        self._timeout_s = timeout_s
+        self._is_shared = is_shared
         self._clock = clock
         self._asking = 0
 
-    def add_to(self, app: web.Application) -> None:
-        """Add the routes."""
-        app.router.add_get("/handoffs", self._newest)
-        app.router.add_get("/handoffs/{transfer_id}", self._one)
-
-    async def _newest(self, _request: web.Request) -> web.StreamResponse:
+    def newest(self, _request: Request) -> Response:
+        """GET /handoffs."""
         now = self._clock()
         newest = [_line(routed, now) for routed in islice(reversed(self._routed), _MOST_LISTED)]
         return json_response({"handoffs": newest})
 
-    async def _one(self, request: web.Request) -> web.StreamResponse:
-        transfer_id = request.match_info["transfer_id"]
+    async def one(self, request: Request) -> Response:
+        """GET /handoffs/{transfer_id}."""
+        transfer_id = unquote(request.path.removeprefix("/handoffs/"))
         routed = self._routed.get(transfer_id)
-        if routed is None:
+        if routed is None and not self._is_shared:
             message = (
                 f"this router knows no transfer {transfer_id[:MAX_TRANSFER_ID]!a}: it was routed elsewhere, or too long ago; "
                 "GET /handoffs lists the newest"
@@ -72,12 +77,30 @@ class HandoffFace:
             return error_response(503, message, code="overloaded", headers={"Retry-After": "1"})
         self._asking += 1
         try:
-            return await self._explain(routed)
+            return await (self._explain(routed) if routed is not None else self._search(transfer_id))
         finally:
             self._asking -= 1
 
-    async def _explain(self, routed: Routed) -> web.StreamResponse:
+    async def _search(self, transfer_id: str) -> Response:
+        """Another process of this router may have routed it: ask the live instances."""
+        if len(transfer_id) > MAX_TRANSFER_ID:
+            return error_response(404, "a transfer id is not that long", code="handoff_not_found", param="transfer_id")
+        accounts = []
+        for kind in InstanceType:
+            live = self._registry.live(self._clock(), kind)[:_MOST_SEARCHED]
+            told = await asyncio.gather(*(self._ask(instance, transfer_id) for instance in live))
+            found = next((account for account in told if account.record is not None), None)
+            accounts.append(found or Account(f"a {kind.word} instance", problem="none of the live ones knows the transfer"))
+        if all(account.record is None for account in accounts):
+            message = f"no live instance knows a transfer {transfer_id!a}"
+            return error_response(404, message, code="handoff_not_found", param="transfer_id")
+        return json_response(await asyncio.to_thread(tell_story, transfer_id, *accounts))
+
+    async def _explain(self, routed: Routed) -> Response:
         transfer_id, pair = routed.transfer_id, routed.pair
+        if pair.prefill is None:
+            message = f"{transfer_id} was not handed off: decode instance {pair.decode.http_address} prefilled it by itself"
+            return error_response(404, message, code="handoff_not_found", param="transfer_id")
         source, target = await asyncio.gather(self._ask(pair.prefill, transfer_id), self._ask(pair.decode, transfer_id))
         if source.record is None and target.record is None:
             message = (
@@ -89,11 +112,13 @@ class HandoffFace:
 
     async def _ask(self, instance: Instance, transfer_id: str) -> Account:
         """What an instance tells; never raises for anything that the instance does."""
-        name = f"{instance.type.word} instance {instance.http_address}"
+        name = instance.name
         if not self._is_live(instance):
             return Account(name, problem="it is gone, or was restarted since; what it noted went with it")
         try:
-            answer = await self._upstream.handoff(instance, transfer_id)
+            path = f"/handoffs/{quote(transfer_id, safe='')}"
+            where = instance.registration.handoffs_address or None
+            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_TOLD_BYTES, where)
             return Account(name, _read(answer, instance, transfer_id))
         except PeerError as error:
             return Account(name, problem=str(error))
@@ -122,7 +147,7 @@ def _read(answer: Answer, instance: Instance, transfer_id: str) -> InstanceRecor
 def _line(routed: Routed, now: float) -> dict[str, object]:
     return {
         "transfer_id": routed.transfer_id,
-        "prefill": routed.pair.prefill.http_address,
+        "prefill": routed.pair.prefill.http_address if routed.pair.prefill is not None else None,
         "decode": routed.pair.decode.http_address,
         "age_s": round(now - routed.arrived, 6),
     }

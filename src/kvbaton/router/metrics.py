@@ -1,30 +1,141 @@
-"""What the router counts, in a Prometheus registry of its own."""
+"""What the router counts. Counting is one addition on the process's row of the board; names and labels are added when asked."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter as Counted
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvbaton.discovery.listener import Listener
-from kvbaton.discovery.messages import InstanceType, TransferMode
+from kvbaton.discovery.messages import Cause, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
+from kvbaton.router.board import Board
 
-__all__ = ["RouterMetrics"]
+__all__ = ["COLUMNS", "GAUGES", "RouterMetrics", "write_messages"]
 
-_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/generate", "/v1/models", "/health", "/ready", "/instances", "/metrics",
+    "/handoffs", "/handoffs/{transfer_id}", "/", "/page/{name}", "other",
+)  # fmt: skip
+_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "client_closed")
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAUGES = {
+    "in_flight_requests": "Completion requests that are not over",
+    "queued_requests": "Completion requests that wait for a free instance",
+}
+_COUNTERS = {
+    "prefill_failures": "Requests to prefill instances that failed",
+    "decode_failures": "Requests to decode instances that failed",
+    "retries": "Requests that were tried again with another pair",
+    "local_prefills": "Requests that a decode instance was left to prefill by itself",
+    "queue_timeouts": "Requests that waited too long for a free instance",
+    "queue_refusals": "Requests that found the queue full",
+    "unauthorized": "Requests without a valid key",
+    "quarantines": "Times that an instance was put aside because it could not be reached",
+    "messages": "",
+}
+_NAMES = (*_GAUGES, *_COUNTERS)
+_REQUESTS = len(_NAMES)
+_TTFT = _REQUESTS + len(_PATHS) * len(_STATUSES)
+_CAUSES = _TTFT + len(_BUCKETS) + 2
+GAUGES = len(_GAUGES)
+"""How many of the first columns go up and down; they are void when their process is gone."""
+COLUMNS = _CAUSES + len(Cause)
+"""How many columns of a board the metrics take."""
 
 
-class _Discovery(Collector):
-    """Reads the registry and the listener when it is asked, so that nothing has to be kept in step."""
+class RouterMetrics:
+    """The counters of one router; this process writes `row` of `board`."""
 
-    def __init__(self, registry: Registry, listener: Listener, clock: Callable[[], float]) -> None:
+    def __init__(self, board: Board, row: int, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board = board
+        self._cells = board.row(row)
+        self._columns = {name: index for index, name in enumerate(_NAMES)}
+        self._request_columns = {
+            (path, status): _REQUESTS + i * len(_STATUSES) + j
+            for i, path in enumerate(_PATHS)
+            for j, status in enumerate(_STATUSES)
+        }
+        self._prometheus = CollectorRegistry()
+        self._prometheus.register(_Collector(self, registry, clock))
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count; gauges may go down."""
+        self._cells[self._columns[name]] += amount
+
+    def count_request(self, path: str, status: str) -> None:
+        """A request was answered, or its client went away; an unknown path counts as `other`."""
+        column = self._request_columns.get((path, status))
+        self._cells[self._request_columns["other", status] if column is None else column] += 1
+
+    def see_first_byte(self, seconds: float) -> None:
+        """A request's first byte came after so long."""
+        cells = self._cells
+        cells[_TTFT + bisect_left(_BUCKETS, seconds)] += 1
+        cells[_TTFT + len(_BUCKETS) + 1] += seconds
+
+    def see_messages(self, messages: int, malformed: Mapping[Cause, int]) -> None:
+        """How many messages the discovery socket has seen; written by the process that has it."""
+        write_messages(self._cells, messages, malformed)
+
+    def value(self, name: str) -> float:
+        """A number over all processes."""
+        return self._board.total(self._columns[name])
+
+    def render(self) -> bytes:
+        """Everything, in the Prometheus text format."""
+        return generate_latest(self._prometheus)
+
+    def numbers(self) -> Iterable[Metric]:
+        """What was counted, with names and labels."""
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvbaton_router_{name}", text, self.value(name))
+        for name, text in _COUNTERS.items():
+            if text:
+                yield CounterMetricFamily(f"kvbaton_router_{name}_total", text, self.value(name))
+        requests = CounterMetricFamily(
+            "kvbaton_router_requests_total", "Requests by path and status class", labels=["path", "status"]
+        )
+        for labels, column in self._request_columns.items():
+            if (count := self._board.total(column)) > 0:
+                requests.add_metric(labels, count)
+        yield requests
+        yield self._first_bytes()
+        taken = "Messages that reached the discovery socket"
+        yield CounterMetricFamily("kvbaton_router_registrations_total", taken, self.value("messages"))
+        skipped = CounterMetricFamily("kvbaton_router_malformed_registrations_total", "Skipped messages", labels=["cause"])
+        for index, cause in enumerate(Cause):
+            skipped.add_metric([cause], self._board.total(_CAUSES + index))
+        yield skipped
+
+    def _first_bytes(self) -> Metric:
+        counts, below = [], 0.0
+        for index in range(len(_BUCKETS) + 1):
+            below += self._board.total(_TTFT + index)
+            counts.append((str(_BUCKETS[index]) if index < len(_BUCKETS) else "+Inf", below))
+        text = "From a request's arrival to the first byte of its decode instance's answer"
+        return HistogramMetricFamily(
+            "kvbaton_router_ttft_seconds", text, buckets=counts, sum_value=self._board.total(_TTFT + len(_BUCKETS) + 1)
+        )
+
+
+def write_messages(row: memoryview[float], messages: int, malformed: Mapping[Cause, int]) -> None:
+    """Write into a row of the board how many messages the discovery socket has seen."""
+    row[_NAMES.index("messages")] = messages
+    for index, cause in enumerate(Cause):
+        row[_CAUSES + index] = malformed.get(cause, 0)
+
+
+class _Collector(Collector):
+    """Reads board and registry when it is asked, so that nothing has to be kept in step."""
+
+    def __init__(self, metrics: RouterMetrics, registry: Registry, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
         self._registry = registry
-        self._listener = listener
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
@@ -36,39 +147,6 @@ class _Discovery(Collector):
                 live.add_metric([kind.word, transfer_mode.mode], counts[kind, transfer_mode])
         yield live
         yield GaugeMetricFamily("kvbaton_router_refused_instances", "Refused instances", len(self._registry.refused(now)))
-        taken = "Messages that reached the discovery socket"
-        yield CounterMetricFamily("kvbaton_router_registrations_total", taken, self._listener.messages_total())
-        skipped = CounterMetricFamily("kvbaton_router_malformed_registrations_total", "Skipped messages", labels=["cause"])
-        for cause, count in self._listener.malformed_total().items():
-            skipped.add_metric([cause], count)
-        yield skipped
-
-
-class RouterMetrics:
-    """The counters of one router."""
-
-    def __init__(self, registry: Registry, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Discovery(registry, listener, clock))
-        self.requests = Counter(
-            "kvbaton_router_requests_total", "Requests by path and status class", ["path", "status"], registry=self._registry
-        )
-        self.in_flight = Gauge(
-            "kvbaton_router_in_flight_requests", "Completion requests that are not over", registry=self._registry
-        )
-        self.prefill_failures = Counter(
-            "kvbaton_router_prefill_failures_total", "Prefill legs that failed", registry=self._registry
-        )
-        self.decode_failures = Counter(
-            "kvbaton_router_decode_failures_total", "Decode legs that failed", registry=self._registry
-        )
-        self.ttft = Histogram(
-            "kvbaton_router_ttft_seconds",
-            "From a request's arrival to the first byte of its decode instance's answer",
-            buckets=_TTFT_BUCKETS,
-            registry=self._registry,
-        )
-
-    def render(self) -> bytes:
-        """Everything, in the Prometheus text format."""
-        return generate_latest(self._registry)
+        aside = sum(instance.aside_until > now for instance in self._registry.live(now))
+        yield GaugeMetricFamily("kvbaton_router_quarantined_instances", "Live instances that are put aside", aside)
+        yield from self._metrics.numbers()

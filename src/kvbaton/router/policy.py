@@ -1,36 +1,63 @@
-"""Which prefill and which decode instance serve a request. A new policy is a class with the methods of `Policy`."""
+"""Which prefill and which decode instance serve a request. A new policy is a class with the methods of `Policy`.
+
+The two sides are chosen apart, each by its own policy, among the instances that may be used now. A policy sees the live
+load of each candidate: the requests of all processes of this router there.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from kvbaton.discovery.messages import InstanceType, TransferMode
+from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Instance
+from kvbaton.router.settings import PolicyName
 
-__all__ = ["Pair", "Policy", "Pool", "RoundRobin", "RouteRequest", "missing_sides", "pools_of"]
+__all__ = [
+    "Candidate",
+    "LeastLoaded",
+    "Pair",
+    "Policy",
+    "Pool",
+    "PrefixAffinity",
+    "RoundRobin",
+    "RouteRequest",
+    "make_policy",
+    "missing_sides",
+    "pools_of",
+]
+
+_PIECE_BYTES = 512
+_MOST_PIECES = 256
+_KNOWN_PIECES = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """What a policy may look at: the path and the top-level fields of the client's body, still encoded."""
+class RouteRequest(msgspec.Struct, frozen=True):
+    """What a policy may look at: the top-level fields of the client's body, still encoded, and the client's session."""
 
-    path: str
     fields: Mapping[str, msgspec.Raw]
+    session: str | None = None
+
+    def prompt(self) -> bytes:
+        """The prompt, still encoded."""
+        for name in ("messages", "prompt", "text", "input_ids"):
+            if name in self.fields:
+                return bytes(self.fields[name])
+        return b""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The two instances that serve one request; they hand over in the same mode."""
+class Pair(msgspec.Struct, frozen=True):
+    """The two instances that serve one request; they hand over in the same mode. Without `prefill`, decode does it all."""
 
-    prefill: Instance
+    prefill: Instance | None
     decode: Instance
+    prefill_dp_rank: int | None = None
+    decode_dp_rank: int | None = None
 
     @property
     def transfer_mode(self) -> TransferMode:
@@ -38,50 +65,123 @@ class Pair:
         return self.decode.transfer_mode
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """An instance that may be chosen: the slot in which its load is counted, and that load."""
+
+    instance: Instance
+    slot: int
+    load: int
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The live instances of one mode, at least one of each type."""
+    """The live instances that can be paired with each other, at least one of each type."""
 
     transfer_mode: TransferMode
+    dispatch: Dispatch
     prefills: tuple[Instance, ...]
     decodes: tuple[Instance, ...]
 
 
 class Policy(Protocol):
-    """Chooses pairs. Called on the event loop, must not wait. Every chosen pair is given back by one `finished`."""
+    """Chooses instances of one side. Called on the event loop, must not wait."""
 
-    def choose(self, request: RouteRequest, pools: Sequence[Pool], /) -> Pair:
-        """Choose both instances from one of the pools; there is at least one."""
-
-    def finished(self, pair: Pair, /) -> None:
-        """The request that `pair` was chosen for is over, however it ended."""
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate], turn: int, /) -> Candidate:
+        """Choose one of the candidates, of which there is at least one; `turn` counts requests."""
 
 
 class RoundRobin:
-    """Each side in turn, so that every instance gets an equal share and every pair of one mode meets."""
+    """Each in turn."""
 
-    def __init__(self) -> None:
-        self._requests = itertools.count()
-        self._turns: defaultdict[TransferMode, Iterator[int]] = defaultdict(itertools.count)
+    def choose(self, _request: RouteRequest, candidates: Sequence[Candidate], turn: int, /) -> Candidate:
+        """The next one."""
+        return candidates[turn % len(candidates)]
 
-    def choose(self, _request: RouteRequest, pools: Sequence[Pool], /) -> Pair:
-        """The next pair; after each common round the decode side moves on by one, so that no pair is left out.
 
-        With several pools, each has as large a share of the requests as it has of the prefill instances.
-        """
-        shares = [pool for pool in pools for _ in pool.prefills]
-        pool = shares[next(self._requests) % len(shares)]
-        turn = next(self._turns[pool.transfer_mode])
-        shift = turn // math.lcm(len(pool.prefills), len(pool.decodes))
-        return Pair(pool.prefills[turn % len(pool.prefills)], pool.decodes[(turn + shift) % len(pool.decodes)])
+class LeastLoaded:
+    """The one with the fewest requests; of equal ones, each in turn."""
 
-    def finished(self, pair: Pair, /) -> None:
-        """Nothing to count."""
+    def choose(self, _request: RouteRequest, candidates: Sequence[Candidate], turn: int, /) -> Candidate:
+        """The one with the fewest requests."""
+        if len(candidates) == 1:
+            return candidates[0]
+        least = min([candidate.load for candidate in candidates])
+        equals = [candidate for candidate in candidates if candidate.load == least]
+        return equals[turn % len(equals)]
+
+
+class PrefixAffinity:
+    """The one that has served the longest beginning of this prompt, or this session, before, unless it is overloaded.
+
+    A prompt is cut into pieces; the digest of each piece and all before it is remembered with the instance that served it.
+    What nobody has served goes where the digest of its first piece points, so that routers and processes that know nothing
+    of each other agree. An instance is overloaded when it has a good deal more to do than the average.
+    """
+
+    def __init__(self, known_pieces: int = _KNOWN_PIECES) -> None:
+        self._known_pieces = known_pieces
+        self._served: OrderedDict[int, str] = OrderedDict()
+
+    def choose(self, request: RouteRequest, candidates: Sequence[Candidate], turn: int, /) -> Candidate:
+        """The one with the best chance to have the prompt's beginning in its cache."""
+        pieces = _digests(request)
+        by_address = {candidate.instance.http_address: candidate for candidate in candidates}
+        chosen = self._remembered(pieces, by_address) or _pointed_at(pieces, candidates)
+        allowed = 4 + 1.5 * sum(candidate.load for candidate in candidates) / len(candidates)
+        if chosen is None or chosen.load > allowed:
+            chosen = LeastLoaded().choose(request, candidates, turn)
+        self._remember(pieces, chosen.instance.http_address)
+        return chosen
+
+    def _remembered(self, pieces: Sequence[int], by_address: Mapping[str, Candidate]) -> Candidate | None:
+        for piece in reversed(pieces):
+            candidate = by_address.get(self._served.get(piece, ""))
+            if candidate is not None:
+                return candidate
+        return None
+
+    def _remember(self, pieces: Sequence[int], address: str) -> None:
+        for piece in pieces:
+            self._served[piece] = address
+            self._served.move_to_end(piece)
+        while len(self._served) > self._known_pieces:
+            self._served.popitem(last=False)
+
+
+def make_policy(name: PolicyName) -> Policy:
+    """A policy of that name, which remembers nothing yet."""
+    match name:
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "prefix_affinity":
+            return PrefixAffinity()
+
+
+def _digests(request: RouteRequest) -> list[int]:
+    if request.session is not None:
+        return [zlib.crc32(request.session.encode())]
+    prompt = request.prompt()
+    digest, digests = 0, []
+    for start in range(0, min(len(prompt), _PIECE_BYTES * _MOST_PIECES), _PIECE_BYTES):
+        digest = hash((digest, prompt[start : start + _PIECE_BYTES])) if start else zlib.crc32(prompt[:_PIECE_BYTES])
+        digests.append(digest)
+    return digests
+
+
+def _pointed_at(pieces: Sequence[int], candidates: Sequence[Candidate]) -> Candidate | None:
+    if not pieces:
+        return None
+    first = b"%d " % pieces[0]
+    return max(candidates, key=lambda candidate: zlib.crc32(first + candidate.instance.http_address.encode()))
 
 
 def pools_of(live: Sequence[Instance]) -> list[Pool]:
-    """The instances that can be paired, by mode."""
-    pools = [Pool(mode, *(_of(live, kind, mode) for kind in InstanceType)) for mode in TransferMode]
+    """The instances that can be paired, by the way in which they hand over."""
+    pools = [
+        Pool(mode, way, *(_of(live, kind, mode, way) for kind in InstanceType)) for mode in TransferMode for way in Dispatch
+    ]
     return [pool for pool in pools if pool.prefills and pool.decodes]
 
 
@@ -100,5 +200,9 @@ def missing_sides(live: Sequence[Instance]) -> str:
     )
 
 
-def _of(live: Sequence[Instance], kind: InstanceType, mode: TransferMode | None = None) -> tuple[Instance, ...]:
-    return tuple(i for i in live if i.type is kind and mode in (None, i.transfer_mode))
+def _of(
+    live: Sequence[Instance], kind: InstanceType, mode: TransferMode | None = None, way: Dispatch | None = None
+) -> tuple[Instance, ...]:
+    return tuple(
+        i for i in live if i.type is kind and mode in (None, i.transfer_mode) and way in (None, i.registration.dispatch)
+    )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvbaton.router.policy import Pair
 
 __all__ = ["Routed", "RoutedTransfers"]
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(msgspec.Struct, frozen=True):
     """One transfer: who serves it, and when it came, on the router's clock."""
 
     transfer_id: str

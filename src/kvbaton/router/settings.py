@@ -3,26 +3,68 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
 
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
+from kvbaton.router.http.messages import is_header_value
 
-__all__ = ["RouterSettings"]
+__all__ = ["DEFAULT_FORWARD_HEADERS", "PolicyName", "RouterSettings"]
+
+PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity"]
+"""How instances of one side are chosen; the same names as in `kvbaton.router.policy`."""
+
+DEFAULT_FORWARD_HEADERS = ("authorization", "traceparent", "tracestate", "x-session-id")
+"""The headers of clients that instances see, unless told otherwise."""
+
+_NEVER_FORWARDED = {
+    "x-request-id", "x-data-parallel-rank", "host", "content-length", "content-type", "transfer-encoding", "connection",
+    "upgrade", "expect", "te", "trailer", "accept-encoding",
+}  # fmt: skip
+_COUNTS = (
+    "max_in_flight",
+    "max_body_bytes",
+    "max_answer_bytes",
+    "max_head_bytes",
+    "max_connections",
+    "max_attempts",
+    "processes",
+)
+_OPTIONAL_COUNTS = ("max_per_prefill", "max_per_decode", "queue_limit", "local_prefill_chars")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Where the router listens and how long it waits. Raises ConfigError for a value that cannot work.
+    """Where the router listens, how it chooses and how long it waits. Raises ConfigError for a value that cannot work.
 
     transfer_mode:          instances of the other mode are refused; None takes both, and pairs instances of the same mode
+    instances_file:         a JSON list of instances that do not register by themselves; read again when it changes
+    processes:              how many processes serve the port together
+    prefill_policy:         how the prefill instance is chosen, and `decode_policy` how the decode instance is
+    max_per_prefill:        requests at one prefill instance at once; 0 is no limit. `max_per_decode` likewise
+    queue_limit:            requests that may wait for a free instance; those beyond are answered 429
+    queue_timeout_s:        a request that waited for so long is answered 503
+    local_prefill_chars:    shorter prompts are prefilled by the decode instance; 0 never
+    local_prefill_when_busy: with every prefill instance at its limit, decode instances prefill by themselves
+    max_attempts:           how often a request is tried, each time with another instance in place of the one that failed
+    api_keys:               clients must send one of these as a bearer token; none lets everybody in
+    instance_api_key:       sent to instances as a bearer token
+    forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
+    cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
     expire_after_s:         an instance that was silent for so long is no longer used
     connect_timeout_s:      a connection to an instance must stand within this time
     prefill_timeout_s:      a prefill instance must have answered within this time
     decode_timeout_s:       a decode instance must send something at least this often
     client_timeout_s:       a client must send its body, and read what is written to it, at least this fast
+    head_timeout_s:         a client must send the head of a request within this time
+    keep_alive_s:           a connection without a request is closed after this time
+    drain_timeout_s:        requests in flight have so long to end when the router is asked to stop
     explain_timeout_s:      an instance must tell of a hand-off within this time
     max_in_flight:          requests beyond this many at once are answered 503
+    max_connections:        connections beyond this many are closed
+    max_head_bytes:         longer heads are answered 431
     max_body_bytes:         larger requests are answered 413
     max_answer_bytes:       an instance's answer that is not streamed must be smaller than this
     """
@@ -32,13 +74,33 @@ class RouterSettings:
     discovery_host: str = "127.0.0.1"
     discovery_port: int = 8001
     transfer_mode: TransferMode | None = None
+    instances_file: Path | None = None
+    processes: int = 1
+    prefill_policy: PolicyName = "least_loaded"
+    decode_policy: PolicyName = "least_loaded"
+    max_per_prefill: int = 0
+    max_per_decode: int = 0
+    queue_limit: int = 1024
+    queue_timeout_s: float = 30.0
+    local_prefill_chars: int = 0
+    local_prefill_when_busy: bool = False
+    max_attempts: int = 3
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    instance_api_key: str | None = field(default=None, repr=False)
+    cluster_key: bytes | None = field(default=None, repr=False)
+    forward_headers: tuple[str, ...] = DEFAULT_FORWARD_HEADERS
     expire_after_s: float = 5.0
     connect_timeout_s: float = 5.0
     prefill_timeout_s: float = 600.0
     decode_timeout_s: float = 600.0
     client_timeout_s: float = 60.0
+    head_timeout_s: float = 15.0
+    keep_alive_s: float = 75.0
+    drain_timeout_s: float = 30.0
     explain_timeout_s: float = 5.0
     max_in_flight: int = 4096
+    max_connections: int = 16384
+    max_head_bytes: int = 64 * 1024
     max_body_bytes: int = 32 * 1024 * 1024
     max_answer_bytes: int = 64 * 1024 * 1024
 
@@ -53,7 +115,21 @@ class RouterSettings:
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be a positive, finite number of seconds")
-        for name in ("max_in_flight", "max_body_bytes", "max_answer_bytes"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for names, least in ((_COUNTS, 1), (_OPTIONAL_COUNTS, 0)):
+            for name in names:
+                value = getattr(self, name)
+                if value < least:
+                    raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        known = get_args(PolicyName)
+        for name in ("prefill_policy", "decode_policy"):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        for header in self.forward_headers:
+            if header.lower() in _NEVER_FORWARDED or not is_header_value(header) or ":" in header or " " in header:
+                raise ConfigError(f"forward_headers has {header!r}, which cannot be forwarded")
+        for key in (*self.api_keys, *filter(None, (self.instance_api_key,))):
+            if not key or not is_header_value(key) or " " in key:
+                raise ConfigError("an API key is empty, or holds spaces or characters that cannot stand in a header")

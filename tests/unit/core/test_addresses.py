@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.addresses import ControlAddress, make_request_id, parse_request_id
+from kvbaton.core.addresses import ControlAddress, check_embeddable, make_request_id, parse_request_id
 from kvbaton.errors import AddressError
 
 PREFILL = "host:10.0.0.1,handshake:6301,notify:61005"
@@ -15,7 +15,7 @@ TAIL = "0123456789abcdef0123456789abcdef"
 PLAIN = f"___prefill_addr_{PREFILL}___decode_addr_{DECODE}_{TAIL}"
 
 ports = st.integers(1, 65535)
-names = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
+names = st.from_regex(r"[a-z][a-z0-9-]{0,20}(\.[a-z][a-z0-9_]{0,8}){0,2}", fullmatch=True)
 hosts = st.one_of(st.ip_addresses().map(str), names)
 addresses = st.builds(ControlAddress, hosts, ports, ports)
 tails = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -119,6 +119,16 @@ def test_what_is_no_port_is_refused_by_name(key: str, port: str) -> None:
         "*",
         "h\u00f6st",
         "h" * 254,
+        "h" * 64,
+        "a..b",
+        ".",
+        "0",
+        "127.1",
+        "1.2.3.4.5",
+        "256.1.1.1",
+        "0x7f.1",
+        "10.0.0.08",
+        "h%eth0",
     ],
 )
 def test_what_is_no_host_is_refused_by_name(host: str) -> None:
@@ -159,6 +169,12 @@ REFUSED = {
     "no decode mark": PLAIN.replace("___decode_addr_", ""),
     "no prefill mark": PLAIN.replace("___prefill_addr_", ""),
     "the marks the other way round": f"___decode_addr_{DECODE}___prefill_addr_{PREFILL}_{TAIL}",
+    "a second pair in front": PLAIN + PLAIN,
+    "a second pair behind": PLAIN + "-" + PLAIN,
+    "a decode mark in front": "___decode_addr_x" + PLAIN,
+    "a decode mark behind": PLAIN + "-___decode_addr_x",
+    "a mark as an unknown key": PLAIN.replace(PREFILL, PREFILL + ",x:___prefill_addr_y"),
+    "nine thousand characters": "x" * 9000 + PLAIN,
     "two prefill marks": f"___prefill_addr_{PREFILL}" + PLAIN,
     "a bad port on the prefill side only": PLAIN.replace("handshake:6301", "handshake:0"),
     "a bad port on the decode side only": PLAIN.replace("notify:61006", "notify:abc"),
@@ -174,6 +190,29 @@ def test_both_sides_refuse_together(request_id: str) -> None:
     with pytest.raises(AddressError) as caught:
         parse_request_id(request_id)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"host:a_{TAIL}-b,handshake:1,notify:2",
+        "host:h,handshake:1,notify:2,x:___decode_addr_",
+        "host:h,handshake:1,notify:2,x:___prefill_addr_",
+    ],
+)
+def test_an_address_that_an_id_would_not_give_back_is_found_before_it_is_used(address: str) -> None:
+    assert ControlAddress.parse(address)
+    assert check_embeddable(address) is not None
+    try:
+        found = parse_request_id(make_request_id(address, address, TAIL))
+    except AddressError:
+        return
+    assert found != (ControlAddress.parse(address),) * 2
+
+
+@given(addresses)
+def test_what_instances_call_themselves_can_stand_in_an_id(address: ControlAddress) -> None:
+    assert check_embeddable(str(address)) is None
 
 
 def test_a_hostile_id_full_of_marks_is_refused_in_linear_time() -> None:

@@ -1,4 +1,4 @@
-"""Announcer and listener over real sockets: joining, goodbye, and a listener that survives whatever is sent to it."""
+"""ThreadAnnouncer and listener over real sockets: joining, goodbye, and a listener that survives whatever is sent to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.listener import Listener, LogLimit
 from kvbaton.discovery.messages import Cause, InstanceType, Registration, TransferMode, encode_registration
 from kvbaton.discovery.registry import Registry
@@ -71,7 +71,7 @@ def dealer(port: int) -> Iterator[zmq.Socket[bytes]]:
 def test_an_instance_joins_keeps_beating_and_says_goodbye() -> None:
     registry = Registry(expire_after_s=60.0)
     with listening(registry) as (_, port):
-        announcer = Announcer(registration(), [f"127.0.0.1:{port}"], heartbeat_s=0.02)
+        announcer = ThreadAnnouncer(registration(), [f"127.0.0.1:{port}"], heartbeat_s=0.02)
         assert live(registry) == []
         announcer.start()
         wait_until(lambda: live(registry) == ["127.0.0.1:8101"])
@@ -87,7 +87,7 @@ def test_every_router_is_told_although_one_is_away_and_one_comes_late() -> None:
     late_port = free_port()
     with listening(here) as (_, port):
         routers = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}", f"127.0.0.1:{late_port}"]
-        with Announcer(registration(), routers, heartbeat_s=0.05):
+        with ThreadAnnouncer(registration(), routers, heartbeat_s=0.05):
             wait_until(lambda: live(here) == ["127.0.0.1:8101"])
             with listening(late, late_port):
                 wait_until(lambda: live(late) == ["127.0.0.1:8101"])
@@ -95,7 +95,7 @@ def test_every_router_is_told_although_one_is_away_and_one_comes_late() -> None:
 
 def test_an_instance_registers_again_with_a_restarted_router() -> None:
     port = free_port()
-    with Announcer(registration(), [f"127.0.0.1:{port}"], heartbeat_s=0.05):
+    with ThreadAnnouncer(registration(), [f"127.0.0.1:{port}"], heartbeat_s=0.05):
         for _ in range(2):
             registry = Registry()
             with listening(registry, port):
@@ -103,20 +103,20 @@ def test_an_instance_registers_again_with_a_restarted_router() -> None:
 
 
 def test_an_announcer_without_routers_does_nothing() -> None:
-    with Announcer(registration(), []) as announcer:
+    with ThreadAnnouncer(registration(), []) as announcer:
         assert not announcer.is_alive
 
 
 @pytest.mark.parametrize("router", ["http://127.0.0.1:1", "127.0.0.1", "", "127.0.0.1:0"])
 def test_a_bad_router_address_is_named(router: str) -> None:
     with pytest.raises(ConfigError, match=r"router address"):
-        Announcer(registration(), [router])
+        ThreadAnnouncer(registration(), [router])
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.0, -1.0, 3.1, float("nan")])
 def test_a_heartbeat_that_routers_would_not_survive_is_refused(heartbeat_s: float) -> None:
     with pytest.raises(ConfigError, match="heartbeat_s"):
-        Announcer(registration(), ["127.0.0.1:1"], heartbeat_s=heartbeat_s)
+        ThreadAnnouncer(registration(), ["127.0.0.1:1"], heartbeat_s=heartbeat_s)
 
 
 def test_the_listener_survives_everything(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,3 +199,23 @@ def test_log_limit_lets_each_key_through_once_per_time_and_counts_the_rest() -> 
     assert limit.allow("a", 10.0) == 0
     assert [limit.allow(key, 11.0) for key in "cdefg"] == [0, 0, None, None, None]
     assert limit.allow("h", 21.0) == 3
+
+
+def test_a_flood_of_registrations_disturbs_nobody_and_fills_nothing() -> None:
+    """Twenty thousand messages as fast as they go, of instances that do not exist, and garbage: bounded, still listening."""
+    registry = Registry(expire_after_s=60.0)
+    generator = random.Random(5)
+    with listening(registry) as (listener, port):
+        with dealer(port) as sender:
+            for number in range(20_000):
+                if number % 2:
+                    sender.send(generator.randbytes(60))
+                else:
+                    sender.send(encode_registration(registration("P", 1 + number % 60_000, f"flood-{number}")))
+        wait_until(lambda: listener.messages_total() > 1_000)
+        with ThreadAnnouncer(registration("D", 65_000), [f"127.0.0.1:{port}"], heartbeat_s=0.1):
+            wait_until(lambda: len(registry.refused(time.monotonic())) > 0 or "127.0.0.1:65000" in live(registry))
+        listener.check()
+        assert len(registry.live(time.monotonic())) <= 1024
+        assert len(registry.refused(time.monotonic())) <= 1024
+        assert listener.malformed_total()[Cause.INTERNAL] == 0

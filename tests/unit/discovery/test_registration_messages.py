@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.core.auth import Seal
 from kvbaton.discovery.messages import (
     Cause,
     InstanceType,
@@ -66,11 +67,60 @@ def test_where_hand_offs_are_told_comes_back_and_must_be_an_address() -> None:
     assert decode_bad({**VERBATIM, "handoffs_address": 7}).field == "handoffs_address"
 
 
-def test_goodbye_is_marked_and_comes_back() -> None:
-    ours = decode({**VERBATIM, "bye": True})
+def test_a_goodbye_has_a_type_of_its_own_so_that_no_other_router_takes_it_for_a_heartbeat() -> None:
+    ours = decode({**VERBATIM, "incarnation": "i1"})
     assert isinstance(ours, Registration)
-    assert ours.bye
-    assert decode_registration(encode_registration(ours)) == ours
+    goodbye = msgspec.structs.replace(ours, bye=True)
+    sent = msgspec.msgpack.decode(encode_registration(goodbye))
+    assert (sent["type"], sent["leaving"]) == ("BYE", "P")
+    assert set(VERBATIM) <= set(sent)
+    assert decode(sent) == goodbye
+    assert decode_bad({**sent, "leaving": "X"}).cause is Cause.UNKNOWN_TYPE
+
+
+class TestSeal:
+    """With a cluster key a router reads only what a holder of the key has written."""
+
+    KEY = Seal(b"k" * 32)
+    OURS = Registration(
+        type=InstanceType.PREFILL,
+        http_address="127.0.0.1:8101",
+        zmq_address="host:127.0.0.1,handshake:6301,notify:6105",
+        transfer_mode=TransferMode.WRITE,
+        incarnation="i1",
+    )
+
+    @pytest.mark.parametrize("bye", [False, True])
+    def test_a_sealed_message_is_read_with_the_key_and_without_one(self, bye: bool) -> None:
+        message = msgspec.structs.replace(self.OURS, bye=bye)
+        frame = encode_registration(message, self.KEY)
+        assert decode_registration(frame, self.KEY) == message
+        assert decode_registration(frame) == message
+        assert decode_registration(frame, Seal(None)) == message
+
+    @pytest.mark.parametrize("field", ["http_address", "zmq_address", "transfer_mode", "incarnation", "seal"])
+    def test_what_was_changed_on_the_way_is_refused(self, field: str) -> None:
+        fields = msgspec.msgpack.decode(encode_registration(self.OURS, self.KEY))
+        fields[field] = fields[field].replace(fields[field][-1:], b"~" if field == "seal" else "2")
+        got = decode_registration(msgspec.msgpack.encode(fields), self.KEY)
+        assert isinstance(got, Malformed)
+        assert got.cause is Cause.NOT_SEALED
+
+    @pytest.mark.parametrize("seal", [None, Seal(b"x" * 32)], ids=["no seal", "another key"])
+    def test_a_stranger_is_refused(self, seal: Seal | None) -> None:
+        got = decode_registration(encode_registration(self.OURS, seal), self.KEY)
+        assert isinstance(got, Malformed)
+        assert got.cause is Cause.NOT_SEALED
+
+    @pytest.mark.parametrize("seal", [7, "text", None, {}, b""])
+    def test_a_seal_of_a_wrong_type_is_no_seal(self, seal: object) -> None:
+        got = decode_registration(msgspec.msgpack.encode({**VERBATIM, "seal": seal}), self.KEY)
+        assert isinstance(got, Malformed)
+        assert got.cause is Cause.NOT_SEALED
+
+
+def test_a_long_frame_is_not_looked_into() -> None:
+    assert decode_bad({**VERBATIM, "padding": "x" * 9000}).cause is Cause.TOO_LONG
 
 
 def test_sizes_default_to_one_and_unknown_keys_are_ignored() -> None:
@@ -118,7 +168,7 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("transfer_mode", "write", Cause.WRONG_VALUE),
         ("incarnation", 7, Cause.WRONG_TYPE),
         ("model", "line\nbreak", Cause.WRONG_VALUE),
-        ("bye", "yes", Cause.WRONG_TYPE),
+        ("answer", "yes", Cause.WRONG_TYPE),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: object, cause: Cause) -> None:

@@ -215,6 +215,100 @@ def test_the_live_instances_always_agree(
         live = registry.live(now)
         assert len({i.registration.fingerprint for i in live} - {""}) <= 1
         assert all(fixed in (None, i.transfer_mode) and not i.registration.bye for i in live)
-        assert all(now - i.last_seen < 5.0 for i in live)
+        assert all(now - i.last_seen < 10.0 for i in live)
         processes = {(i.http_address, i.registration.incarnation, i.zmq_address) for i in live}
         assert len({address for address, _, _ in processes}) == len(processes)
+
+
+class TestPatience:
+    """Silence ends an instance after the limit, or after three of its own heartbeats when those are slower."""
+
+    def test_a_foreign_instance_that_beats_every_three_seconds_may_lose_two_heartbeats(self) -> None:
+        registry = Registry(expire_after_s=5.0)
+        for now in (0.0, 3.0, 6.0):
+            registry.register(message(), now)
+        assert addresses(registry, 6.0 + 9.0) != []
+        assert addresses(registry, 6.0 + 9.95) == []
+
+    def test_our_own_that_beats_every_one_and_a_half_is_gone_after_five(self) -> None:
+        registry = Registry(expire_after_s=5.0)
+        for now in (0.0, 1.5, 3.0):
+            registry.register(message(), now)
+        assert addresses(registry, 7.9) != []
+        assert addresses(registry, 8.0) == []
+
+    def test_patience_has_an_end(self) -> None:
+        registry = Registry(expire_after_s=5.0)
+        for now in (0.0, 4.9, 14.0, 23.0):
+            registry.register(message(), now)
+        assert addresses(registry, 32.9) != []
+        assert addresses(registry, 33.0) == []
+
+
+class TestQuarantine:
+    """An instance that cannot be reached is put aside, longer each time, until it was reached."""
+
+    def test_each_failure_puts_aside_for_longer_up_to_a_limit(self) -> None:
+        registry, now, times = Registry(expire_after_s=100.0), 0.0, []
+        registry.register(message(), now)
+        for _ in range(7):
+            (instance,) = registry.live(now)
+            times.append(registry.report_lost(instance, now))
+            (instance,) = registry.live(now)
+            assert registry.report_lost(instance, now) is None
+            now = instance.aside_until
+        assert times == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+    def test_one_answer_clears_it(self) -> None:
+        registry = Registry()
+        registry.register(message(), 0.0)
+        registry.report_lost(registry.live(0.0)[0], 0.0)
+        before = registry.version
+        registry.report_heard(registry.live(0.0)[0])
+        (instance,) = registry.live(0.0)
+        assert instance.aside_until < 0.0
+        assert registry.version > before
+        assert registry.report_lost(instance, 0.0) == 0.5
+
+    def test_a_heartbeat_does_not_clear_it_and_a_new_process_does(self) -> None:
+        registry = Registry()
+        registry.register(message(), 0.0)
+        registry.report_lost(registry.live(0.0)[0], 0.0)
+        registry.register(message(), 0.1)
+        assert registry.live(0.1)[0].aside_until == 0.5
+        registry.register(message(incarnation="two"), 0.2)
+        assert registry.live(0.2)[0].aside_until < 0.2
+
+    def test_what_is_told_of_an_earlier_process_is_not_held_against_a_later_one(self) -> None:
+        registry = Registry()
+        registry.register(message(), 0.0)
+        (earlier,) = registry.live(0.0)
+        registry.register(message(incarnation="two"), 0.1)
+        assert registry.report_lost(earlier, 0.2) is None
+        assert registry.live(0.2)[0].aside_until < 0.2
+
+    def test_one_that_comes_and_goes_is_put_aside_and_a_calm_minute_forgives_it(self) -> None:
+        registry, now = Registry(), 0.0
+        asides = []
+        for _ in range(6):
+            registry.register(message(), now)
+            asides.append(max(0.0, registry.live(now)[0].aside_until - now))
+            registry.register(message(bye=True), now + 0.5)
+            now += 1.0
+        assert asides == [0.0, 0.0, 0.0, 0.5, 1.0, 2.0]
+        registry.register(message(), now + 60.0)
+        assert registry.live(now + 60.0)[0].aside_until < now
+
+
+def test_the_version_changes_with_the_live_instances_only() -> None:
+    registry = Registry()
+    registry.register(message(), 0.0)
+    versions = [registry.version]
+    registry.register(message(), 1.0)
+    assert registry.version == versions[0]
+    for change in (message("D", 8201), message(incarnation="two"), message(incarnation="two", bye=True)):
+        registry.register(change, 1.5)
+        assert registry.version not in versions
+        versions.append(registry.version)
+    registry.expire(60.0)
+    assert registry.version not in versions

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,8 +14,8 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
-from kvbaton.discovery.announcer import Announcer
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.announcer import ThreadAnnouncer
+from kvbaton.discovery.messages import Dispatch, InstanceType, Registration, TransferMode
 from kvbaton.router.app import serve_router
 from kvbaton.router.settings import RouterSettings
 
@@ -30,6 +30,16 @@ def free_port() -> int:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that is a coroutine, as one that is a function."""
+
+    def wrapped() -> None:
+        asyncio.run(test())
+
+    wrapped.__name__ = test.__name__
+    return wrapped
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -60,7 +70,11 @@ class FakeInstance:
     mode: TransferMode = TransferMode.READ
     tp_size: int = 1
     handoffs_address: str = ""
+    dp_size: int = 1
+    dispatch: Dispatch = Dispatch.HANDOFF
+    bootstrap_port: int = 0
     seen: list[Seen] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
 
@@ -83,6 +97,9 @@ class FakeInstance:
             zmq_address=self.zmq_address,
             transfer_mode=self.mode,
             tp_size=self.tp_size,
+            dp_size=self.dp_size,
+            dispatch=self.dispatch,
+            bootstrap_port=self.bootstrap_port,
             incarnation=f"inc-{self.port}",
             model=self.model,
             fingerprint=self.fingerprint,
@@ -100,7 +117,18 @@ class FakeInstance:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    async def drop_idle(self) -> None:
+        """Close every connection, as an instance does when they were idle for long."""
+        assert self._runner.server is not None
+        for connection in list(self._runner.server.connections):
+            connection.force_close()
+            if connection.transport is not None:
+                connection.transport.close()
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method == "DELETE":
+            self.released.append(request.path)
+            return web.json_response({})
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, raw, body))
@@ -173,6 +201,7 @@ class Router:
 
     settings: RouterSettings
     client: aiohttp.ClientSession
+    task: asyncio.Task[None]
 
     async def post(
         self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
@@ -193,19 +222,20 @@ class Router:
 
 
 @asynccontextmanager
-async def routing(*instances: FakeInstance, **settings: Any) -> AsyncIterator[Router]:
+async def routing(*instances: FakeInstance, headers: dict[str, str] | None = None, **settings: Any) -> AsyncIterator[Router]:
     """A router to which `instances` have registered."""
     port = free_port()
     chosen = RouterSettings(port=port, discovery_port=_other(port), **settings)
     ready = asyncio.Event()
     task = asyncio.create_task(serve_router(chosen, ready.set))
-    announcers = [Announcer(i.registration(), [f"127.0.0.1:{chosen.discovery_port}"], heartbeat_s=0.3) for i in instances]
+    announcers = [ThreadAnnouncer(i.registration(), [f"127.0.0.1:{chosen.discovery_port}"], heartbeat_s=0.3) for i in instances]
     try:
         await _ready(task, ready)
         for announcer in announcers:
             announcer.start()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(DEADLINE_S)) as client:
-            router = Router(chosen, client)
+        timeout = aiohttp.ClientTimeout(DEADLINE_S)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout, headers=headers) as client:
+            router = Router(chosen, client, task)
             await _registered(router, len(instances))
             yield router
     finally:

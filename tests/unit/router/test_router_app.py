@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from router_fakes import Router, answering, decode, free_port, prefill, routing
 
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.router.app import RouterSettings, serve_router
@@ -77,7 +77,7 @@ async def _refused(router: Router) -> list[dict[str, str]]:
 async def test_an_instance_with_another_model_is_shown_as_refused() -> None:
     odd = decode(fingerprint="other").registration()
     async with prefill() as p, decode() as d, routing(p, d) as router:
-        with Announcer(odd, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+        with ThreadAnnouncer(odd, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
             refused = await _refused(router)
         assert len(refused) == 1
         assert "'other'" in refused[0]["reason"]
@@ -91,7 +91,7 @@ def test_a_router_of_one_mode_refuses_the_other_by_name(ours: TransferMode) -> N
     async def test() -> None:
         odd = decode(mode=theirs).registration()
         async with prefill(mode=ours) as p, decode(mode=ours) as d, routing(p, d, transfer_mode=ours) as router:
-            with Announcer(odd, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+            with ThreadAnnouncer(odd, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
                 (refused,) = await _refused(router)
             assert f"transfer_mode is {theirs} there and {ours} here" in refused["reason"]
             assert f"--mode {ours.mode}" in refused["reason"]
@@ -225,3 +225,19 @@ def test_a_setting_that_cannot_work_is_named(setting: str, value: object) -> Non
 def test_both_ports_must_differ() -> None:
     with pytest.raises(ConfigError, match="discovery_port"):
         RouterSettings(port=9000, discovery_port=9000)
+
+
+@run
+async def test_unknown_paths_share_one_label() -> None:
+    async with routing() as router:
+        for number in range(50):
+            assert (await router.get(f"/nope/{number}"))[0] == 404
+        assert await router.metric('kvbaton_router_requests_total{path="other",status="4xx"}') == 50
+        assert b"/nope" not in (await router.get("/metrics"))[2]
+
+
+@run
+async def test_ready_is_true_in_discovery_mode_under_both_names() -> None:
+    async with prefill() as p, decode() as d, routing(p, d) as router:
+        for path in ("/ready", "/readiness"):
+            assert (await router.get(path))[0] == 200

@@ -1,4 +1,4 @@
-"""One request through two instances, over real sockets: what each leg is sent, what the client gets, and every way to fail."""
+"""One request through two instances, over real sockets: what each side is sent, what the client gets, and every way to fail."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def error_of(content: bytes) -> dict[str, Any]:
 
 
 @run
-async def test_both_legs_are_sent_what_the_protocol_asks_for() -> None:
+async def test_both_sides_are_sent_what_the_protocol_asks_for() -> None:
     async with prefill() as p, decode() as d, routing(p, d) as router:
         body = {**BODY, "min_tokens": 4, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}
         status, headers, content = await router.post(body, headers={"X-Request-Id": "mine", "traceparent": "00-1-2-01"})
@@ -122,6 +122,14 @@ async def test_a_stream_is_passed_on_piece_by_piece() -> None:
             go_on.set()
             assert await answer.content.read() == b"data: [DONE]\n\n"
         assert await router.metric("kvbaton_router_ttft_seconds_count") == 1
+
+
+@run
+async def test_a_stream_of_nothing_is_an_empty_answer() -> None:
+    async with prefill() as p, decode(answering(200, "", "text/event-stream")) as d, routing(p, d) as router:
+        for _ in range(3):
+            status, _, content = await router.post({**BODY, "stream": True})
+            assert (status, content) == (200, b"")
 
 
 @run
@@ -242,7 +250,7 @@ async def test_decode_that_dies_in_a_whole_answer_is_a_502() -> None:
 
 
 @run
-async def test_a_client_that_leaves_during_prefill_closes_that_leg() -> None:
+async def test_a_client_that_leaves_during_prefill_closes_that_call() -> None:
     async with prefill(wait_for_ever) as p, decode() as d, routing(p, d) as router:
         request = asyncio.create_task(router.post({**BODY, "stream": True}))
         await until(lambda: len(p.seen) == 1)
@@ -256,7 +264,7 @@ async def test_a_client_that_leaves_during_prefill_closes_that_leg() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_during_decode_closes_that_leg(stream: bool) -> None:
+def test_a_client_that_leaves_during_decode_closes_that_call(stream: bool) -> None:
     async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not stream:
             return await wait_for_ever(request, body)

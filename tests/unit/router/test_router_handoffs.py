@@ -26,7 +26,7 @@ from router_fakes import (
 )
 
 from kvbaton.core.timeline import Side
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.observe.story import Story
 from kvbaton.router.policy import Pair
 from kvbaton.router.routed import RoutedTransfers
@@ -172,7 +172,7 @@ async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_kn
     async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
         reborn = msgspec.structs.replace(d.registration(), incarnation="another")
-        with Announcer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
+        with ThreadAnnouncer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
             async with asyncio.timeout(20):
                 while "it is gone, or was restarted" not in (await story_of(router, transfer_id)).tellers[1].problem:
                     await asyncio.sleep(0.01)

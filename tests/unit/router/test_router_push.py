@@ -1,13 +1,11 @@
-"""One request in push: both legs at once, the client served by decode alone, and either leg given up when the other fails."""
+"""One request in push: both sides at once, the client served by decode alone, and either side given up when the other fails."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -27,11 +25,7 @@ from router_fakes import (
 )
 
 from kvbaton.core.addresses import ControlAddress, parse_request_id
-from kvbaton.discovery.messages import InstanceType, TransferMode
-from kvbaton.router.bodies import parse_body
-from kvbaton.router.legs import Job, LegFailure, Legs
-from kvbaton.router.policy import Pair
-from kvbaton.router.upstream import Answer, Upstream
+from kvbaton.discovery.messages import TransferMode
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 WRITE = TransferMode.WRITE
@@ -73,7 +67,7 @@ async def begin_and_wait(request: web.Request, body: dict[str, Any]) -> web.Stre
 
 
 @run
-async def test_both_legs_are_sent_what_the_protocol_asks_for_at_once() -> None:
+async def test_both_sides_are_sent_what_the_protocol_asks_for_at_once() -> None:
     both_are_there = asyncio.Event()
     p = prefill(once(both_are_there, prefill_well), mode=WRITE, tp_size=2)
     d = decode(once(both_are_there, decode_well), mode=WRITE, tp_size=4)
@@ -203,41 +197,6 @@ def test_a_failing_decode_gives_prefill_up_and_is_told(behave: Behaviour, status
     asyncio.run(test())
 
 
-class BothFail:
-    """An upstream whose legs have both ended when somebody looks."""
-
-    def __init__(self, decode_status: int) -> None:
-        self._decode_status = decode_status
-
-    async def prefill(self, *_: object) -> Answer:
-        return Answer(502, "application/json", b"{}")
-
-    @asynccontextmanager
-    async def decode(self, *_: object) -> AsyncIterator[BothFail]:
-        yield self
-
-    is_event_stream = False
-
-    async def read(self) -> Answer:
-        return Answer(self._decode_status, "application/json", b"{}", "1")
-
-
-@pytest.mark.parametrize(
-    ("status", "blamed"),
-    [(503, InstanceType.DECODE), (400, InstanceType.DECODE), (502, InstanceType.PREFILL), (500, InstanceType.PREFILL)],
-)
-def test_when_both_legs_have_failed_a_refusal_of_decode_is_told(status: int, blamed: InstanceType) -> None:
-    async def test() -> None:
-        side = SimpleNamespace(registration=SimpleNamespace(tp_size=1))
-        pair = cast(Pair, SimpleNamespace(prefill=side, decode=side, transfer_mode=WRITE))
-        job = Job("/v1/completions", parse_body(json.dumps(BODY).encode()), pair, "tx", {}, {}, 0.0)
-        async with Legs(cast(Upstream, BothFail(status))).open(job) as outcome:
-            assert isinstance(outcome, LegFailure)
-            assert outcome.side is blamed
-
-    asyncio.run(test())
-
-
 @run
 async def test_decode_that_dies_in_mid_stream_is_told_as_an_event() -> None:
     async with prefill(mode=WRITE) as p, decode(reset_in_the_middle, mode=WRITE) as d, routing(p, d) as router:
@@ -248,7 +207,7 @@ async def test_decode_that_dies_in_mid_stream_is_told_as_an_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_closes_both_legs(stream: bool) -> None:
+def test_a_client_that_leaves_closes_both_calls(stream: bool) -> None:
     async def test() -> None:
         p, d = prefill(wait_for_ever, mode=WRITE), decode(begin_and_wait, mode=WRITE)
         async with p, d, routing(p, d) as router:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ __all__ = ["InstanceSettings", "Role", "serve_instance"]
 log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode", "both"]
+_LOOK_S = 0.02
 _TYPES = {"prefill": InstanceType.PREFILL, "decode": InstanceType.DECODE}
 
 
@@ -63,6 +65,8 @@ class InstanceSettings:
     handoff: HandoffSettings = DEFAULT_HANDOFF
     drop_writes: bool = False
     advertise_host: str = ""
+    drain_s: float = 5.0
+    """When asked to end, requests and hand-offs in flight have so long to finish; routers have been told goodbye by then."""
 
     @property
     def control_address(self) -> ControlAddress:
@@ -132,7 +136,18 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
             await asyncio.get_running_loop().create_future()
         finally:
             await asyncio.to_thread(announcer.stop)
+            await _drain(instance.engine, settings.drain_s)
             await runner.cleanup()
+
+
+async def _drain(engine: Engine, limit_s: float) -> None:
+    """Wait until nothing is computed and nothing is held for anybody, but not for ever."""
+    give_up_at = time.monotonic() + limit_s
+    while time.monotonic() < give_up_at:
+        stats = engine.stats()
+        if not stats.blocks_held and not any(stats.requests.values()):
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def _open_transport(settings: InstanceSettings, incarnation: Incarnation, cache: PagedCache) -> Transport:
@@ -174,4 +189,9 @@ def _announcer(settings: InstanceSettings, instance: _Instance) -> Announcer:
         model=instance.loaded.name,
         fingerprint=instance.loaded.fingerprint,
     )
-    return Announcer(registration, settings.routers if settings.role in _TYPES else ())
+    return Announcer(
+        registration,
+        settings.routers if settings.role in _TYPES else (),
+        is_used=lambda: instance.engine.stats().prompt_tokens_total > 0,
+        cluster_key=settings.trust.key,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol, TypeVar
@@ -17,6 +18,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
@@ -47,6 +49,7 @@ Check = Callable[[Body, Tokenizer, ModelLimits, str | None], ApiRequest]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _INLINE_BODY_BYTES = 16 * 1024
+_KNOWN_SOURCES = 8192
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _logger = logging.getLogger(__name__)
@@ -106,6 +109,7 @@ def make_app(
     app.router.add_get("/v1/models", face.models)
     app.router.add_get("/health", face.health)
     app.router.add_get("/metrics", face.metrics)
+    app.router.add_delete("/handoffs/{transfer_id}", face.release)
     if timelines is not None:
         add_handoff_routes(app, timelines)
     return app
@@ -142,6 +146,7 @@ class _Face:
         self._tokenizer = engine.loaded.tokenizer
         self._limits = ModelLimits(served_model, config.context_tokens, config.vocab_size)
         self._registry = registry
+        self._sources: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
         self._created = int(time.time())
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
@@ -168,6 +173,18 @@ class _Face:
 
     async def metrics(self, http: web.Request) -> web.Response:  # noqa: ARG002
         return web.Response(body=metrics_text(self._registry), headers={"Content-Type": _METRICS_TYPE})
+
+    async def release(self, http: web.Request) -> web.Response:
+        """Nobody will come for what this instance has prefilled under that transfer id: give it up."""
+        requests = self._sources.pop(http.match_info["transfer_id"], ())
+        for request_id in requests:
+            self._engine.cancel(request_id)
+        return _json(orjson.dumps({"released": len(requests)}))
+
+    def _remember(self, transfer_id: str, api: ApiRequest) -> None:
+        self._sources[transfer_id] = tuple(request.request_id for request in api.requests)
+        while len(self._sources) > _KNOWN_SOURCES:
+            self._sources.popitem(last=False)
 
     async def _read(self, http: web.Request, kind: type[Body], check: Check[Body]) -> ApiRequest:
         request_id = _request_id(http)
@@ -199,6 +216,8 @@ class _Face:
 
     async def _answer(self, http: web.Request, api: ApiRequest) -> web.StreamResponse:
         params = answer_params(api.wish, self._handoff) if isinstance(api.wish, SourceWish) and self._handoff else None
+        if isinstance(api.wish, SourceWish):
+            self._remember(api.wish.transfer_id, api)
         answer = Answer(api, self._served_model, self._tokenizer.token_text, params)
         with Submission(self._engine, api.requests, progress_timeout_s=self._progress_timeout_s) as submission:
             if api.stream:

@@ -147,4 +147,5 @@ def _announcer(
         fingerprint=model.fingerprint,
         handoffs_address=settings.handoffs_address,
     )
-    return LateAnnouncer(Announcer(registration, settings.routers, settings.heartbeat_s), settings.http_address)
+    announcer = Announcer(registration, settings.routers, settings.heartbeat_s, cluster_key=settings.trust().key)
+    return LateAnnouncer(announcer, settings.http_address)

@@ -17,7 +17,7 @@ from kvbaton.config import HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.discovery.advertise import advertised_host, numeric_host
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.embedded.engine import EngineSettings
 from kvbaton.engines.embedded.instance import InstanceSettings, Role, serve_instance
@@ -228,7 +228,7 @@ async def refusing_prefill(system: Setup, refuse_when: Callable[[], Awaitable[No
         transfer_mode=TransferMode.WRITE,
     )
     try:
-        with Announcer(registration, [f"127.0.0.1:{system.router.discovery_port}"]):
+        with ThreadAnnouncer(registration, [f"127.0.0.1:{system.router.discovery_port}"]):
             yield
     finally:
         await runner.cleanup()

@@ -1,0 +1,153 @@
+"""Heartbeats to any number of routers: what is due is sent, what a router answers is told. One thread owns the sockets.
+
+Each router has its own socket, and a send never waits: a router that is away holds up no other, and nothing stale queues up
+for it. Real routers never answer; kvbaton's does, when a registration asks for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+__all__ = ["Errand", "Heartbeats", "News", "NewsKind"]
+
+_RETRY_S = 0.1
+_COMPLAIN_AFTER_S = 5.0
+_LINGER_MS = 300
+_MAX_ANSWER_BYTES = 4096
+_MAX_ANSWERS = 16
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """What to tell whom, and how often; the frames are ready to be sent."""
+
+    hello: bytes
+    goodbye: bytes
+    routers: tuple[str, ...]
+    heartbeat_s: float
+
+
+class NewsKind(enum.StrEnum):
+    """What has changed between us and a router."""
+
+    REACHED = "reached"
+    AWAY = "away"
+    WELCOME = "welcome"
+    REFUSED = "refused"
+
+
+class News(msgspec.Struct, frozen=True):
+    """Something to tell of one router; `detail` is a reason in words, or empty."""
+
+    router: str
+    kind: NewsKind
+    detail: str = ""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What kvbaton's router answers to a registration that asks."""
+
+    type: NewsKind
+    reason: str = ""
+
+
+class _Link:
+    """One router: its socket, when the next message is due, and what was last told of it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, now: float) -> None:
+        self.router = router
+        self.due = now
+        self.away_since: float | None = now
+        self.complained = False
+        self.answer: _Answer | None = None
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 4)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_ANSWERS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.IPV6, int(router.startswith("[")))
+        self._socket.connect(f"tcp://{router}")
+
+    def send(self, frame: bytes) -> bool:
+        """Hand one frame over; False when the router cannot be reached now."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def read_answer(self) -> _Answer | None:
+        """The latest answer, when it differs from the one before. What is no answer is skipped."""
+        latest = self.answer
+        for _ in range(_MAX_ANSWERS):
+            try:
+                latest = msgspec.msgpack.decode(self._socket.recv(zmq.NOBLOCK), type=_Answer)
+            except zmq.ZMQError:
+                break
+            except msgspec.MsgspecError:
+                continue
+        if latest == self.answer:
+            return None
+        self.answer = latest
+        return latest
+
+    def close(self) -> None:
+        """Flush what was sent within the linger time, and close."""
+        self._socket.close()
+
+
+class Heartbeats:
+    """Sends the hello of `errand` to each of its routers whenever it is due; `tell` hears what changes."""
+
+    def __init__(self, errand: Errand, tell: Callable[[News], None], now: float) -> None:
+        self._errand = errand
+        self._tell = tell
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._links = [_Link(self._context, router, now) for router in errand.routers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for link in self._links:
+            link.close()
+        self._context.term()
+
+    def turn(self, now: float) -> float:
+        """Send what is due and read what was answered; when the next message will be due."""
+        for link in self._links:
+            if now >= link.due:
+                self._beat(link, now)
+            answer = link.read_answer()
+            if answer is not None:
+                self._tell(News(link.router, answer.type, answer.reason))
+        return min(link.due for link in self._links)
+
+    def say_goodbye(self, now: float) -> None:
+        """Tell every router that can be reached that we leave; the next turn after this registers anew."""
+        for link in self._links:
+            link.send(self._errand.goodbye)
+            link.due, link.away_since, link.answer = now, now, None
+
+    def _beat(self, link: _Link, now: float) -> None:
+        if link.send(self._errand.hello):
+            link.due = now + self._errand.heartbeat_s
+            if link.away_since is not None:
+                self._tell(News(link.router, NewsKind.REACHED))
+            link.away_since, link.complained = None, False
+            return
+        link.due = now + min(_RETRY_S, self._errand.heartbeat_s)
+        if link.away_since is None:
+            link.away_since, link.answer = now, None
+        if not link.complained and now - link.away_since >= _COMPLAIN_AFTER_S:
+            link.complained = True
+            self._tell(News(link.router, NewsKind.AWAY, f"{now - link.away_since:.0f} s"))

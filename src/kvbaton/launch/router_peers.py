@@ -1,0 +1,109 @@
+"""The real routers that ours is compared and tested with, in a virtual environment of their own, made on first use and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbaton.engines.embedded.weights import default_cache_dir
+from kvbaton.errors import LocalError
+from kvbaton.launch.fleet import Part
+
+__all__ = [
+    "RouterPeers",
+    "SGLANG_ROUTER_VERSION",
+    "VLLM_ROUTER_VERSION",
+    "ensure_router_peers",
+    "sglang_router_part",
+    "vllm_router_part",
+]
+
+VLLM_ROUTER_VERSION = "0.1.16"
+"""The vllm-router that is installed, and that instances are tested under."""
+SGLANG_ROUTER_VERSION = "0.3.2"
+"""The sglang-router that is installed."""
+
+_STEP_S = 900.0
+_LOCK_S = 900.0
+_KEPT_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPeers:
+    """The installed routers."""
+
+    directory: Path
+
+    @property
+    def vllm_router(self) -> str:
+        """What runs vllm-router."""
+        return str(self.directory / "bin" / "vllm-router")
+
+    @property
+    def sglang_router(self) -> tuple[str, ...]:
+        """What runs sglang-router."""
+        return (str(self.directory / "bin" / "python"), "-m", "sglang_router.launch_router")
+
+
+def ensure_router_peers(say: Callable[[str], None], directory: Path | None = None) -> RouterPeers:
+    """The routers, installed first if need be. Raises LocalError with the last lines of pip."""
+    name = f"routers-{VLLM_ROUTER_VERSION}-{SGLANG_ROUTER_VERSION}-py{sys.version_info.major}{sys.version_info.minor}"
+    home = (directory or default_cache_dir()) / name
+    home.mkdir(parents=True, exist_ok=True)
+    with _locked(home / "lock"):
+        if not (home / "installed").exists():
+            say(f"installing vllm-router and sglang-router in {home}; only this once")
+            shutil.rmtree(home / "venv", ignore_errors=True)
+            _run([sys.executable, "-m", "venv", str(home / "venv")], home)
+            packages = [f"vllm-router=={VLLM_ROUTER_VERSION}", f"sglang-router=={SGLANG_ROUTER_VERSION}"]
+            _run([str(home / "venv" / "bin" / "python"), "-m", "pip", "install", *packages], home)
+            (home / "installed").touch()
+    return RouterPeers(home / "venv")
+
+
+def vllm_router_part(peers: RouterPeers, port: int, discovery_port: int, metrics_port: int, *more: str) -> Part:
+    """A real vllm-router that finds instances as kvbaton's do register."""
+    command = [peers.vllm_router, "--vllm-pd-disaggregation", "--kv-connector", "moriio"]
+    command += ["--vllm-discovery-address", f"127.0.0.1:{discovery_port}", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(metrics_port), "--policy", "round_robin", *more]
+    return Part("vllm-router", command, f"http://127.0.0.1:{port}/health")
+
+
+def sglang_router_part(peers: RouterPeers, port: int, prefill_port: int, decode_port: int, metrics_port: int) -> Part:
+    """A real sglang-router in front of two instances of this machine."""
+    command = [*peers.sglang_router, "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prefill", f"http://127.0.0.1:{prefill_port}", "none", "--decode", f"http://127.0.0.1:{decode_port}"]
+    command += ["--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(metrics_port)]
+    return Part("sglang-router", command, f"http://127.0.0.1:{port}/readiness")
+
+
+def _run(command: list[str], directory: Path) -> None:
+    log = directory / "install.log"
+    with log.open("ab") as output:
+        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=_STEP_S, check=False)
+    if result.returncode:
+        last = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-_KEPT_LINES:])
+        raise LocalError(f"the routers could not be installed; the log is {log}, its last lines:\n{last}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One installer at a time."""
+    give_up_at = time.monotonic() + _LOCK_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    raise LocalError(f"somebody else has been installing routers for {_LOCK_S:g} s (lock {path})") from None
+                time.sleep(0.5)
+        yield

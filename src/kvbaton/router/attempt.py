@@ -1,0 +1,252 @@
+"""One try of a request on one pair: its call to the prefill instance and its call to the decode instance.
+
+In pull prefill is called first, and what it answers goes to decode; in push and between SGLang instances both are called at
+once. The client is served by decode alone: nothing waits for prefill's answer. Only when prefill fails before decode has
+said its first word is decode, which would wait in vain, given up. An instance whose call is closed gives that request up.
+
+Prefill may fail *because* decode refused. Both answers then come within moments of each other, and the refusal is what the
+client must be told: so the verdict on a prefill that answers with a server error waits for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbaton.discovery.messages import InstanceType, TransferMode
+from kvbaton.discovery.registry import Instance
+from kvbaton.errors import PeerError
+from kvbaton.router.bodies import transfer_params
+from kvbaton.router.choosing import Seats
+from kvbaton.router.http.call import Call, Nobody
+from kvbaton.router.http.messages import Answer, request_head
+from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.job import Job
+from kvbaton.router.settings import RouterSettings
+
+__all__ = ["Attempt", "Failure", "Owner"]
+
+_VERDICT_S = 0.02
+_AFTERMATH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One side came to nothing: `said` is the instance's own answer, or how its connection failed."""
+
+    side: InstanceType
+    instance: Instance
+    said: Answer | PeerError
+    was_reached: bool = True
+    was_kept: bool = False
+    """Whether a kept connection broke before a word was said: the instance may have closed it in that very moment."""
+
+
+class Owner(Protocol):
+    """Whoever makes attempts, and hears what becomes of them."""
+
+    def decode_answered(self, answer: Answer) -> None:
+        """Decode has answered, completely and well. The attempt is over."""
+
+    def decode_said(self, content_type: str, piece: bytes) -> None:
+        """A piece of decode's stream."""
+
+    def decode_ended(self) -> None:
+        """Decode's stream is complete. The attempt is over."""
+
+    def attempt_failed(self, failure: Failure) -> None:
+        """One side has failed, and the other was given up. The attempt is over."""
+
+
+class Attempt:
+    """Runs `job` in `seats`, which it leaves as soon as each side is done."""
+
+    __slots__ = (
+        "_decode",
+        "_has_begun",
+        "_is_held",
+        "_is_over",
+        "_job",
+        "_owner",
+        "_prefill",
+        "_seats",
+        "_settings",
+        "_upstream",
+        "_verdict",
+    )
+
+    def __init__(self, owner: Owner, upstream: Upstream, settings: RouterSettings, job: Job, seats: Seats) -> None:
+        self._owner = owner
+        self._upstream = upstream
+        self._settings = settings
+        self._job = job
+        self._seats = seats
+        self._prefill: Call | None = None
+        self._decode: Call | None = None
+        self._verdict: asyncio.TimerHandle | None = None
+        self._has_begun = False
+        self._is_held = False
+        self._is_over = False
+
+    def start(self) -> None:
+        """Call the instances; in pull, the first of them."""
+        job = self._job
+        if job.pair.prefill is None:
+            self._call_decode(job.local_payload())
+        elif job.is_bootstrap:
+            self._call_prefill(job.bootstrap_payload(job.pair.prefill))
+            self._call_decode(job.bootstrap_payload(job.pair.decode))
+        elif job.pair.transfer_mode is TransferMode.WRITE:
+            self._call_prefill(job.prefill_payload())
+            self._call_decode(job.push_payload())
+        else:
+            self._call_prefill(job.prefill_payload())
+
+    def close(self) -> None:
+        """Give both calls up, now."""
+        self._is_over = True
+        if self._verdict is not None:
+            self._verdict.cancel()
+        prefill, decode, self._prefill, self._decode = self._prefill, self._decode, None, None
+        for call in (prefill, decode):
+            if call is not None:
+                call.close()
+        self._seats.leave_prefill()
+        self._seats.leave_decode()
+        self._release_cache()
+
+    def pause(self) -> None:
+        """Take no more of decode's stream for now."""
+        if self._decode is not None:
+            self._decode.pause()
+
+    def resume(self) -> None:
+        """Go on with decode's stream."""
+        if self._decode is not None:
+            self._decode.resume()
+
+    def call_answered(self, call: Call, answer: Answer) -> None:
+        """An answer is complete."""
+        if call is self._prefill:
+            self._prefill = None
+            self._seats.leave_prefill()
+            self._on_prefill(answer)
+        elif answer.is_ok:
+            self._finish()
+            self._owner.decode_answered(answer)
+        else:
+            self._fail(InstanceType.DECODE, answer)
+
+    def call_begun(self, call: Call) -> None:
+        """A stream's head is in; the client is not told before there is something to tell."""
+
+    def call_data(self, call: Call, piece: bytes) -> None:
+        """A piece of a stream; what prefill streams is of no use."""
+        if call is self._decode:
+            self._has_begun = True
+            self._is_held = False
+            self._owner.decode_said(call.content_type, piece)
+
+    def call_ended(self, call: Call) -> None:
+        """A stream is complete."""
+        if call is self._prefill:
+            self._prefill = None
+            self._seats.leave_prefill()
+            return
+        self._finish()
+        self._owner.decode_ended()
+
+    def call_lost(self, call: Call, error: PeerError) -> None:
+        """A call came to nothing."""
+        if call is self._decode:
+            self._fail(InstanceType.DECODE, error, call)
+            return
+        self._prefill = None
+        self._seats.leave_prefill()
+        if not self._has_begun and not self._is_over:
+            self._fail(InstanceType.PREFILL, error, call)
+
+    def _on_prefill(self, answer: Answer) -> None:
+        if self._is_over or self._has_begun:
+            return
+        if not answer.is_ok:
+            failure = self._failure(InstanceType.PREFILL, answer)
+            if self._decode is not None and answer.status >= 500:
+                loop = asyncio.get_running_loop()
+                self._verdict = loop.call_later(_VERDICT_S, self._pronounce, failure)
+            else:
+                self._give_up(failure)
+        elif self._decode is None:
+            self._is_held = True
+            try:
+                payload = self._job.pull_payload(transfer_params(answer.content))
+            except PeerError as error:
+                self._give_up(self._failure(InstanceType.PREFILL, error))
+                return
+            self._call_decode(payload)
+
+    def _release_cache(self) -> None:
+        """In pull, tell prefill that nobody will come for what it holds; who does not understand lets it expire."""
+        source = self._job.pair.prefill
+        if not self._is_held or source is None:
+            return
+        self._is_held = False
+        payload = request_head("DELETE", f"/handoffs/{self._job.transfer_id}", source.http_address, 0)
+        deadline = self._upstream.clock() + _AFTERMATH_S
+        self._upstream.start(Call(Nobody(), source, payload, deadline=deadline))
+
+    def _pronounce(self, failure: Failure) -> None:
+        if not self._is_over and not self._has_begun:
+            self._give_up(failure)
+
+    def _call_prefill(self, payload: bytes) -> None:
+        instance = self._job.pair.prefill
+        assert instance is not None  # noqa: S101
+        self._prefill = Call(
+            self,
+            instance,
+            payload,
+            deadline=self._upstream.clock() + self._settings.prefill_timeout_s,
+            may_stream=self._job.is_bootstrap,
+            max_bytes=self._settings.max_answer_bytes,
+        )
+        self._upstream.start(self._prefill)
+
+    def _call_decode(self, payload: bytes) -> None:
+        instance = self._job.pair.decode
+        idle_s = self._settings.decode_timeout_s
+        self._decode = Call(
+            self,
+            instance,
+            payload,
+            deadline=self._upstream.clock() + idle_s,
+            idle_s=idle_s,
+            may_stream=True,
+            max_bytes=self._settings.max_answer_bytes,
+        )
+        self._upstream.start(self._decode)
+
+    def _finish(self) -> None:
+        """Decode is done; prefill, which then is nearly so, may end in peace."""
+        self._is_over = True
+        self._is_held = False
+        self._decode = None
+        self._seats.leave_decode()
+        if self._prefill is not None and not self._prefill.is_over:
+            self._prefill.deadline = min(self._prefill.deadline, self._upstream.clock() + _AFTERMATH_S)
+
+    def _fail(self, side: InstanceType, said: Answer | PeerError, call: Call | None = None) -> None:
+        if not self._is_over:
+            self._give_up(self._failure(side, said, call))
+
+    def _failure(self, side: InstanceType, said: Answer | PeerError, call: Call | None = None) -> Failure:
+        instance = self._job.pair.prefill if side is InstanceType.PREFILL else self._job.pair.decode
+        assert instance is not None  # noqa: S101
+        if call is None:
+            return Failure(side, instance, said)
+        return Failure(side, instance, said, call.was_sent, call.was_kept and not call.has_heard and not call.is_stream)
+
+    def _give_up(self, failure: Failure) -> None:
+        self.close()
+        self._owner.attempt_failed(failure)

@@ -1,0 +1,226 @@
+"""Gives requests their seats: a pair of instances that may be used now, within what each takes at once.
+
+Seats are counted from the moment they are given, so that no instance ever gets more than its share; whoever has them leaves
+each seat once, when its part is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.discovery.messages import Dispatch, InstanceType
+from kvbaton.discovery.registry import Instance, Registry
+from kvbaton.router.board import Loads
+from kvbaton.router.policy import Candidate, Pair, Pool, RouteRequest, make_policy, missing_sides, pools_of
+from kvbaton.router.settings import RouterSettings
+from kvbaton.router.slots import SlotBook, instance_key
+
+__all__ = ["Busy", "Chooser", "Missing", "Seats", "Wish"]
+
+_NOBODY: frozenset[str] = frozenset()
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What a request needs: `local` when decode may do it all; `avoid` has failed it, `shun` may have had a part in that."""
+
+    request: RouteRequest
+    local: bool = False
+    avoid: Collection[str] = _NOBODY
+    shun: Collection[str] = _NOBODY
+    dispatch: Dispatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """There is nobody to send the request to, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Everybody who could serve the request on this side has as much as it takes."""
+
+    side: InstanceType
+
+
+class Seats:
+    """A request's places at its pair of instances."""
+
+    __slots__ = ("_chooser", "_decode_slot", "_prefill_slot", "pair")
+
+    def __init__(self, chooser: Chooser, pair: Pair, prefill_slot: int | None, decode_slot: int) -> None:
+        self.pair = pair
+        self._chooser = chooser
+        self._prefill_slot = prefill_slot
+        self._decode_slot: int | None = decode_slot
+
+    def leave_prefill(self) -> None:
+        """The prefill instance is done with the request. Idempotent."""
+        slot, self._prefill_slot = self._prefill_slot, None
+        if slot is not None and self.pair.prefill is not None:
+            self._chooser.give_back(self.pair.prefill, slot, self.pair.prefill_dp_rank)
+
+    def leave_decode(self) -> None:
+        """The decode instance is done with the request. Idempotent."""
+        slot, self._decode_slot = self._decode_slot, None
+        if slot is not None:
+            self._chooser.give_back(self.pair.decode, slot, self.pair.decode_dp_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    places: tuple[tuple[Instance, int], ...]
+    cap: float
+
+
+class _Ranks:
+    """The requests of this process at each data-parallel rank of one instance."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self._turn = 0
+
+    def take(self) -> int:
+        """The rank with the fewest; of equal ones each in turn, counted per instance so that no rank is left out."""
+        self._turn += 1
+        least = min(self.counts)
+        equals = [rank for rank, count in enumerate(self.counts) if count == least]
+        rank = equals[self._turn % len(equals)]
+        self.counts[rank] += 1
+        return rank
+
+    def give(self, rank: int) -> None:
+        """A request there is over; one from before the instance changed its size may have no rank any more."""
+        if rank < len(self.counts) and self.counts[rank] > 0:
+            self.counts[rank] -= 1
+
+
+class Chooser:
+    """Chooses among the live instances of `registry`. Belongs to the event loop's thread."""
+
+    def __init__(self, settings: RouterSettings, registry: Registry, loads: Loads, slots: SlotBook) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._loads = loads
+        self._slots = slots
+        self._policies = {
+            InstanceType.PREFILL: make_policy(settings.prefill_policy),
+            InstanceType.DECODE: make_policy(settings.decode_policy),
+        }
+        self._must_lock = loads.is_shared and bool(settings.max_per_prefill or settings.max_per_decode)
+        self._ranks: dict[str, _Ranks] = {}
+        self._version = -1
+        self._turn = 0
+        self._pools: list[tuple[Pool, _Side, _Side]] = []
+        self._decodes = _Side((), math.inf)
+        self._live: tuple[Instance, ...] = ()
+        self.freed = False
+        """Set when a seat was left; whoever keeps requests waiting looks at it and unsets it."""
+
+    def refresh(self, now: float) -> bool:
+        """Take in what the registry has learned; whether anything has changed."""
+        if self._version == self._registry.version:
+            return False
+        self._version = self._registry.version
+        self._live = self._registry.live(now)
+        self._slots.keep({instance_key(i.registration) for i in self._live}, now, self._loads.of)
+        self._pools = [(pool, self._side(pool.prefills), self._side(pool.decodes)) for pool in pools_of(self._live)]
+        decodes = tuple(i for i in self._live if i.type is InstanceType.DECODE)
+        self._decodes = self._side(decodes)
+        known = {i.http_address for i in self._live}
+        self._ranks = {address: counts for address, counts in self._ranks.items() if address in known}
+        return True
+
+    def choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
+        """Seats for a request, taken; or why there are none."""
+        self.refresh(now)
+        if not self._must_lock:
+            return self._choose(wish, now)
+        with self._loads.locked():
+            return self._choose(wish, now)
+
+    def _choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
+        pools = self._pools if wish.dispatch is None else [p for p in self._pools if p[0].dispatch is wish.dispatch]
+        if wish.local and self._decodes.places:
+            return self._alone(wish, now)
+        if not pools:
+            return Missing(missing_sides(self._live) or "no instance serves this path; see /instances")
+        self._turn += 1
+        pool, prefills, decodes = pools[0] if len(pools) == 1 else self._share(pools)
+        source = self._candidates(prefills, wish, now)
+        target = self._candidates(decodes, wish, now)
+        if isinstance(source, Busy) and self._settings.local_prefill_when_busy and not isinstance(target, Missing | Busy):
+            return self._alone(wish, now)
+        for found in (source, target):
+            if isinstance(found, Missing | Busy):
+                return found
+        return self._seated(wish, pool, source, target)  # type: ignore[arg-type]
+
+    def load_of(self, instance: Instance) -> int:
+        """The requests at an instance, of all processes."""
+        return self._loads.of(self._slots.slot_of(instance_key(instance.registration)))
+
+    def give_back(self, instance: Instance, slot: int, dp_rank: int | None) -> None:
+        """A seat was left."""
+        self._loads.give(slot)
+        self.freed = True
+        ranks = self._ranks.get(instance.http_address)
+        if dp_rank is not None and ranks is not None:
+            ranks.give(dp_rank)
+
+    def _seated(self, wish: Wish, pool: Pool, sources: Sequence[Candidate], targets: Sequence[Candidate]) -> Seats:
+        shift = self._turn // math.lcm(len(pool.prefills), len(pool.decodes))
+        source = self._policies[InstanceType.PREFILL].choose(wish.request, sources, self._turn)
+        target = self._policies[InstanceType.DECODE].choose(wish.request, targets, self._turn + shift)
+        self._loads.take(source.slot)
+        self._loads.take(target.slot)
+        pair = Pair(source.instance, target.instance, self._rank(source.instance), self._rank(target.instance))
+        return Seats(self, pair, source.slot, target.slot)
+
+    def _alone(self, wish: Wish, now: float) -> Seats | Missing | Busy:
+        found = self._candidates(self._decodes, wish, now)
+        if isinstance(found, Missing | Busy):
+            return found
+        self._turn += 1
+        target = self._policies[InstanceType.DECODE].choose(wish.request, found, self._turn)
+        self._loads.take(target.slot)
+        return Seats(self, Pair(None, target.instance, None, self._rank(target.instance)), None, target.slot)
+
+    def _share(self, pools: list[tuple[Pool, _Side, _Side]]) -> tuple[Pool, _Side, _Side]:
+        """Each pool has as large a share of the requests as it has of the prefill instances."""
+        shares = [entry for entry in pools for _ in entry[0].prefills]
+        return shares[self._turn % len(shares)]
+
+    def _candidates(self, side: _Side, wish: Wish, now: float) -> Sequence[Candidate] | Missing | Busy:
+        loads, avoid = self._loads, wish.avoid
+        usable = [(i, slot) for i, slot in side.places if i.http_address not in avoid] if avoid else side.places
+        reachable = [place for place in usable if place[0].aside_until <= now] or usable
+        if wish.shun:
+            reachable = [place for place in reachable if place[0].http_address not in wish.shun] or reachable
+        if not reachable:
+            return Missing("no other instance is left to try")
+        found = [Candidate(i, slot, loads.of(slot)) for i, slot in reachable]
+        if side.cap < math.inf:
+            found = [candidate for candidate in found if candidate.load < side.cap]
+        return found or Busy(side.places[0][0].type)
+
+    def _side(self, instances: tuple[Instance, ...]) -> _Side:
+        is_prefill = bool(instances) and instances[0].type is InstanceType.PREFILL
+        cap = self._settings.max_per_prefill if is_prefill else self._settings.max_per_decode
+        places = tuple((instance, self._slots.slot_of(instance_key(instance.registration))) for instance in instances)
+        return _Side(places, cap or math.inf)
+
+    def _rank(self, instance: Instance) -> int | None:
+        """The data-parallel rank with the fewest requests of ours; of equal ones, the next. None without a choice."""
+        size = instance.registration.dp_size
+        if size == 1:
+            return None
+        ranks = self._ranks.get(instance.http_address)
+        if ranks is None or len(ranks.counts) != size:
+            ranks = self._ranks[instance.http_address] = _Ranks([0] * size)
+        return ranks.take()

@@ -1,0 +1,196 @@
+"""One request to an instance, and what its caller is told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvbaton.discovery.registry import Instance
+from kvbaton.errors import PeerError, PeerLost, ProtocolError
+from kvbaton.router.http.messages import Answer
+
+__all__ = ["Call", "Caller", "Connection", "Nobody"]
+
+
+class Connection(Protocol):
+    """What a call needs of the connection that it goes over."""
+
+    def drop(self) -> None:
+        """Close at once; the call that it served hears nothing more."""
+
+    def pause(self) -> None:
+        """Read no further."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+
+class Caller(Protocol):
+    """Whoever made a call. After `call_answered`, `call_ended` or `call_lost` nothing more is said about it."""
+
+    def call_answered(self, call: Call, answer: Answer) -> None:
+        """The answer is complete."""
+
+    def call_begun(self, call: Call) -> None:
+        """The head of a stream is in; see `call.content_type`."""
+
+    def call_data(self, call: Call, piece: bytes) -> None:
+        """Bytes of the stream, as they came."""
+
+    def call_ended(self, call: Call) -> None:
+        """The stream is complete."""
+
+    def call_lost(self, call: Call, error: PeerError) -> None:
+        """The call came to nothing."""
+
+
+class Call:
+    """One request to an instance. Its deadline is for the whole call, or for each piece of a stream."""
+
+    __slots__ = (
+        "_collected",
+        "_collected_bytes",
+        "_connection",
+        "address",
+        "caller",
+        "content_type",
+        "deadline",
+        "has_heard",
+        "idle_s",
+        "instance",
+        "is_over",
+        "is_paused",
+        "is_stream",
+        "max_bytes",
+        "may_stream",
+        "over",
+        "payload",
+        "was_kept",
+        "was_sent",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        caller: Caller,
+        instance: Instance,
+        payload: bytes,
+        *,
+        deadline: float,
+        idle_s: float | None = None,
+        may_stream: bool = False,
+        max_bytes: int = 1 << 20,
+        address: str | None = None,
+    ) -> None:
+        self.caller = caller
+        self.instance = instance
+        self.address = address or instance.http_address
+        self.payload = payload
+        self.deadline = deadline
+        self.idle_s = idle_s
+        self.may_stream = may_stream
+        self.max_bytes = max_bytes
+        self.content_type = "application/octet-stream"
+        self.is_stream = False
+        self.is_over = False
+        self.is_paused = False
+        self.has_heard = False
+        self.was_sent = False
+        """Whether there was a connection to send it over."""
+        self.was_kept = False
+        """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
+        self.over: Callable[[Call], object] | None = None
+        """Told once, when the call is over, however it ended."""
+        self._connection: Connection | None = None
+        self._collected: list[bytes] = []
+        self._collected_bytes = 0
+
+    @property
+    def name(self) -> str:
+        """The instance in words."""
+        return self.instance.name
+
+    def close(self) -> None:
+        """Give the call up; nothing more is heard of it."""
+        if not self.is_over:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.drop()
+            self._set_over()
+
+    def pause(self) -> None:
+        """Read no further until `resume`."""
+        self.is_paused = True
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        self.is_paused = False
+        if self._connection is not None:
+            self._connection.resume()
+
+    def check(self, now: float) -> None:
+        """Give the call up when its deadline has passed; what was heard since the last look, or held up by us, moves it."""
+        if self.idle_s is not None and (self.has_heard or self.is_paused):
+            self.has_heard = False
+            self.deadline = now + self.idle_s
+        elif now >= self.deadline:
+            self.lose(PeerLost(f"{self.name} did not answer in time"))
+
+    def lose(self, error: PeerError) -> None:
+        """End the call with an error."""
+        if not self.is_over:
+            self.close()
+            self.caller.call_lost(self, error)
+
+    def start_on(self, connection: Connection) -> None:
+        """Send it over a connection that stands."""
+        self._connection = connection
+        self.was_sent = True
+
+    def take_piece(self, piece: bytes) -> None:
+        """Bytes of the body came."""
+        self.has_heard = True
+        if self.is_stream:
+            self.caller.call_data(self, piece)
+            return
+        self._collected_bytes += len(piece)
+        if self._collected_bytes > self.max_bytes:
+            self.lose(ProtocolError(f"{self.name} sent an answer of more than {self.max_bytes} bytes"))
+        else:
+            self._collected.append(piece)
+
+    def take_end(self, status: int, retry_after: str | None) -> None:
+        """The body is complete."""
+        if self.is_over:
+            return
+        self._connection = None
+        self._set_over()
+        if self.is_stream:
+            self.caller.call_ended(self)
+        else:
+            self.caller.call_answered(self, Answer(status, self.content_type, b"".join(self._collected), retry_after))
+
+    def _set_over(self) -> None:
+        self.is_over = True
+        if self.over is not None:
+            self.over(self)
+
+
+class Nobody:
+    """A caller that does not care what becomes of its call."""
+
+    def call_answered(self, call: Call, answer: Answer) -> None:
+        """Nothing follows from it."""
+
+    def call_begun(self, call: Call) -> None:
+        """Nothing follows from it."""
+
+    def call_data(self, call: Call, piece: bytes) -> None:
+        """Nothing follows from it."""
+
+    def call_ended(self, call: Call) -> None:
+        """Nothing follows from it."""
+
+    def call_lost(self, call: Call, error: PeerError) -> None:
+        """Nothing follows from it."""

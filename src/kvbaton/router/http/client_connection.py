@@ -1,0 +1,307 @@
+"""One client's connection: reads requests within limits, serves them one after another, and writes answers.
+
+It goes on reading while a request is served, because a client that hangs up is noticed by nothing else; what a client
+sends ahead is bounded. What is no HTTP, or too much of it, gets a 4xx and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Protocol, cast
+
+import httptools
+
+from kvbaton.router.answers import error_response
+from kvbaton.router.http.messages import Request, Response, head_lines, status_line
+
+if TYPE_CHECKING:
+    from kvbaton.router.http.server import HttpServer
+
+__all__ = ["ClientConnection", "Guest"]
+
+_logger = logging.getLogger(__name__)
+
+_WRITE_BUFFER_BYTES = 128 * 1024
+_LINGER_S = 1.0
+_MAX_AHEAD = 16
+_CHUNKED = b"Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n"
+
+
+class Guest(Protocol):
+    """Whoever serves the request that a connection is busy with."""
+
+    def client_gone(self) -> None:
+        """The client hung up; nothing can be sent any more."""
+
+    def client_pauses(self) -> None:
+        """The client reads too slowly; send nothing until it goes on."""
+
+    def client_resumes(self) -> None:
+        """The client has caught up."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """A connection that belongs to `server`, which hands its requests out; `guest` is told what becomes of the client."""
+
+    __slots__ = (
+        "_ahead", "_body", "_body_bytes", "_closing", "_guest", "_head_bytes", "_headers", "_in_head", "_is_receiving",
+        "_parser", "_refusal", "_request", "_server", "_transport", "_url", "deadline", "stalled_since",
+    )  # fmt: skip
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._ahead: deque[Request] = deque()
+        self._request: Request | None = None
+        self._guest: Guest | None = None
+        self._refusal: Response | None = None
+        self._closing = False
+        self._in_head = False
+        self._is_receiving = False
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self.deadline: float | None = None
+        self.stalled_since: float | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection in, unless there are too many."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        if not self._server.admit(self):
+            self._transport.abort()
+            return
+        self.deadline = self._server.clock() + self._server.settings.head_timeout_s
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        """Tell whoever serves this client that it is gone."""
+        self._transport = None
+        self._closing = True
+        self._server.discard(self)
+        guest, self._guest = self._guest, None
+        if guest is not None:
+            guest.client_gone()
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it is written to."""
+        self.stalled_since = self._server.clock()
+        if self._guest is not None:
+            self._guest.client_pauses()
+
+    def resume_writing(self) -> None:
+        """The client has read what was waiting."""
+        self.stalled_since = None
+        if self._guest is not None:
+            self._guest.client_resumes()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; whatever is wrong with the bytes ends in one 4xx."""
+        if self._closing:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._refuse(400, "upgrading the connection is not possible here")
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"this is no HTTP request: {error}")
+        if self._in_head:
+            self._count_head(len(data))
+        if self._refusal is not None:
+            self._close_with(self._refusal)
+
+    def on_message_begin(self) -> None:
+        """A request starts."""
+        self._in_head = self._is_receiving = True
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._url = b""
+        self._headers = {}
+        self._body = []
+        if self._request is None:
+            self.deadline = self._server.clock() + self._server.settings.head_timeout_s
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers are dropped."""
+        if self._in_head:
+            self._count_head(len(name) + len(value))
+            self._headers[name.lower()] = value or b""
+
+    def on_headers_complete(self) -> None:
+        """The head is in: refuse what cannot be served before its body comes."""
+        self._in_head = False
+        limit = self._server.settings.max_body_bytes
+        length = self._headers.get(b"content-length", b"0")
+        if int(length) > limit:
+            self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {limit}")
+        if self._parser.should_upgrade():
+            self._refuse(400, "upgrading the connection is not possible here")
+        if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            self._refuse(415, "Content-Encoding is not supported; send the body as it is")
+        if self._request is None and self._refusal is None:
+            self.deadline = self._server.clock() + self._server.settings.client_timeout_s
+            if self._headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, piece: bytes) -> None:
+        """A piece of the body."""
+        self._body_bytes += len(piece)
+        if self._body_bytes > self._server.settings.max_body_bytes:
+            self._refuse(413, f"the body is too large: more than {self._server.settings.max_body_bytes} bytes")
+        elif self._refusal is None:
+            self._body.append(piece)
+
+    def on_message_complete(self) -> None:
+        """A request is complete: serve it, or keep it until its turn comes."""
+        self._is_receiving = False
+        if self._refusal is not None or self._closing:
+            return
+        parser = self._parser
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        path = self._path()
+        is_old = parser.get_http_version() == "1.0"
+        request = Request(parser.get_method().decode("latin-1"), path, self._headers, body, is_old, parser.should_keep_alive())
+        if self._request is None:
+            self._serve(request)
+        elif len(self._ahead) < _MAX_AHEAD:
+            self._ahead.append(request)
+        else:
+            self._refuse(429, f"more than {_MAX_AHEAD} requests were sent ahead of their answers")
+
+    def host(self, guest: Guest) -> None:
+        """From now on, tell `guest` what becomes of the client of the current request."""
+        self._guest = guest
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something can still be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being served."""
+        return self._request is None
+
+    def send(self, response: Response) -> None:
+        """Answer the current request."""
+        self.send_raw(response.status, response.content_type, response.body, head_lines(response.headers))
+
+    def send_raw(self, status: int, content_type: str, body: bytes, lines: bytes) -> None:
+        """Answer the current request; `lines` are more headers, complete with line ends."""
+        if self._transport is None or self._request is None:
+            return
+        head = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n".encode("latin-1", "replace")
+        pieces = (status_line(status), head, lines, self._persistence(), b"\r\n", body)
+        self._transport.write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
+        self._finish(status)
+
+    def begin_stream(self, content_type: str, lines: bytes, first: bytes) -> None:
+        """Begin an answer whose end is not known yet, with its first bytes."""
+        if self._transport is None or self._request is None:
+            return
+        kind = f"Content-Type: {content_type}\r\n".encode("latin-1", "replace")
+        if self._request.is_http_1_0:
+            self._transport.write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
+            return
+        chunk = b"%x\r\n%b\r\n" % (len(first), first) if first else b""
+        self._transport.write(b"".join((status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n", chunk)))
+
+    def stream(self, piece: bytes) -> None:
+        """Send more of a begun answer."""
+        if self._transport is not None and self._request is not None and piece:
+            self._transport.write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def end_stream(self, *, is_whole: bool = True) -> None:
+        """End a begun answer; one that is not whole also ends the connection."""
+        if self._transport is None or self._request is None:
+            return
+        if not self._request.is_http_1_0:
+            self._transport.write(b"0\r\n\r\n")
+        self._finish(200, keep=is_whole and not self._request.is_http_1_0)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def drain(self) -> None:
+        """Close the connection as soon as no request is being served."""
+        if self._request is None and self._transport is not None and not self._in_head:
+            self._closing = True
+            self._transport.close()
+
+    def check(self, now: float) -> None:
+        """End what has taken too long: a slow head or body, an idle connection, a client that does not read."""
+        if self.stalled_since is not None and now - self.stalled_since >= self._server.settings.client_timeout_s:
+            _logger.info("router: a client read nothing for %g s and is given up", now - self.stalled_since)
+            self.abort()
+        elif self.deadline is not None and now >= self.deadline:
+            if self._is_receiving and not self._closing:
+                self._close_with(error_response(408, "the request did not arrive in time"))
+            else:
+                self.abort()
+
+    def _path(self) -> str:
+        return self._url.partition(b"?")[0].decode("latin-1")
+
+    def _serve(self, request: Request) -> None:
+        self._request = request
+        self._headers, self._body = {}, []
+        self.deadline = None
+        try:
+            self._server.handle(self, request)
+        except Exception:
+            _logger.exception("router: %s %s failed; this is a bug", request.method, request.path)
+            self.send(error_response(500, "the router failed; its log says why", code="bug"))
+
+    def _persistence(self) -> bytes:
+        if self._request is None or not self._request.keep_alive or self._server.is_draining or self._refusal is not None:
+            return b"Connection: close\r\n"
+        return b"Connection: keep-alive\r\n" if self._request.is_http_1_0 else b""
+
+    def _finish(self, status: int, *, keep: bool = True) -> None:
+        request, self._request, self._guest = self._request, None, None
+        if request is None:
+            return
+        self._server.count(request.path, status)
+        if self._transport is None:
+            return
+        if not (keep and request.keep_alive) or self._server.is_draining or self._refusal is not None:
+            self._closing = True
+            self._transport.close()
+        elif self._ahead:
+            asyncio.get_running_loop().call_soon(self._serve_next)
+        else:
+            self.deadline = self._server.clock() + self._server.settings.keep_alive_s
+
+    def _serve_next(self) -> None:
+        if self._ahead and self._request is None and self._transport is not None:
+            self._serve(self._ahead.popleft())
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._server.settings.max_head_bytes:
+            self._refuse(431, f"the head of the request is longer than {self._server.settings.max_head_bytes} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._refusal is None:
+            self._refusal = error_response(status, message)
+
+    def _close_with(self, refusal: Response) -> None:
+        """Answer and close, but let the client finish sending for a moment: closing at once could take the answer away."""
+        self._closing = True
+        self._ahead.clear()
+        if self._request is not None or self._transport is None:
+            return
+        self._server.count(self._path(), refusal.status)
+        head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n\r\n"
+        self._transport.write(status_line(refusal.status) + head.encode() + refusal.body)
+        self.deadline = self._server.clock() + _LINGER_S

@@ -1,0 +1,295 @@
+"""Calls from the router to instances over connections that are kept; whatever goes wrong on the way is one PeerError.
+
+A call that is closed before its end closes its connection at once: to an instance that means "give this request up".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+
+from kvbaton.discovery.registry import Instance
+from kvbaton.errors import PeerError, PeerLost, ProtocolError
+from kvbaton.router.http.call import Call, Nobody
+from kvbaton.router.http.messages import Answer, request_head
+
+__all__ = ["Upstream", "fetch"]
+
+_KEPT_S = 4.0
+_MAX_KEPT = 1024
+_MAX_HEAD_BYTES = 64 * 1024
+_EVENT_STREAM = b"text/event-stream"
+
+
+class _Connection(asyncio.Protocol):
+    """One kept connection to an instance; it serves one call at a time."""
+
+    __slots__ = (
+        "_call",
+        "_can_be_kept",
+        "_head_bytes",
+        "_headers",
+        "_in_head",
+        "_is_complete",
+        "_parser",
+        "_pieces",
+        "_status",
+        "_till_close",
+        "_transport",
+        "_upstream",
+        "address",
+        "idle_since",
+        "is_paused",
+    )  # fmt: skip
+
+    def __init__(self, upstream: Upstream, address: str) -> None:
+        self.address = address
+        self.idle_since = 0.0
+        self.is_paused = False
+        self._upstream = upstream
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._call: Call | None = None
+        self._pieces: list[bytes] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._status = 0
+        self._in_head = True
+        self._head_bytes = 0
+        self._is_complete = False
+        self._can_be_kept = False
+        self._till_close = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another call can go over it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def begin(self, call: Call, *, was_kept: bool) -> None:
+        """Send a call's bytes."""
+        assert self._transport is not None  # noqa: S101
+        self._call = call
+        self._status, self._in_head, self._head_bytes, self._is_complete, self._till_close = 0, True, 0, False, False
+        call.was_kept = was_kept
+        call.start_on(self)
+        self._transport.write(call.payload)
+        call.payload = b""
+
+    def drop(self) -> None:
+        """Close at once; the call that it served hears nothing more."""
+        self._call = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Read no further."""
+        if self._transport is not None and not self.is_paused:
+            self.is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and self.is_paused:
+            self.is_paused = False
+            self._transport.resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection stands."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The instance closed, or died; that ends an answer of unknown length, and breaks any other."""
+        self._transport = None
+        self._upstream.forget(self)
+        call, self._call = self._call, None
+        if call is None or call.is_over:
+            return
+        if error is None and self._till_close and not self._in_head:
+            call.take_end(self._status, self._retry_after())
+        elif self._in_head:
+            call.lose(PeerLost(f"{call.name} closed the connection ({error or 'without an answer'})"))
+        else:
+            call.lose(PeerLost(f"{call.name} broke off in the middle of its answer"))
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, and pass on in one piece what came in one piece."""
+        call = self._call
+        if call is None:
+            self.drop()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            call.lose(ProtocolError(f"{call.name} answered something that is no HTTP: {error}"))
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                call.lose(ProtocolError(f"{call.name} answered with a head of more than {_MAX_HEAD_BYTES} bytes"))
+            return
+        if self._pieces and not call.is_over:
+            pieces, self._pieces = self._pieces, []
+            call.take_piece(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if self._is_complete and self._call is call:
+            self._complete(call)
+
+    def on_message_begin(self) -> None:
+        """An answer starts."""
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers are dropped."""
+        if self._in_head:
+            self._headers[name.lower()] = value or b""
+
+    def on_headers_complete(self) -> None:
+        """The head is in."""
+        self._status = self._parser.get_status_code()
+        if 100 <= self._status < 200:
+            return
+        self._in_head = False
+        call = self._call
+        if call is None:
+            return
+        kind = self._headers.get(b"content-type")
+        if kind is not None:
+            call.content_type = kind.decode("latin-1")
+        self._till_close = not (b"content-length" in self._headers or b"transfer-encoding" in self._headers)
+        if call.may_stream and self._status == 200 and kind is not None and kind.lower().startswith(_EVENT_STREAM):
+            call.is_stream = True
+            call.caller.call_begun(call)
+
+    def on_body(self, piece: bytes) -> None:
+        """A piece of the body."""
+        self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        """The answer is complete, unless it was an interim one."""
+        if not 100 <= self._status < 200:
+            self._is_complete = True
+            self._can_be_kept = self._parser.should_keep_alive()
+
+    def _complete(self, call: Call) -> None:
+        self._call = None
+        retry_after = self._retry_after()
+        if self._can_be_kept and self.is_usable:
+            self._upstream.keep(self)
+        else:
+            self.drop()
+        call.take_end(self._status, retry_after)
+
+    def _retry_after(self) -> str | None:
+        value = self._headers.get(b"retry-after")
+        return None if value is None else value.decode("latin-1")
+
+
+class Upstream:
+    """The router's connections to instances. Nothing waits for a free one: a call opens its own when none is kept."""
+
+    def __init__(self, connect_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._connect_timeout_s = connect_timeout_s
+        self._kept: defaultdict[str, deque[_Connection]] = defaultdict(deque)
+        self._open: set[_Connection] = set()
+        self._calls: set[Call] = set()
+        self._dialling: set[asyncio.Task[None]] = set()
+
+    def start(self, call: Call) -> None:
+        """Send a call; its caller hears of it later, never from within this."""
+        self._calls.add(call)
+        call.over = self._calls.discard
+        kept = self._kept.get(call.address)
+        while kept:
+            connection = kept.pop()
+            if connection.is_usable:
+                connection.begin(call, was_kept=True)
+                return
+        task = asyncio.get_running_loop().create_task(self._dial(call))
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+
+    def keep(self, connection: _Connection) -> None:
+        """Keep a connection for the next call; the oldest go first when there are too many."""
+        connection.resume()
+        connection.idle_since = self.clock()
+        kept = self._kept[connection.address]
+        kept.append(connection)
+        if len(kept) > _MAX_KEPT:
+            kept.popleft().drop()
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection is closed."""
+        self._open.discard(connection)
+
+    def sweep(self, now: float) -> None:
+        """End calls that are too late, and close connections before the instances would do it in mid-call."""
+        for call in tuple(self._calls):
+            call.check(now)
+        for address, kept in list(self._kept.items()):
+            while kept and (now - kept[0].idle_since >= _KEPT_S or not kept[0].is_usable):
+                kept.popleft().drop()
+            if not kept:
+                del self._kept[address]
+
+    async def close(self) -> None:
+        """Give every call up and close every connection."""
+        for task in tuple(self._dialling):
+            task.cancel()
+        for call in tuple(self._calls):
+            call.close()
+        for connection in tuple(self._open):
+            connection.drop()
+        self._kept.clear()
+        await asyncio.sleep(0)
+
+    async def _dial(self, call: Call) -> None:
+        host, _, port = call.address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, call.address), host.strip("[]"), int(port)
+                )
+        except TimeoutError:
+            call.lose(PeerLost(f"{call.name} cannot be reached (no connection within {self._connect_timeout_s:g} s)"))
+        except OSError as error:
+            call.lose(PeerLost(f"{call.name} cannot be reached ({error.strerror or error})"))
+        else:
+            self._open.add(connection)
+            if call.is_over:
+                self.keep(connection)
+            else:
+                connection.begin(call, was_kept=False)
+
+
+class _Waiter(Nobody):
+    """A caller that waits for a whole answer."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def call_answered(self, call: Call, answer: Answer) -> None:  # noqa: ARG002
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+    def call_lost(self, call: Call, error: PeerError) -> None:  # noqa: ARG002
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+async def fetch(
+    upstream: Upstream, instance: Instance, path: str, timeout_s: float, max_bytes: int, address: str | None = None
+) -> Answer:
+    """Ask an instance for a page, at `address` if that is not where its API is. Raises PeerError."""
+    waiter = _Waiter()
+    payload = request_head("GET", path, address or instance.http_address, 0)
+    call = Call(waiter, instance, payload, address=address, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
+    upstream.start(call)
+    try:
+        return await waiter.answer
+    finally:
+        call.close()

@@ -1,0 +1,285 @@
+"""Several processes on one port: one takes registrations in and tells the others, all share their counts on one board.
+
+The first process owns the discovery socket and starts the workers, which bind the same port; the kernel spreads
+connections over them. It passes on each registration that may matter, with the slot in which the instance's load is
+counted. Workers are forked before there are threads or an event loop, and begin with nothing but the board and their end
+of a socket. A worker that dies is replaced; workers end when the first process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import uvloop
+
+from kvbaton.discovery.listener import Listener
+from kvbaton.discovery.messages import Registration, decode_registration, encode_registration
+from kvbaton.discovery.registry import Outcome, Refreshed, Registry
+from kvbaton.discovery.static import StaticInstances
+from kvbaton.errors import ConfigError
+from kvbaton.router.app import MAX_SLOTS, RouterCore, new_board
+from kvbaton.router.board import Board, Loads
+from kvbaton.router.metrics import COLUMNS, GAUGES, write_messages
+from kvbaton.router.settings import RouterSettings
+from kvbaton.router.slots import SlotBook, instance_key
+
+__all__ = ["run_processes"]
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_SWEEP_S = 0.1
+_TELL_AGAIN_S = 0.5
+_RESTART_S = 0.5
+_MAX_MESSAGE = 65536
+_READY = b"ready"
+
+
+class _News(msgspec.Struct, array_like=True):
+    """One registration for the workers, and the slot of its instance."""
+
+    slot: int
+    frame: bytes
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker process and our end of its socket."""
+
+    row: int
+    pid: int
+    channel: socket.socket
+    started: float
+
+
+class _Teller(Registry):
+    """The first process's registry: what it takes in, the workers are told too."""
+
+    def __init__(self, settings: RouterSettings, tell: Callable[[Registration, Outcome, float], None]) -> None:
+        super().__init__(settings.transfer_mode, settings.expire_after_s)
+        self._tell = tell
+
+    def register(self, message: Registration, now: float) -> Outcome:
+        """Take in one message, and pass it on."""
+        outcome = super().register(message, now)
+        self._tell(message, outcome, now)
+        return outcome
+
+
+def run_processes(settings: RouterSettings, ready: Callable[[], None] | None = None) -> int:
+    """Run a router of several processes until SIGINT or SIGTERM; the exit code. Raises ConfigError before anything runs."""
+    return _Head(settings).run(ready)
+
+
+class _Head:
+    """The first process."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._board = new_board(settings.processes + 1)
+        self._slots = SlotBook(MAX_SLOTS)
+        self._loads = Loads(self._board, settings.processes, COLUMNS)
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._told: dict[tuple[str, str, str], float] = {}
+        self._stopping = False
+
+    def run(self, ready: Callable[[], None] | None) -> int:
+        """Start the workers, take registrations in, and keep the workers going."""
+        _check_port(self._settings)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        registry = _Teller(self._settings, self._tell)
+        static = None if self._settings.instances_file is None else StaticInstances(self._settings.instances_file, registry)
+        self._workers = [self._start(row) for row in range(self._settings.processes)]
+        try:
+            self._await_ready()
+            settings = self._settings
+            with Listener(
+                registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key
+            ) as listener:
+                if ready is not None:
+                    ready()
+                while not self._stopping:
+                    self._look(registry, listener, static)
+                    time.sleep(_LOOK_S)
+        finally:
+            self._end_workers()
+        return 0
+
+    def _look(self, registry: Registry, listener: Listener, static: StaticInstances | None) -> None:
+        now = time.monotonic()
+        listener.check()
+        if static is not None:
+            static.refresh(now)
+        registry.expire(now)
+        with self._lock:
+            live = {instance_key(instance.registration) for instance in registry.live(now)}
+            self._slots.keep(live, now, self._loads.of)
+            self._told = {key: told for key, told in self._told.items() if key in live}
+        self._count_messages(listener)
+        self._replace_dead(registry, now)
+
+    def _count_messages(self, listener: Listener) -> None:
+        write_messages(self._board.row(self._settings.processes), listener.messages_total(), listener.malformed_total())
+
+    def _tell(self, message: Registration, outcome: Outcome, now: float) -> None:
+        """Pass on what changes something at once, and heartbeats often enough."""
+        key = instance_key(message)
+        with self._lock:
+            if isinstance(outcome, Refreshed) and now - self._told.get(key, float("-inf")) < _TELL_AGAIN_S:
+                return
+            self._told[key] = now
+            for worker in self._workers:
+                self._send_to(worker, message)
+
+    def _send_to(self, worker: _Worker, message: Registration) -> None:
+        """A worker that does not keep up misses a heartbeat; the next one comes soon."""
+        news = _News(self._slots.slot_of(instance_key(message)), encode_registration(message))
+        with contextlib.suppress(OSError):
+            worker.channel.send(msgspec.msgpack.encode(news))
+
+    def _replace_dead(self, registry: Registry, now: float) -> None:
+        for index, worker in enumerate(self._workers):
+            if os.waitpid(worker.pid, os.WNOHANG)[0] == 0:
+                continue
+            _logger.error("router: process %d died; starting another", worker.pid)
+            worker.channel.close()
+            self._board.clear(worker.row, COLUMNS)
+            self._board.clear(worker.row, 0, GAUGES)
+            if now - worker.started < _RESTART_S:
+                time.sleep(_RESTART_S)
+            with self._lock:
+                self._workers[index] = self._start(worker.row)
+            for instance in registry.live(now):
+                self._send_to(self._workers[index], instance.registration)
+
+    def _start(self, row: int) -> _Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for worker in self._workers:
+                worker.channel.close()
+            os._exit(_run_worker(self._settings, self._board, row, theirs))
+        theirs.close()
+        ours.setblocking(False)
+        return _Worker(row, pid, ours, time.monotonic())
+
+    def _await_ready(self) -> None:
+        for worker in self._workers:
+            worker.channel.settimeout(30.0)
+            try:
+                word = worker.channel.recv(_MAX_MESSAGE)
+            except OSError as error:
+                raise ConfigError(f"process {worker.pid} of the router did not start ({error}); its log says why") from error
+            finally:
+                worker.channel.setblocking(False)
+            if word != _READY:
+                raise ConfigError(word.decode(errors="replace") or "a process of the router ended while it started")
+
+    def _stop(self, _number: int, _frame: object) -> None:
+        if self._stopping:
+            for worker in self._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+        self._stopping = True
+
+    def _end_workers(self) -> None:
+        """Each worker drains; one that does not end in time is killed."""
+        for worker in self._workers:
+            _kill(worker.pid, signal.SIGTERM)
+        give_up_at = time.monotonic() + self._settings.drain_timeout_s + 5.0
+        for worker in self._workers:
+            while os.waitpid(worker.pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > give_up_at:
+                    _kill(worker.pid, signal.SIGKILL)
+                time.sleep(0.02)
+            worker.channel.close()
+
+
+def _run_worker(settings: RouterSettings, board: Board, row: int, channel: socket.socket) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_work(settings, board, row, channel))
+    except Exception:
+        _logger.exception("router: a process failed; this is a bug")
+        return 1
+    return 0
+
+
+async def _work(settings: RouterSettings, board: Board, row: int, channel: socket.socket) -> None:
+    """One worker: serve the port with what the first process tells, until it is asked to stop or the first one is gone."""
+    registry = Registry(settings.transfer_mode, settings.expire_after_s)
+    core = RouterCore(settings, registry, board, row)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    try:
+        await core.server.open()
+    except ConfigError as error:
+        channel.send(str(error).encode()[:_MAX_MESSAGE])
+        return
+    channel.send(_READY)
+    channel.setblocking(False)
+    loop.add_reader(channel.fileno(), _hear, channel, core, stopping)
+    while not stopping.is_set():
+        core.sweep(time.monotonic())
+        try:
+            await asyncio.wait_for(stopping.wait(), _SWEEP_S)
+        except TimeoutError:
+            continue
+    loop.remove_reader(channel.fileno())
+    await core.stop()
+
+
+def _hear(channel: socket.socket, core: RouterCore, stopping: asyncio.Event) -> None:
+    """Take in news from the first process; its end ends this one too."""
+    try:
+        content = channel.recv(_MAX_MESSAGE)
+    except BlockingIOError:
+        return
+    except OSError:
+        content = b""
+    if not content:
+        stopping.set()
+        return
+    news = msgspec.msgpack.decode(content, type=_News)
+    message = decode_registration(news.frame)
+    if isinstance(message, Registration):
+        core.slots.assign(instance_key(message), news.slot)
+        core.registry.register(message, time.monotonic())
+
+
+def _check_port(settings: RouterSettings) -> None:
+    """Sharing a port hides that somebody else has it; look before."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ConfigError(
+                f"router address {settings.host}:{settings.port} cannot be bound ({error.strerror or error}); stop what uses"
+                " the port, or choose another with --port"
+            ) from error
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

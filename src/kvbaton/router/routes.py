@@ -1,0 +1,236 @@
+"""What the router answers where: who may ask, the routes that it answers by itself, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any
+
+from kvbaton.discovery.messages import InstanceType, Registration
+from kvbaton.discovery.registry import Registry
+from kvbaton.errors import PeerError
+from kvbaton.router.answers import error_response, json_response
+from kvbaton.router.dispatch import COMPLETION_PATHS, Dispatcher
+from kvbaton.router.handoffs import HandoffFace
+from kvbaton.router.http.client_connection import ClientConnection
+from kvbaton.router.http.messages import Request, Response
+from kvbaton.router.http.upstream import Upstream, fetch
+from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.policy import missing_sides
+from kvbaton.router.settings import RouterSettings
+
+__all__ = ["Routes"]
+
+_logger = logging.getLogger(__name__)
+
+_PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'"
+_PAGE_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": _PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MODELS_TIMEOUT_S = 10.0
+_MODELS_BYTES = 4 * 1024 * 1024
+_RETRY_AFTER = {"Retry-After": "2"}
+_OPEN_TO_ALL = frozenset(("/health", "/ready", "/readiness", "/metrics", "/"))
+
+Page = Callable[[Request], Response | Awaitable[Response]]
+
+
+class Routes:
+    """The router's HTTP surface over a registry and a dispatcher."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        upstream: Upstream,
+        metrics: RouterMetrics,
+        handoffs: HandoffFace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_draining = False
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._upstream = upstream
+        self._metrics = metrics
+        self._handoffs = handoffs
+        self._clock = clock
+        self._started = int(time.time())
+        self._page = _load_page()
+        self._keys = [f"Bearer {key}".encode() for key in settings.api_keys]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pages: dict[str, Page] = {
+            "/v1/models": self._models,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/readiness": self._ready,
+            "/instances": self._instances,
+            "/metrics": self._show_metrics,
+            "/handoffs": self._handoffs.newest,
+        }
+
+    def handle(self, connection: ClientConnection, request: Request) -> None:
+        """Answer a request, now or later."""
+        path = request.path
+        if self._keys and path not in _OPEN_TO_ALL and not path.startswith("/page/") and not self._is_known(request):
+            self._metrics.add("unauthorized")
+            message = "the Authorization header must hold a valid API key: Bearer ..."
+            connection.send(error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
+        elif path in COMPLETION_PATHS:
+            if request.method == "POST":
+                self._dispatcher.serve(connection, request)
+            else:
+                connection.send(_wrong_method(request, "POST"))
+        else:
+            self._answer(connection, request)
+
+    def count(self, path: str, status: int) -> None:
+        """An answer was sent."""
+        self._metrics.count_request(_label(path), f"{status // 100}xx")
+
+    def close(self) -> None:
+        """Give up what is still being answered."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _answer(self, connection: ClientConnection, request: Request) -> None:
+        page = self._find(request.path)
+        if page is None:
+            connection.send(error_response(404, f"there is nothing at {request.path[:200]}"))
+        elif request.method not in ("GET", "HEAD"):
+            connection.send(_wrong_method(request, "GET"))
+        else:
+            answer = page(request)
+            if isinstance(answer, Response):
+                connection.send(answer)
+            else:
+                _Visit(connection, answer, self._tasks)
+
+    def _find(self, path: str) -> Page | None:
+        if path in self._pages:
+            return self._pages[path]
+        if path.startswith("/handoffs/"):
+            return self._handoffs.one
+        name = "index.html" if path == "/" else path.removeprefix("/page/") if path.startswith("/page/") else ""
+        return self._show_page if name in self._page else None
+
+    def _is_known(self, request: Request) -> bool:
+        given = request.headers.get(b"authorization", b"")
+        return any(hmac.compare_digest(given, key) for key in self._keys)
+
+    async def _models(self, _request: Request) -> Response:
+        live = self._registry.live(self._clock())
+        if not live:
+            return error_response(503, missing_sides(live), code="no_instance", headers=_RETRY_AFTER)
+        names = sorted({instance.registration.model for instance in live} - {""})
+        if names:
+            entries = [{"id": n, "object": "model", "created": self._started, "owned_by": "kvbaton"} for n in names]
+            return json_response({"object": "list", "data": entries})
+        asked = live[0]
+        answer = await fetch(self._upstream, asked, "/v1/models", _MODELS_TIMEOUT_S, _MODELS_BYTES)
+        return Response(answer.status, answer.content, answer.content_type)
+
+    def _health(self, _request: Request) -> Response:
+        live = self._registry.live(self._clock())
+        missing = missing_sides(live)
+        if missing:
+            return error_response(503, missing, code="no_instance", headers=_RETRY_AFTER)
+        counts = {kind: sum(instance.type is kind for instance in live) for kind in InstanceType}
+        return json_response({"status": "ok", **{kind.word: count for kind, count in counts.items()}})
+
+    def _ready(self, request: Request) -> Response:
+        if self.is_draining:
+            return error_response(503, "this router finishes what it has and takes nothing new", code="draining")
+        return self._health(request)
+
+    def _instances(self, _request: Request) -> Response:
+        now = self._clock()
+        live = [
+            {
+                **_described(i.registration),
+                "since_s": now - i.since,
+                "age_s": now - i.last_seen,
+                "in_flight": self._dispatcher.chooser.load_of(i),
+                "strikes": i.strikes,
+                "put_aside_s": max(0.0, i.aside_until - now),
+            }
+            for i in self._registry.live(now)
+        ]
+        refused = [
+            {**_described(r.registration), "reason": r.reason, "since_s": now - r.since, "age_s": now - r.last_seen}
+            for r in self._registry.refused(now)
+        ]
+        return json_response({"transfer_mode": self._registry.transfer_mode or "auto", "live": live, "refused": refused})
+
+    def _show_metrics(self, _request: Request) -> Response:
+        return Response(200, self._metrics.render(), _METRICS_TYPE)
+
+    def _show_page(self, request: Request) -> Response:
+        name = "index.html" if request.path == "/" else request.path.removeprefix("/page/")
+        kind = _PAGE_TYPES[name.rpartition(".")[2]]
+        return Response(200, self._page[name], f"{kind}; charset=utf-8", _PAGE_HEADERS)
+
+
+class _Visit:
+    """A request whose answer takes a while; it is given up when its client goes away."""
+
+    def __init__(self, connection: ClientConnection, answer: Awaitable[Response], tasks: set[asyncio.Task[None]]) -> None:
+        self._connection = connection
+        self._task = asyncio.ensure_future(self._run(answer))
+        tasks.add(self._task)
+        self._task.add_done_callback(tasks.discard)
+        connection.host(self)
+
+    def client_gone(self) -> None:
+        """Nobody waits for the answer."""
+        self._task.cancel()
+
+    def client_pauses(self) -> None:
+        """The answer is small."""
+
+    def client_resumes(self) -> None:
+        """The answer is small."""
+
+    async def _run(self, answer: Awaitable[Response]) -> None:
+        try:
+            response = await answer
+        except PeerError as error:
+            response = error_response(502, str(error), code="instance_failed")
+        except Exception:
+            _logger.exception("router: a page failed; this is a bug")
+            response = error_response(500, "the router failed; its log says why", code="bug")
+        self._connection.send(response)
+
+
+def _label(path: str) -> str:
+    if path.startswith("/handoffs/"):
+        return "/handoffs/{transfer_id}"
+    return "/page/{name}" if path.startswith("/page/") else path
+
+
+def _wrong_method(request: Request, allowed: str) -> Response:
+    message = f"{request.method} is not allowed at {request.path[:200]}; use {allowed}"
+    return error_response(405, message, headers={"Allow": allowed})
+
+
+def _described(registration: Registration) -> dict[str, Any]:
+    return {
+        "type": registration.type,
+        "http_address": registration.http_address,
+        "zmq_address": registration.zmq_address,
+        "dp_size": registration.dp_size,
+        "tp_size": registration.tp_size,
+        "transfer_mode": registration.transfer_mode,
+        "model": registration.model,
+        "fingerprint": registration.fingerprint,
+        "incarnation": registration.incarnation,
+    }
+
+
+def _load_page() -> dict[str, bytes]:
+    folder = resources.files("kvbaton.router") / "page"
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.name.rpartition(".")[2] in _PAGE_TYPES}

@@ -1,0 +1,43 @@
+"""The cluster key of `kvbaton router`: it reaches the router from a file only, and is never shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.cli.router import router
+from kvbaton.config import CLUSTER_KEY_VARIABLE
+from kvbaton.router import app
+from kvbaton.router.settings import RouterSettings
+
+KEY = "a key of more than sixteen bytes"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[RouterSettings]:
+    """The settings of each router that would have been started."""
+    found: list[RouterSettings] = []
+
+    async def keep(settings: RouterSettings, *_more: Any) -> None:
+        found.append(settings)
+
+    monkeypatch.setattr(app, "serve_router", keep)
+    return found
+
+
+def test_the_key_of_a_file_reaches_the_router(served: list[RouterSettings], tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    assert router(cluster_key_file=path) == 0
+    assert served[0].cluster_key == KEY.encode()
+    assert KEY not in repr(served[0])
+
+
+def test_without_a_file_foreign_instances_are_welcome(served: list[RouterSettings], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that was started beside instances with a key in the environment must not begin to refuse others."""
+    monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
+    assert router() == 0
+    assert served[0].cluster_key is None

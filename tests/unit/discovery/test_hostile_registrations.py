@@ -1,0 +1,228 @@
+"""Whoever reaches the discovery port can send anything: it is dropped and counted, and disturbs nobody."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvbaton.discovery.announcer import ThreadAnnouncer
+from kvbaton.discovery.listener import Listener
+from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, TransferMode, encode_registration
+from kvbaton.discovery.registry import Registered, Registry
+from kvbaton.launch.ports import PortPicker
+from watching import wait_until
+
+GOOD = Registration(
+    type=InstanceType.DECODE,
+    http_address="127.0.0.1:8201",
+    zmq_address="host:127.0.0.1,handshake:6301,notify:6301",
+    transfer_mode=TransferMode.READ,
+    incarnation="good",
+)
+FIELDS: dict[str, Any] = msgspec.msgpack.decode(encode_registration(GOOD))
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+@contextmanager
+def listening(**options: Any) -> Iterator[tuple[Registry, Listener, int]]:
+    registry, port = Registry(), PortPicker().pick()
+    with Listener(registry, "127.0.0.1", port, **options) as listener:
+        yield registry, listener, port
+
+
+def is_live(registry: Registry, address: str = GOOD.http_address) -> bool:
+    return address in [instance.http_address for instance in registry.live(time.monotonic())]
+
+
+@contextmanager
+def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    stopping = threading.Event()
+    thread = threading.Thread(target=work, args=(stopping,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def dealer_flood(port: int, frames: Callable[[int], list[bytes]]) -> Callable[[threading.Event], None]:
+    """Sends as fast as it can."""
+
+    def work(stopping: threading.Event) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+            sender.setsockopt(zmq.LINGER, 0)
+            sender.setsockopt(zmq.SNDTIMEO, 100)
+            sender.connect(f"tcp://127.0.0.1:{port}")
+            number = 0
+            while not stopping.is_set():
+                try:
+                    sender.send_multipart(frames(number))
+                except zmq.Again:
+                    continue
+                number += 1
+
+    return work
+
+
+def stranger(number: int) -> list[bytes]:
+    address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}:80"
+    return [encode_registration(msgspec.structs.replace(GOOD, http_address=address, incarnation=str(number)))]
+
+
+FLOODS: dict[str, Callable[[int], list[bytes]]] = {
+    "ever new instances": stranger,
+    "one instance that is ever restarted": lambda n: [
+        encode_registration(msgspec.structs.replace(GOOD, http_address="10.0.0.1:80", incarnation=str(n)))
+    ],
+    "garbage": lambda _n: [b"\xc1garbage"],
+    "heartbeats of a stranger": lambda _n: stranger(1),
+}
+
+
+@pytest.mark.parametrize("frames", FLOODS.values(), ids=FLOODS.keys())
+def test_a_flood_does_not_disturb_an_instance_that_is_there(frames: Callable[[int], list[bytes]]) -> None:
+    with listening() as (registry, listener, port), ThreadAnnouncer(GOOD, [f"127.0.0.1:{port}"], 0.05):
+        wait_until(lambda: is_live(registry), "the good one registers")
+        with in_background(dealer_flood(port, frames)):
+            wait_until(lambda: listener.messages_total() > 3000, "the flood is there", 60)
+            seen = registry.live(time.monotonic())[0].last_seen
+            wait_until(lambda: registry.live(time.monotonic())[0].last_seen > seen, "heartbeats get through")
+            assert is_live(registry)
+        listener.check()
+        assert len(registry.live(time.monotonic())) <= 1024
+        assert len(registry.refused(time.monotonic())) <= 64
+        assert listener.malformed_total()[Cause.INTERNAL] == 0
+
+
+def test_ten_thousand_registrations_at_once_are_all_counted_and_tables_stay_small() -> None:
+    """Without sockets and without waiting: each costs the same, whatever came before."""
+    registry = Registry()
+    listener = Listener(registry, "127.0.0.1", 1, clock=lambda: 1.0)
+    registry.register(GOOD, 1.0)
+    outcomes = [listener.take([b"10.9.9.9", *stranger(number)]) for number in range(10_000)]
+    assert listener.messages_total() == 10_000
+    assert sum(isinstance(outcome, Registered) for outcome in outcomes) == 1023
+    for table in (registry._live, registry._refused, registry._superseded, registry._comings, registry._expired):
+        assert len(table) <= 1024
+    assert len(listener._limit._last) <= 1024
+
+
+WRONG: list[object] = [None, True, 7, -1, 1.5, 2**63, b"P", "", " ", "x" * 600, [], {}, "\u00e9", "a\nb", "___", "http://h:1"]
+
+
+@pytest.mark.parametrize("field", ["type", "http_address", "zmq_address", "transfer_mode"])
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_every_field_wrong_in_turn_is_named(field: str, value: object) -> None:
+    listener = Listener(Registry(), "127.0.0.1", 1)
+    got = listener.take([b"id", msgspec.msgpack.encode({**FIELDS, field: value})])
+    assert isinstance(got, Malformed)
+    assert got.field == field
+
+
+@pytest.mark.parametrize("field", ["dp_size", "tp_size", "incarnation", "model", "fingerprint", "answer", "dispatch"])
+@pytest.mark.parametrize("value", [None, -1, 1.5, 2**63, b"P", "x" * 600, [], {}, "a\nb"], ids=repr)
+def test_every_optional_field_wrong_in_turn_is_named(field: str, value: object) -> None:
+    listener = Listener(Registry(), "127.0.0.1", 1)
+    got = listener.take([b"id", msgspec.msgpack.encode({**FIELDS, field: value})])
+    assert isinstance(got, Malformed)
+    assert got.field == field
+
+
+@pytest.mark.parametrize("field", ["type", "http_address", "zmq_address", "transfer_mode"])
+def test_every_field_missing_in_turn_is_named(field: str) -> None:
+    listener = Listener(Registry(), "127.0.0.1", 1)
+    got = listener.take([b"id", msgspec.msgpack.encode({k: v for k, v in FIELDS.items() if k != field})])
+    assert isinstance(got, Malformed)
+    assert (got.cause, got.field) == (Cause.MISSING_FIELD, field)
+
+
+def send_without_end(sender: socket.socket) -> None:
+    for _ in range(100_000):
+        sender.sendall(b"\x01\xff" + b"x" * 255)
+
+
+def test_an_endless_message_is_cut_off_and_counted() -> None:
+    """A ZeroMQ socket would keep all its parts in memory until the last one has come."""
+    with listening() as (_, listener, port), socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
+        sender.sendall(GREETING + READY)
+        with pytest.raises(ConnectionError):
+            send_without_end(sender)
+        assert listener.malformed_total()[Cause.TOO_LONG] == 1
+        wait_until(lambda: listener.connections() == 0, "its connection is gone")
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, GREETING + b"\x02" + b"\xff" * 8, b"\x16\x03\x01" + b"x" * 200]
+)
+def test_other_protocols_are_cut_off_and_counted(said: bytes) -> None:
+    with listening() as (_, listener, port), socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
+        sender.sendall(said)
+        wait_until(lambda: listener.messages_total() == 1, "it is counted")
+        while sender.recv(4096):
+            pass
+        counted = listener.malformed_total()
+        assert counted[Cause.NOT_ZMTP] + counted[Cause.TOO_LONG] == 1
+
+
+def test_many_silent_connections_give_way_to_one_that_speaks() -> None:
+    with listening(max_connections=20) as (registry, listener, port):
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(50)]
+        try:
+            with ThreadAnnouncer(GOOD, [f"127.0.0.1:{port}"], 0.05):
+                wait_until(lambda: is_live(registry), "the good one registers")
+                assert listener.connections() <= 20
+        finally:
+            for each in silent:
+                each.close()
+
+
+def test_whoever_never_finishes_the_handshake_is_cut_off() -> None:
+    now = [0.0]
+    with (
+        listening(clock=lambda: now[0]) as (_, listener, port),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sender,
+    ):
+        sender.sendall(GREETING[:20])
+        wait_until(lambda: listener.connections() == 1, "it is connected")
+        now[0] = 6.0
+        wait_until(lambda: listener.connections() == 0, "it is cut off")
+
+
+def test_garbage_is_logged_once_per_sender(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener(Registry(), "127.0.0.1", 1, clock=lambda: 0.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(100):
+            for sender in (b"10.0.0.1", b"10.0.0.2"):
+                listener.take([sender, b"\xc1"])
+    assert len(caplog.records) == 2
+
+
+def test_a_router_with_a_key_takes_holders_of_the_key_only() -> None:
+    key = b"k" * 32
+    with listening(cluster_key=key) as (registry, listener, port):
+        wrong = msgspec.structs.replace(GOOD, http_address="10.0.0.1:80")
+        with ThreadAnnouncer(wrong, [f"127.0.0.1:{port}"], 0.05):
+            with ThreadAnnouncer(GOOD, [f"127.0.0.1:{port}"], 0.05, cluster_key=key):
+                wait_until(lambda: is_live(registry), "the holder of the key registers")
+            wait_until(lambda: listener.malformed_total()[Cause.NOT_SEALED] > 0, "the stranger is counted")
+        assert not is_live(registry, "10.0.0.1:80")
+
+
+def test_a_thousand_instances_are_live_at_once() -> None:
+    registry = Registry()
+    for number in range(1000):
+        (frame,) = stranger(number)
+        assert isinstance(Listener(registry, "127.0.0.1", 1, clock=lambda: 0.0).take([b"id", frame]), Registered)
+    assert len(registry.live(0.0)) == 1000
