@@ -290,7 +290,7 @@ class Coordinator:
             idle = self._peers.make_room(self.source.peers() | self.target.peers())
             if idle is not None:
                 self._ranks.disconnect(idle)
-            self._ranks.connect(card)
+            self._ranks.connect(card, self.card)
         replaced = self._peers.learn(known or card, via)
         if replaced is not None:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbaton.agent.backlog import Backlog, Part
+from kvbaton.agent.meeting import shares_of
 from kvbaton.agent.ports import (
     AuxAsk,
     AuxRead,
@@ -25,7 +26,7 @@ from kvbaton.agent.ports import (
     SumAsk,
 )
 from kvbaton.agent.summing import Summer
-from kvbaton.core.card import Card
+from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
@@ -37,6 +38,7 @@ from kvbaton.transport.base import Batch, Completion, Direction, FencingTranspor
 __all__ = ["RankAgent"]
 
 _BATCH_BYTES = 4 << 20
+_MAX_UNREACHABLE = 4096
 
 
 @dataclass(slots=True)
@@ -60,11 +62,7 @@ class _Leg:
     known: set[int] = field(default_factory=set)
     """Numbers of all spans that were ever to be moved."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
-    plan: BlockRuns = ()
-
-    @property
-    def peer(self) -> PeerRank:
-        return PeerRank(self.start.peer, self.start.peer_rank)
+    plans: dict[PeerRank, BlockRuns] = field(default_factory=dict)
 
     @property
     def is_drained(self) -> bool:
@@ -101,7 +99,9 @@ class RankAgent:
         self._memory = memory
         self._aux_reads: dict[Ticket, AuxAsk] = {}
         self._summer = Summer(rank, layout, memory, report)
-        self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
+        self._pairs: dict[Executor, dict[PeerRank, Pair]] = {executor: {} for executor in Executor}
+        self._met: set[Incarnation] = set()
+        self._unreachable: dict[Incarnation, str] = {}
         self.legs: dict[LegId, _Leg] = {}
         self._owners: dict[Ticket, tuple[LegId, int]] = {}
         self._completions: deque[Completion] = deque()
@@ -117,25 +117,55 @@ class RankAgent:
         writes = may_write and Direction.WRITE in transport.directions
         return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
 
-    def connect(self, card: Card) -> None:
-        """Make the peer's rank of the same number reachable; raises TransportError or Incompatible."""
-        rank_card = card.ranks[self.rank]
-        peer = PeerRank(card.incarnation, rank_card.rank)
-        pairs = pair_layouts(rank_card.layout, self._layout), pair_layouts(self._layout, rank_card.layout)
+    def connect(self, card: Card, ours: Card) -> None:
+        """Make the ranks of a peer reachable that have something for this rank of `ours`, or want something of it.
+
+        Raises TransportError or Incompatible; what is asked for afterwards fails with the same words.
+        """
+        self._unreachable.pop(card.incarnation, None)
+        try:
+            self._connect(card, ours)
+        except KVBatonError as error:
+            if len(self._unreachable) >= _MAX_UNREACHABLE:
+                self._unreachable.clear()
+            self._unreachable[card.incarnation] = str(error)
+            raise
+        self._met.add(card.incarnation)
+
+    def _connect(self, card: Card, ours: Card) -> None:
+        mine = [rank.layout for rank in ours.ranks]
+        reads = shares_of([rank.layout for rank in card.ranks], self._layout, self.rank)
+        for index, rank_card in enumerate(card.ranks):
+            peer = PeerRank(card.incarnation, rank_card.rank)
+            written = shares_of(mine, rank_card.layout, rank_card.rank).get(self.rank)
+            if index in reads or written is not None:
+                self._transport.connect(peer, self._endpoint(rank_card))
+            if index in reads:
+                pair = pair_layouts(rank_card.layout, self._layout, reads[index])
+                self._pairs[Executor.TARGET_READS][peer] = pair
+            if written is not None:
+                self._pairs[Executor.SOURCE_WRITES][peer] = pair_layouts(self._layout, rank_card.layout, written)
+
+    def _endpoint(self, rank_card: RankCard) -> Endpoint:
         for endpoint in rank_card.endpoints:
             if endpoint.transport == self._transport.name:
-                self._transport.connect(peer, endpoint)
-                self._pairs[peer] = pairs
-                return
+                return endpoint
         offered = ", ".join(endpoint.transport for endpoint in rank_card.endpoints) or "none"
         raise TransportError(f"no common transport: {self._transport.name} here, {offered} there")
 
     def disconnect(self, incarnation: Incarnation) -> None:
         """Forget a peer; what is in flight to it completes with an error."""
-        for peer in [peer for peer in self._pairs if peer.incarnation == incarnation]:
-            del self._pairs[peer]
+        for peer in self._ranks_of(incarnation):
+            for pairs in self._pairs.values():
+                pairs.pop(peer, None)
             self._transport.revoke(peer)
+        self._unreachable.pop(incarnation, None)
+        self._met.discard(incarnation)
         self._offer_again(at_once=True)
+
+    def _ranks_of(self, incarnation: Incarnation) -> list[PeerRank]:
+        known = {peer for pairs in self._pairs.values() for peer in pairs if peer.incarnation == incarnation}
+        return sorted(known)
 
     def revoke(self, incarnation: Incarnation, epoch: int) -> None:
         """Tear the session with a peer down, and report that; nothing is done where the transport cannot fence a peer.
@@ -144,11 +174,12 @@ class RankAgent:
         """
         if self._transport.late_writes is LateWrites.UNFENCED:
             return
+        peers = self._ranks_of(incarnation) or [PeerRank(incarnation, self.rank)]
         self.disconnect(incarnation)
-        peer = PeerRank(incarnation, self.rank)
-        self._transport.revoke(peer)
-        if isinstance(self._transport, FencingTransport):
-            self._transport.fence_peer(peer, epoch)
+        for peer in peers:
+            self._transport.revoke(peer)
+            if isinstance(self._transport, FencingTransport):
+                self._transport.fence_peer(peer, epoch)
         self._report(PeerFenced(incarnation, epoch, self.rank))
 
     def reset_region(self, epoch: int) -> None:
@@ -243,16 +274,23 @@ class RankAgent:
     def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         moving = leg.moving[spans[0].number] = _Moving(spans)
         try:
-            runs = self._plan(leg.peer, leg, source_blocks, spans)
-            parts = [Part(leg.start.leg, spans[0].number, part) for part in _batches(runs)]
-            moving.planned, moving.unposted = int(runs[:, 2].sum()), len(parts)
+            plans = [(peer, self._plan(peer, leg, source_blocks, spans)) for peer in self._peers_of(leg)]
         except KVBatonError as error:
             self._fail(leg, str(error))
         else:
-            for part in parts:
+            parts = [(peer, Part(leg.start.leg, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
+            moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
+            for peer, part in parts:
                 if leg.state is LegState.OPEN:
-                    self._backlog.add(leg.peer, part, self._clock())
+                    self._backlog.add(peer, part, self._clock())
         self._finish(leg, moving)
+
+    def _peers_of(self, leg: _Leg) -> list[PeerRank]:
+        """The ranks at the other end of a leg, if any; raises TransportError when the peer is out of reach."""
+        peer = leg.start.peer
+        if peer not in self._met:
+            raise TransportError(self._unreachable.get(peer, f"the ranks of {peer} are not connected"))
+        return [each for each in self._pairs[leg.start.executor] if each.incarnation == peer]
 
     def _post_part(self, peer: PeerRank, part: Part) -> None:
         """Post one batch; raises QueueFull. Another error fails the leg, and what is left of that is not posted."""
@@ -295,15 +333,15 @@ class RankAgent:
     def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
         """The runs of spans; what is the same for all layers is worked out once for those that follow each other."""
         start = leg.start
-        pairs = self._pairs.get(peer)
-        if pairs is None:
-            raise TransportError(f"rank {peer.rank} of {peer.incarnation} is not connected")
-        pair = pairs[0] if start.executor is Executor.TARGET_READS else pairs[1]
+        pair = self._pairs[start.executor][peer]
         first, end = max(spans[0].first_token, start.cached_tokens), spans[0].end_token
         if leg.plan_of != (source_blocks, first, end):
-            leg.plan = plan_blocks(pair, source_blocks, start.target_blocks, first, end)
+            leg.plans.clear()
             leg.plan_of = (source_blocks, first, end)
-        return plan_layers(pair, leg.plan, range(spans[0].first_layer, spans[-1].end_layer))
+        if peer not in leg.plans:
+            total = start.tokens or end
+            leg.plans[peer] = plan_blocks(pair, source_blocks, start.target_blocks, first, end, total)
+        return plan_layers(pair, leg.plans[peer], range(spans[0].first_layer, spans[-1].end_layer))
 
     def _complete(self, leg: _Leg, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)

@@ -60,7 +60,7 @@ class TargetChecks(TargetEffects):
         """
         if record.pull is None or (record.executor is Executor.SOURCE_WRITES and not self.sums_wanted):
             return ""
-        layers = [layer for group in self._card.ranks[0].layout.groups for layer in group.layers]
+        layers = {layer for rank in self._card.ranks for layer in rank.layout.layers}
         whole = Span(0, 0, record.pull.tokens, min(layers, default=0), max(layers, default=-1) + 1)
         return span_problem(record.spans.values(), whole)
 

@@ -77,9 +77,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Target to source: these blocks are yours to fill, in this epoch; the first `cached_tokens` tokens I have already.
 
-    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
-    source that is to write. `integrity` is how much of it the source is to sum, `aux_way` how
-    the aux record is to travel.
+    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` and `tokens`, the
+    length of the whole sequence, are only told to a source that is to write. `integrity` is how much of it the source is to
+    sum, `aux_way` how the aux record is to travel.
     """
 
     key: HandoffKey
@@ -92,6 +92,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     cached_tokens: Number
     integrity: Integrity = Integrity.OFF
     aux_way: AuxWay = AuxWay.CONTROL
+    tokens: Number = 0
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):

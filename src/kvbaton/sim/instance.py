@@ -103,9 +103,9 @@ class _Ranks:
     def executor(self) -> Executor:
         return self._instance.agents[0].executor
 
-    def connect(self, card: Card) -> None:
+    def connect(self, card: Card, ours: Card) -> None:
         for agent in self._instance.agents:
-            agent.connect(card)
+            agent.connect(card, ours)
 
     def disconnect(self, incarnation: Incarnation) -> None:
         for agent in self._instance.agents:

@@ -146,7 +146,8 @@ class ScriptedRanks:
     aux_asks: list[AuxAsk] = field(default_factory=list)
     dropped_sums: list[tuple[int, Side, HandoffKey]] = field(default_factory=list)
 
-    def connect(self, card: Card) -> None:
+    def connect(self, card: Card, ours: Card) -> None:
+        del ours
         if self.refusal is not None:
             raise self.refusal
         self.connected.append(card.incarnation)

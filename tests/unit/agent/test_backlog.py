@@ -119,7 +119,8 @@ class Ranks:
         self.clock = Clock()
         self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=self.clock, patience_s=PATIENCE_S)
         rank = RankCard(0, LAYOUT, (self.source.endpoint(),))
-        self.agent.connect(msgspec.structs.replace(card_of("source"), ranks=(rank,)))
+        ours = msgspec.structs.replace(card_of("target"), ranks=(rank,))
+        self.agent.connect(msgspec.structs.replace(card_of("source"), ranks=(rank,)), ours)
 
     def close(self) -> None:
         self.transport.close()
@@ -127,7 +128,7 @@ class Ranks:
 
     def move(self, name: str, *spans: Span) -> LegId:
         leg = LegId(key_of(name), 1, 1)
-        self.agent.open_leg(LegOpen(leg, Incarnation("source"), 0, Executor.TARGET_READS, 1, ((8, 2, 5, 11),), 0))
+        self.agent.open_leg(LegOpen(leg, Incarnation("source"), Executor.TARGET_READS, 1, ((8, 2, 5, 11),), 0))
         self.agent.move(leg, ((3, 9, 4, 1),), spans)
         return leg
 

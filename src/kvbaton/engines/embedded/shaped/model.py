@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import Span, Written
+from kvbaton.engines.embedded.seams import StepModel
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint, find_blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
@@ -112,7 +113,7 @@ class LoadedShaped:
 
     blueprint: Blueprint
     config: ModelConfig
-    model: ShapedModel
+    model: StepModel
     tokenizer: Tokenizer
     name: str
     fingerprint: str
