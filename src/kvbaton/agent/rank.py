@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbaton.agent.backlog import Backlog, Part
-from kvbaton.agent.meeting import shares_of
 from kvbaton.agent.ports import (
     AuxAsk,
     AuxRead,
@@ -30,6 +29,7 @@ from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
+from kvbaton.core.meeting import arrange
 from kvbaton.core.plan import BlockRuns, Pair, Runs, pair_layouts, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
@@ -133,18 +133,19 @@ class RankAgent:
         self._met.add(card.incarnation)
 
     def _connect(self, card: Card, ours: Card) -> None:
-        mine = [rank.layout for rank in ours.ranks]
-        reads = shares_of([rank.layout for rank in card.ranks], self._layout, self.rank)
-        for index, rank_card in enumerate(card.ranks):
+        mine, theirs = ([rank.layout for rank in each.ranks] for each in (ours, card))
+        reads = {leg.source: leg.share for leg in arrange(theirs, mine).of_target(self.rank)}
+        writes = {leg.target: leg.share for leg in arrange(mine, theirs).of_source(self.rank)}
+        for number in sorted(reads.keys() | writes.keys()):
+            rank_card = card.ranks[number]
             peer = PeerRank(card.incarnation, rank_card.rank)
-            written = shares_of(mine, rank_card.layout, rank_card.rank).get(self.rank)
-            if index in reads or written is not None:
-                self._transport.connect(peer, self._endpoint(rank_card))
-            if index in reads:
-                pair = pair_layouts(rank_card.layout, self._layout, reads[index])
+            self._transport.connect(peer, self._endpoint(rank_card))
+            if number in reads:
+                pair = pair_layouts(rank_card.layout, self._layout, reads[number])
                 self._pairs[Executor.TARGET_READS][peer] = pair
-            if written is not None:
-                self._pairs[Executor.SOURCE_WRITES][peer] = pair_layouts(self._layout, rank_card.layout, written)
+            if number in writes:
+                pair = pair_layouts(self._layout, rank_card.layout, writes[number])
+                self._pairs[Executor.SOURCE_WRITES][peer] = pair
 
     def _endpoint(self, rank_card: RankCard) -> Endpoint:
         for endpoint in rank_card.endpoints:

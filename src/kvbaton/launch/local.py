@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -67,11 +67,22 @@ def instance_part(
     return Part(name, command, f"{url}/health", environment), url
 
 
-def pair_parts(prefill: int, decode: int, options: InstanceOptions, ports: PortPicker, discovery_port: int) -> list[Part]:
-    """`prefill` prefill and `decode` decode instances that register with the router at `discovery_port`."""
+def pair_parts(
+    prefill: int,
+    decode: int,
+    options: InstanceOptions,
+    ports: PortPicker,
+    discovery_port: int,
+    shapes: tuple[str, str] = ("tp1", "tp1"),
+) -> list[Part]:
+    """`prefill` prefill and `decode` decode instances that register with the router at `discovery_port`, in these shapes."""
     routers = [f"127.0.0.1:{discovery_port}"]
     return [
-        instance_part(f"{role}-{index}", role, options, ports, routers)[0]
-        for role, count in (("prefill", prefill), ("decode", decode))
+        instance_part(f"{role}-{index}", role, _in_shape(options, shape), ports, routers)[0]
+        for role, count, shape in (("prefill", prefill, shapes[0]), ("decode", decode, shapes[1]))
         for index in range(count)
     ]
+
+
+def _in_shape(options: InstanceOptions, shape: str) -> InstanceOptions:
+    return options if shape == "tp1" else replace(options, extra=(*options.extra, "--shape", shape))

@@ -10,7 +10,8 @@ import aiohttp
 import msgspec
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
-from kvbaton.engines.embedded.weights import LoadedModel, load_model
+from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.seams import EngineModel
 from kvbaton.errors import PeerError
 from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, router_part
@@ -43,6 +44,9 @@ class VerifySettings:
     longest_prompt: int = 1500
     seed: int = 0
     drop_writes: bool = False
+    prefill_shape: str = "tp1"
+    decode_shape: str = "tp1"
+    drop: str = ""
     handoff: HandoffSettings = DEFAULT_HANDOFF
 
     @property
@@ -65,7 +69,7 @@ class _Servers:
 
 def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
-    loaded = load_model(settings.model, progress=say)
+    loaded = find_model(settings.model, progress=say)
     context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)
     longest = min(settings.longest_prompt, context - settings.max_tokens)
     if longest < settings.longest_prompt:
@@ -79,7 +83,7 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
     return make_report(settings.shown(), rows)
 
 
-def _start(fleet: Fleet, settings: VerifySettings, loaded: LoadedModel, say: Callable[[str], None]) -> _Servers:
+def _start(fleet: Fleet, settings: VerifySettings, loaded: EngineModel, say: Callable[[str], None]) -> _Servers:
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     make = _vllm_parts if settings.engine == "vllm" else _embedded_parts
@@ -92,17 +96,18 @@ def _start(fleet: Fleet, settings: VerifySettings, loaded: LoadedModel, say: Cal
 
 
 def _embedded_parts(
-    settings: VerifySettings, loaded: LoadedModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
+    settings: VerifySettings, loaded: EngineModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
 ) -> tuple[list[Part], str]:
     del loaded, say
-    extra = ("--poison", "--drop-writes") if settings.drop_writes else ("--poison",)
-    options = InstanceOptions(settings.model, settings.transport, settings.engines, extra, handoff=settings.handoff)
+    extra = ["--poison"] + ["--drop-writes"] * settings.drop_writes + (["--drop", settings.drop] if settings.drop else [])
+    options = InstanceOptions(settings.model, settings.transport, settings.engines, tuple(extra), handoff=settings.handoff)
     single, single_url = instance_part("single", "both", options, ports)
-    return [*pair_parts(settings.prefill, settings.decode, options, ports, discovery_port), single], single_url
+    shapes = (settings.prefill_shape, settings.decode_shape)
+    return [*pair_parts(settings.prefill, settings.decode, options, ports, discovery_port, shapes), single], single_url
 
 
 def _vllm_parts(
-    settings: VerifySettings, loaded: LoadedModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
+    settings: VerifySettings, loaded: EngineModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
 ) -> tuple[list[Part], str]:
     extra = {"poison": True, "drop_writes": settings.drop_writes}
     options = ready_vllm(settings.model, loaded.name, settings.transport, settings.engines, settings.handoff, say, extra)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvbaton.agent.rank_sets import LocalRanks, RankSet, RemoteRanks
 from kvbaton.core.card import RankCard
+from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
@@ -30,19 +31,13 @@ __all__ = ["Body", "BodySettings", "make_body"]
 
 @dataclass(frozen=True, slots=True)
 class BodySettings:
-    """What a body is made of: `pp_size` stages of `tp_size` ranks, each with so many blocks."""
+    """What a body is made of: ranks in this shape, each with so many blocks."""
 
     model: str
-    pp_size: int
-    tp_size: int
+    shape: Shape
     blocks: int
     block_tokens: int
     transport: RankTransport
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return self.pp_size * self.tp_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +55,15 @@ def make_body(settings: BodySettings, parts: ExitStack, say: Callable[[str], Non
     check_drop(settings.transport.drop)
     loaded = find_model(settings.model, progress=say)
     if isinstance(loaded, LoadedModel):
-        if settings.ranks > 1:
+        if settings.shape != Shape():
             raise ConfigError(
-                f"model {settings.model} cannot be cut into {settings.ranks} ranks; use tp1, or one of the small models "
-                "such as tiny-gqa8"
+                f"model {settings.model} cannot be cut into {settings.shape}; use tp1, or a small model such as tiny-gqa8"
             )
         return _paged_body(settings, loaded)
     if not isinstance(loaded, LoadedShaped):
         raise Bug(f"model {settings.model} is of no kind that can be served")
-    check_cut(loaded.blueprint, settings.pp_size, settings.tp_size)
-    return _remote_body(settings, loaded, parts, lost) if settings.ranks > 1 else _shaped_body(settings, loaded)
+    check_cut(loaded.blueprint, settings.shape)
+    return _remote_body(settings, loaded, parts, lost) if settings.shape.ranks > 1 else _shaped_body(settings, loaded)
 
 
 def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:
@@ -95,8 +89,8 @@ def _remote_body(settings: BodySettings, loaded: LoadedShaped, parts: ExitStack,
     group = RankGroup(
         GroupSettings(
             model=settings.model,
-            pp_size=settings.pp_size,
-            tp_size=settings.tp_size,
+            pp_size=settings.shape.pp,
+            tp_size=settings.shape.tp,
             blocks=settings.blocks,
             block_tokens=settings.block_tokens,
             transport=settings.transport,

@@ -17,6 +17,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import Incarnation, Integrity
+from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
@@ -30,11 +31,14 @@ from kvbaton.errors import ConfigError, LocalError
 from kvbaton.observe.records import About
 from kvbaton.observe.timelines import Timelines
 
-__all__ = ["InstanceSettings", "Role", "serve_instance"]
+__all__ = ["ONE_RANK", "InstanceSettings", "Role", "serve_instance"]
 
 log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode", "both"]
+ONE_RANK = Shape()
+"""An instance that is not cut."""
+
 _TYPES = {"prefill": InstanceType.PREFILL, "decode": InstanceType.DECODE}
 
 
@@ -61,8 +65,7 @@ class InstanceSettings:
     handoff: HandoffSettings = DEFAULT_HANDOFF
     drop_writes: bool = False
     advertise_host: str = ""
-    shape: tuple[int, int] = (1, 1)
-    """Pipeline stages, and tensor-parallel ranks of each."""
+    shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
 
@@ -160,17 +163,15 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
         drop=settings.drop or ("all" if settings.drop_writes else ""),
     )
-    pp_size, tp_size = settings.shape
-    return BodySettings(settings.model, pp_size, tp_size, settings.blocks, settings.block_tokens, transport)
+    return BodySettings(settings.model, settings.shape, settings.blocks, settings.block_tokens, transport)
 
 
 def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> Card:
-    pp_size, tp_size = settings.shape
     return Card(
         incarnation=incarnation,
         model=body.loaded.name,
         fingerprint=body.loaded.fingerprint,
-        shape=f"pp{pp_size},tp{tp_size}" if pp_size > 1 else f"tp{tp_size}",
+        shape=str(settings.shape),
         ranks=body.cards,
         process=this_process(),
         hold_s=settings.limits.defer_timeout,

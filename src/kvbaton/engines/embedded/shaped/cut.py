@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint, Kind
 from kvbaton.errors import ConfigError
 
@@ -50,9 +51,11 @@ WHOLE = Cut()
 """A model that is not cut at all."""
 
 
-def check_cut(blueprint: Blueprint, pp_size: int, tp_size: int) -> None:
+def check_cut(blueprint: Blueprint, shape: Shape) -> None:
     """Raise ConfigError, with the numbers, for a model that cannot be cut so."""
-    name = blueprint.name
+    name, pp_size, tp_size = blueprint.name, shape.pp, shape.tp
+    if shape.dp > 1 or shape.cp > 1:
+        raise ConfigError(f"shape {shape}: the embedded engine has dp1 and cp1 only; choose pp and tp")
     if not 1 <= pp_size <= blueprint.layers:
         raise ConfigError(f"{name} has {blueprint.layers} layers and pp is {pp_size}; choose pp from 1 to {blueprint.layers}")
     heads = {"heads": blueprint.heads, "feed-forward channels": blueprint.ffn_size}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from shaped_rig import BLOCK_TOKENS, BLOCKS, PROMPT, TABLE, Ranks, decode, fresh_cache, model_of, prefill, span
 
+from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.cache import POISON_WORD
 from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Kind
 from kvbaton.engines.embedded.shaped.cut import check_cut
@@ -133,17 +134,18 @@ def test_names_and_seeds_that_are_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pp_size", "tp_size", "text"),
+    ("name", "shape", "text"),
     [
-        ("tiny-gqa6", 1, 4, "6 KV heads and tp is 4"),
-        ("tiny-gqa8", 5, 1, "4 layers and pp is 5"),
-        ("tiny-gqa8", 1, 5, "16 heads and tp is 5"),
-        ("tiny-mamba", 1, 3, "8 heads and tp is 3"),
+        ("tiny-gqa6", "tp4", "6 KV heads and tp is 4"),
+        ("tiny-gqa8", "pp5", "4 layers and pp is 5"),
+        ("tiny-gqa8", "tp5", "16 heads and tp is 5"),
+        ("tiny-mamba", "tp3", "8 heads and tp is 3"),
+        ("tiny-mamba", "cp2", "cp1 only"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused_with_the_numbers(name: str, pp_size: int, tp_size: int, text: str) -> None:
+def test_a_model_that_cannot_be_cut_so_is_refused_with_the_numbers(name: str, shape: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        check_cut(BLUEPRINTS[name], pp_size, tp_size)
+        check_cut(BLUEPRINTS[name], Shape.parse(shape))
 
 
 def test_only_models_that_keep_everything_share_prefixes() -> None:
