@@ -96,8 +96,8 @@ class Coordinator:
 
     def offer(self, offer: Offer) -> None:
         """A prefill is complete."""
-        layers = [layer for group in self.card.ranks[0].layout.groups for layer in group.layers]
-        self.source.offer(offer, lambda: Span(0, 0, offer.tokens, min(layers, default=0), max(layers, default=-1) + 1))
+        layers = self.card.layers
+        self.source.offer(offer, lambda: Span(0, 0, offer.tokens, layers.start, layers.stop))
 
     def expect_source(self, wanted: SourceWanted) -> None:
         """A request for a hand-off was admitted. A card of another incarnation than the expected one is asked for anew."""

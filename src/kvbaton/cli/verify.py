@@ -38,6 +38,7 @@ def verify(
     prefill_shape: str = "tp1",
     decode_shape: str = "tp1",
     drop: str = "",
+    decode_model: str = "",
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -77,6 +78,8 @@ def verify(
     drop
         a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `latent`,
         `full`, `layer:N` or `head:N`. Must exit with 1.
+    decode_model
+        a control: another model for the decode instances. They must refuse, with exit code 2.
     json
         print one JSON object instead of a table.
     """
@@ -103,6 +106,7 @@ def verify(
         prefill_shape=prefill_shape,
         decode_shape=decode_shape,
         drop=drop,
+        decode_model=decode_model,
         handoff=handoff_settings(handoff),
     )
     report = _run(settings)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import aiohttp
 import msgspec
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
-from kvbaton.errors import PeerError
+from kvbaton.engines.embedded.shaped.cut import check_cut
+from kvbaton.engines.embedded.shaped.drops import check_drop
+from kvbaton.engines.embedded.shaped.model import LoadedShaped
+from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, router_part
 from kvbaton.launch.ports import PortPicker
@@ -27,6 +31,7 @@ __all__ = ["VerifySettings", "run_verify"]
 
 _HEALTHY_WITHIN_S = {"embedded": 180.0, "vllm": 900.0}
 _REQUEST_S = 900.0
+_REFUSAL = "incompatible peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class VerifySettings:
     prefill_shape: str = "tp1"
     decode_shape: str = "tp1"
     drop: str = ""
+    decode_model: str = ""
+    """Another model for the decode instances, which must then refuse; that of the others when empty."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
 
     @property
@@ -70,6 +77,7 @@ class _Servers:
 def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
     loaded = find_model(settings.model, progress=say)
+    _check_shapes(settings, loaded)
     context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)
     longest = min(settings.longest_prompt, context - settings.max_tokens)
     if longest < settings.longest_prompt:
@@ -80,7 +88,24 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
         servers = _start(fleet, settings, loaded, say)
         say(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+    _check_not_refused(rows)
     return make_report(settings.shown(), rows)
+
+
+def _check_shapes(settings: VerifySettings, loaded: EngineModel) -> None:
+    """Raise ConfigError for a model that cannot be cut as asked, before anything is started."""
+    check_drop(settings.drop)
+    for shape in (Shape.parse(settings.prefill_shape), Shape.parse(settings.decode_shape)):
+        if isinstance(loaded, LoadedShaped):
+            check_cut(loaded.blueprint, shape)
+        elif shape != Shape():
+            raise ConfigError(f"model {settings.model} cannot be cut into {shape}; use a small model such as tiny-gqa8")
+
+
+def _check_not_refused(rows: list[RequestRow]) -> None:
+    """Raise PeerRefused when the two instances do not fit together: then nothing was compared."""
+    if rows and all(row.verdict == "failed" and _REFUSAL in row.detail for row in rows):
+        raise PeerRefused(f"nothing was handed off: {rows[0].detail}")
 
 
 def _start(fleet: Fleet, settings: VerifySettings, loaded: EngineModel, say: Callable[[str], None]) -> _Servers:
@@ -102,8 +127,9 @@ def _embedded_parts(
     extra = ["--poison"] + ["--drop-writes"] * settings.drop_writes + (["--drop", settings.drop] if settings.drop else [])
     options = InstanceOptions(settings.model, settings.transport, settings.engines, tuple(extra), handoff=settings.handoff)
     single, single_url = instance_part("single", "both", options, ports)
-    shapes = (settings.prefill_shape, settings.decode_shape)
-    return [*pair_parts(settings.prefill, settings.decode, options, ports, discovery_port, shapes), single], single_url
+    prefill = replace(options, shape=settings.prefill_shape)
+    decode = replace(options, shape=settings.decode_shape, model=settings.decode_model or settings.model)
+    return [*pair_parts(settings.prefill, settings.decode, prefill, ports, discovery_port, decode), single], single_url
 
 
 def _vllm_parts(

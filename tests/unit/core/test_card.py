@@ -10,6 +10,7 @@ from caches import compact_group, layout_of, reshaped
 
 from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.layout import HeadRange
 from kvbaton.errors import Incompatible
 
 
@@ -39,6 +40,15 @@ def test_a_fitting_pair_passes_on_both_sides() -> None:
     check_compatible(source, target, ours=target)
 
 
+def test_shapes_may_differ() -> None:
+    halves = [layout_of(reshaped(compact_group(heads=1), total_heads=2, heads=(HeadRange(head, 1),))) for head in range(2)]
+    cut = _card(shape="tp2", ranks=tuple(RankCard(rank, half, ()) for rank, half in enumerate(halves)))
+    whole = _card(ranks=(RankCard(0, layout_of(compact_group(heads=2)), ()),))
+    for source, target in ((cut, whole), (whole, cut)):
+        check_compatible(source, target, ours=source)
+        check_compatible(source, target, ours=target)
+
+
 def test_numbers_of_blocks_may_differ() -> None:
     small = _card(ranks=(RankCard(0, layout_of(compact_group(blocks=3)), ()),))
     check_compatible(small, _card(), ours=small)
@@ -49,8 +59,8 @@ def test_numbers_of_blocks_may_differ() -> None:
     [
         ({"protocol": PROTOCOL + 1}, "protocol", str(PROTOCOL + 1)),
         ({"fingerprint": "beef", "model": "tiny:1"}, "model", "tiny:1 (beef)"),
-        ({"shape": "tp2"}, "shape", "tp2"),
-        ({"ranks": ()}, "number of ranks", 0),
+        ({"shape": "tp2"}, "what the ranks hold", "1 ranks where shape tp2 has 2"),
+        ({"ranks": ()}, "what the ranks hold", "0 ranks where shape tp1 has 1"),
     ],
 )
 def test_a_difference_is_refused_with_the_field_and_both_values(

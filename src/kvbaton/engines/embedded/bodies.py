@@ -59,11 +59,16 @@ def make_body(settings: BodySettings, parts: ExitStack, say: Callable[[str], Non
             raise ConfigError(
                 f"model {settings.model} cannot be cut into {settings.shape}; use tp1, or a small model such as tiny-gqa8"
             )
-        return _paged_body(settings, loaded)
+        body = _paged_body(settings, loaded)
+        parts.callback(body.ranks.close)
+        return body
     if not isinstance(loaded, LoadedShaped):
         raise Bug(f"model {settings.model} is of no kind that can be served")
     check_cut(loaded.blueprint, settings.shape)
-    return _remote_body(settings, loaded, parts, lost) if settings.shape.ranks > 1 else _shaped_body(settings, loaded)
+    is_cut = settings.shape.ranks > 1
+    body = _remote_body(settings, loaded, parts, lost) if is_cut else _shaped_body(settings, loaded)
+    parts.callback(body.ranks.close)
+    return body
 
 
 def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:

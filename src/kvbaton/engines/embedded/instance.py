@@ -90,10 +90,10 @@ class _Instance:
         self, settings: InstanceSettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]
     ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
-        sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         body = make_body(_body_settings(settings, incarnation), parts, say, lost)
         if not isinstance(body.loaded, LoadedModel) and settings.handoff.integrity is not Integrity.OFF:
             raise ConfigError(f"integrity is {settings.handoff.integrity} and {settings.model} has no checksums yet; use off")
+        sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         card = _card(settings, body, incarnation)
         self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
