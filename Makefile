@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 BENCH ?= engine handoff serve
 
-.PHONY: help up test test-sim test-e2e test-vllm check format bench diagrams clean
+.PHONY: help up test test-sim test-e2e test-matrix test-vllm check format bench diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test       what can be checked on a laptop in ten minutes"
 	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
+	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about an hour on two cores)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
@@ -42,13 +43,16 @@ up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not e2e and not sim and not vllm" $(ARGS)
+	$(BIN)/pytest -m "not e2e and not sim and not vllm and not matrix" $(ARGS)
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest -m sim $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest -m e2e --timeout 900 $(ARGS)
+
+test-matrix: $(VENV)/.installed-dev
+	$(BIN)/pytest -m matrix --timeout 600 $(ARGS)
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/pytest -m vllm --timeout 1800 $(ARGS)
