@@ -13,9 +13,8 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
-from kvbaton.engines.embedded.shaped.cut import check_cut
 from kvbaton.engines.embedded.shaped.drops import check_drop
-from kvbaton.engines.embedded.shaped.model import LoadedShaped
+from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, router_part
@@ -24,6 +23,7 @@ from kvbaton.launch.vllm import MAX_MODEL_TOKENS, vllm_pair_parts, vllm_part
 from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.verify.client import Reply, ask
 from kvbaton.verify.compare import compare
+from kvbaton.verify.fit import check_fit
 from kvbaton.verify.report import Report, RequestRow, make_report
 from kvbaton.verify.workload import make_prompts
 
@@ -93,13 +93,14 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
 
 
 def _check_shapes(settings: VerifySettings, loaded: EngineModel) -> None:
-    """Raise ConfigError for a model that cannot be cut as asked, before anything is started."""
+    """Raise ConfigError or Incompatible for models that cannot be cut as asked or do not fit, before anything is started."""
     check_drop(settings.drop)
-    for shape in (Shape.parse(settings.prefill_shape), Shape.parse(settings.decode_shape)):
-        if isinstance(loaded, LoadedShaped):
-            check_cut(loaded.blueprint, shape)
-        elif shape != Shape():
-            raise ConfigError(f"model {settings.model} cannot be cut into {shape}; use a small model such as tiny-gqa8")
+    shapes = Shape.parse(settings.prefill_shape), Shape.parse(settings.decode_shape)
+    if isinstance(loaded, LoadedShaped):
+        decodes = load_shaped(settings.decode_model) if settings.decode_model else loaded
+        check_fit(loaded, shapes[0], decodes, shapes[1])
+    elif shapes != (Shape(), Shape()) or settings.decode_model:
+        raise ConfigError(f"model {settings.model} cannot be cut into shapes; use a small model such as tiny-gqa8")
 
 
 def _check_not_refused(rows: list[RequestRow]) -> None:

@@ -18,7 +18,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
-__all__ = ["check_drop", "dropping"]
+__all__ = ["check_drop", "drop_filter", "dropping"]
 
 _WORD = 4
 _KINDS = ("full", "sliding", "latent", "index", "conv", "ssm")
@@ -39,10 +39,11 @@ def dropping(transport: Transport, cache: ShapedCache, drop: str) -> Transport:
     region = Region.of(cache.memory)
     if drop == "all":
         return FaultyTransport(transport, region, Faults(drop_writes=True))
-    return FaultyTransport(transport, region, Faults(drop=_filter(cache, drop)))
+    return FaultyTransport(transport, region, Faults(drop=drop_filter(cache, drop)))
 
 
-def _filter(cache: ShapedCache, drop: str) -> Callable[[Runs], Runs]:
+def drop_filter(cache: ShapedCache, drop: str) -> Callable[[Runs], Runs]:
+    """What is left of runs into `cache` without what `drop` names."""
     left_out = np.zeros(cache.region_bytes // _WORD, np.bool_)
     for group in cache.groups:
         for plane in group.planes:
