@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _READY_S = 120.0
 _END_S = 5.0
+_CULPRIT_S = 1.0
 _TURN_S = 1.0
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -207,8 +208,13 @@ class RankGroup:
                     self._tell_lost(dead[0])
                     return
 
-    def _tell_lost(self, rank: _Rank) -> None:
-        code = rank.process.wait(_END_S)
+    def _tell_lost(self, first: _Rank) -> None:
+        """Tell of the rank that died of itself: its neighbours end too, with exit code 0, because it is gone."""
+        until = time.monotonic() + _CULPRIT_S
+        while not (culprits := [rank for rank in self.ranks if rank.process.poll()]) and time.monotonic() < until:
+            self._is_closing.wait(_CULPRIT_S / 20)
+        rank = culprits[0] if culprits else first
+        code = rank.process.poll()
         self._problem = f"{rank.name} (process {rank.process.pid}) has died with exit code {code}; the instance cannot go on"
         log.error("%s", self._problem)
         self._lost(self._problem)
