@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 BENCH ?= engine handoff serve
+VLLM_FULL_LOG ?= benchmarks/vllm-full/$(shell uname -m)-$(shell nproc)core.json
 
-.PHONY: help up test test-sim test-e2e test-matrix test-vllm check format bench diagrams clean
+.PHONY: help up test test-sim test-e2e test-matrix test-vllm test-vllm-full check format bench diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "make test-e2e   the real model, real processes, kills"
 	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about an hour on two cores)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
+	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
 	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
@@ -43,7 +45,7 @@ up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not e2e and not sim and not vllm and not matrix" $(ARGS)
+	$(BIN)/pytest -m "not e2e and not sim and not vllm and not vllm_full and not matrix" $(ARGS)
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest -m sim $(ARGS)
@@ -56,6 +58,11 @@ test-matrix: $(VENV)/.installed-dev
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/pytest -m vllm --timeout 1800 $(ARGS)
+
+test-vllm-full: $(VENV)/.installed-dev
+	@mkdir -p build
+	-$(BIN)/pytest -m vllm_full --timeout 3600 --junitxml build/vllm-full.xml $(ARGS)
+	$(BIN)/python tools/vllm_full_log.py build/vllm-full.xml $(VLLM_FULL_LOG)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests

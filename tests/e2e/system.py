@@ -107,7 +107,8 @@ def blocks(port: int) -> dict[str, int]:
 class Up:
     """`kvbaton up` as a process of its own; killed, with everything it started, when it is left."""
 
-    def __init__(self, *arguments: str, temporary: Path) -> None:
+    def __init__(self, *arguments: str, temporary: Path, start_s: float = _START_S) -> None:
+        self._start_s = start_s
         self.port = PortPicker().pick()
         self.client = Client(self.port)
         self._lines: list[str] = []
@@ -123,7 +124,7 @@ class Up:
         self._reader.start()
 
     def __enter__(self) -> Self:
-        wait_until(lambda: "Ctrl-C" in self.output or self.process.poll() is not None, "up is up", _START_S)
+        wait_until(lambda: "Ctrl-C" in self.output or self.process.poll() is not None, "up is up", self._start_s)
         assert self.process.poll() is None, self.output
         return self
 

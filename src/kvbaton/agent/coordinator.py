@@ -79,6 +79,12 @@ class Coordinator:
         self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, card.ranks[0].aux)
         self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
         self.dropped_total: Counter[str] = Counter()
+        self.handshakes_total = 0
+
+    @property
+    def peers(self) -> int:
+        """How many peers are known."""
+        return len(self._peers)
 
     # What the engine says.
 
@@ -291,6 +297,7 @@ class Coordinator:
             if idle is not None:
                 self._ranks.disconnect(idle)
             self._ranks.connect(card, self.card)
+            self.handshakes_total += 1
         replaced = self._peers.learn(known or card, via)
         if replaced is not None:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")

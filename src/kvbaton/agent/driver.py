@@ -175,6 +175,10 @@ class RanksDriver(HandoffPort):
             turns_total=self._turns,
             busy_s_total=self._busy_s,
             poll_s_total=self._poll_s,
+            failures_total=_failures(source=source.failures_total, target=target.failures_total),
+            runs_total=self._ranks.runs_total,
+            peers=coordinator.peers,
+            handshakes_total=coordinator.handshakes_total,
         )
 
     def _dropped_total(self) -> Counter[str]:
@@ -301,3 +305,7 @@ class Driver(RanksDriver):
     ) -> None:
         ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory)
         super().__init__(card, ranks, limits, sockets, news, settings, observe)
+
+
+def _failures(**sides: Counter[str]) -> Counter[tuple[str, str]]:
+    return Counter({(side, cause): count for side, causes in sides.items() for cause, count in dict(causes).items()})

@@ -21,6 +21,9 @@ class Peers:
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
         self._at: OrderedDict[ControlAddress, Incarnation] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._cards)
+
     def card(self, incarnation: Incarnation) -> Card | None:
         """The card of a peer, if it is known."""
         if incarnation in self._cards:

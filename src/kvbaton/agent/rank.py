@@ -95,6 +95,7 @@ class RankAgent:
         self._transport = transport
         self._report = report
         self._clock = clock
+        self.runs_total = 0
         self._backlog = Backlog(patience_s, self._post_part)
         self._memory = memory
         self._aux_reads: dict[Ticket, AuxAsk] = {}
@@ -311,6 +312,7 @@ class RankAgent:
         except Exception as error:
             self._fail(leg, f"{type(error).__name__}: {error}")
             raise
+        self.runs_total += len(part.runs)
         moving.unposted -= 1
         moving.open.add(ticket)
         self._owners[ticket] = (part.leg, part.span)

@@ -13,7 +13,7 @@ from functools import partial
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
 from kvbaton.agent.ports import RankReport
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import carry_out, decode_order, encode_reports
+from kvbaton.agent.rank_orders import Reports, carry_out, decode_order, encode_reports
 from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.layout import Layout
 from kvbaton.errors import KVBatonError
@@ -93,7 +93,7 @@ class RankLoop:
             self._guarded(partial(carry_out, self.agent, decode_order(frame)))
         self._guarded(self.agent.poll)
         if self._reports:
-            frame_out = encode_reports(self._reports)
+            frame_out = encode_reports(Reports(self.agent.runs_total, self._reports))
             self._reports.clear()
             self._channel.send(frame_out, _SEND_S)
 

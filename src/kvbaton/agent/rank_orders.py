@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from kvbaton.agent.ports import (
@@ -30,6 +32,7 @@ __all__ = [
     "Move",
     "OpenLeg",
     "Order",
+    "Reports",
     "ResetRegion",
     "Revoke",
     "StopLeg",
@@ -110,7 +113,7 @@ class DropSums(msgspec.Struct, frozen=True, tag=True):
 Order = Connect | Disconnect | Revoke | ResetRegion | OpenLeg | Move | CloseLeg | StopLeg | SumSpans | DropSums
 
 _decoder = msgspec.msgpack.Decoder(Order)
-_envelopes = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
+_envelopes = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, msgspec.Raw]]])
 _reports: dict[str, msgspec.msgpack.Decoder[RankReport]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind)
     for kind in (LegMoved, LegFailed, LegStopped, LegSummed, AuxRead, PeerFenced, RegionFenced)
@@ -128,14 +131,22 @@ def decode_order(frame: bytes | bytearray) -> Order:
     return order
 
 
-def encode_reports(reports: list[RankReport]) -> bytes:
-    """Several reports as one frame."""
-    return msgspec.msgpack.encode([(type(report).__name__, report) for report in reports])
+class Reports(NamedTuple):
+    """What a rank reports in one frame, and how many runs it has posted so far."""
+
+    runs_total: int
+    reports: list[RankReport]
 
 
-def decode_reports(frame: bytes | bytearray) -> list[RankReport]:
+def encode_reports(reports: Reports) -> bytes:
+    """Reports as a frame."""
+    return msgspec.msgpack.encode((reports.runs_total, [(type(report).__name__, report) for report in reports.reports]))
+
+
+def decode_reports(frame: bytes | bytearray) -> Reports:
     """Read the reports of one frame."""
-    return [_reports[kind].decode(body) for kind, body in _envelopes.decode(frame)]
+    runs_total, reports = _envelopes.decode(frame)
+    return Reports(runs_total, [_reports[kind].decode(body) for kind, body in reports])
 
 
 def carry_out(agent: RankAgent, order: Order) -> None:

@@ -53,6 +53,10 @@ class RankSet(Ranks, Protocol):
         """What ranks have reported and nobody has taken yet."""
 
     @property
+    def runs_total(self) -> int:
+        """How many runs the ranks have posted so far."""
+
+    @property
     def wakeups(self) -> list[int]:
         """File descriptors that are readable when `poll` has something to do."""
 
@@ -85,6 +89,11 @@ class LocalRanks:
     def transport_name(self) -> str:
         """That of the transport."""
         return self._transport.name
+
+    @property
+    def runs_total(self) -> int:
+        """Those of the agent."""
+        return self.agent.runs_total
 
     @property
     def wakeups(self) -> list[int]:
@@ -184,6 +193,12 @@ class RemoteRanks:
         self._channels = list(channels)
         self._lost = lost
         self._is_lost = False
+        self._runs: dict[int, int] = {}
+
+    @property
+    def runs_total(self) -> int:
+        """As the ranks counted them when they last reported something."""
+        return sum(self._runs.values())
 
     @property
     def wakeups(self) -> list[int]:
@@ -281,7 +296,9 @@ class RemoteRanks:
             self._lose(error)
             return False
         if frame is not None:
-            self.reports += decode_reports(frame)
+            reports = decode_reports(frame)
+            self._runs[channel.fileno()] = reports.runs_total
+            self.reports += reports.reports
         return frame is not None
 
     def _lose(self, error: Exception) -> None:

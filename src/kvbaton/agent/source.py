@@ -383,6 +383,7 @@ class SourceSide(SourceEffects):
             self.late_total[event] += 1
             return
         record.verdict, record.reason = verdict, reason[:MAX_REASON]
+        self.failures_total[event] += 1
         self.step(record, event)
         self._settle(record)
 

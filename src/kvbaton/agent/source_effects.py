@@ -67,6 +67,7 @@ class SourceEffects:
         self._parked = 0
         self._alarms: Alarms[HandoffKey] = Alarms()
         self.late_total: Counter[str] = Counter()
+        self.failures_total: Counter[str] = Counter()
         self.effects: dict[SourceEffect, Callable[[SourceRecord], None]] = {
             SourceEffect.EXTEND_LEASE: self.extend_lease,
             SourceEffect.TELL_GRANTED: self.tell_granted,

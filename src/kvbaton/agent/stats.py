@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["AgentStats"]
 
@@ -33,3 +33,11 @@ class AgentStats:
     """Seconds for which it has worked."""
     poll_s_total: float
     """Of these, seconds for which it took what its transport had completed."""
+    failures_total: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Hand-offs that were ended before they were delivered, by side and by what ended them."""
+    runs_total: int = 0
+    """Runs that were handed to the transport."""
+    peers: int = 0
+    """Peers whose cards are known."""
+    handshakes_total: int = 0
+    """Cards that were checked and taken, each incarnation of a peer once."""

@@ -88,6 +88,7 @@ class TargetEffects:
         self.quarantined_blocks = 0
         """Blocks that wait until somebody is provably quiet."""
         self.late_total: Counter[str] = Counter()
+        self.failures_total: Counter[str] = Counter()
         self.mismatches_total = 0
         self.aux_slots = AuxSlots(card.ranks[0].aux)
         self.aux_fallbacks_total: Counter[str] = Counter()

@@ -105,6 +105,7 @@ class TargetSteps(TargetChecks):
         else:
             record.verdict, record.reason = verdict, reason[:MAX_REASON]
             record.stop_until = self._clock() + self._limits.stop_timeout
+            self.failures_total[event] += 1
             self.step(record, event)
         self._settle(record)
 

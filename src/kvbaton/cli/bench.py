@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from kvbaton.cli.options import TransportName
+from kvbaton.cli.options import EngineName, TransportName
 
 if TYPE_CHECKING:
     from kvbaton.bench.report import BenchReport, Setting
@@ -111,34 +111,52 @@ def handoff(
 @bench_app.command
 def serve(
     *,
+    engine: EngineName = "embedded",
+    peer: Literal["nixl"] | None = None,
     model: str = "smollm2",
     transport: TransportName = "local",
     requests: int = 40,
     prompt_tokens: int = 128,
     chunk_tokens: int = 128,
     chunks: int = 5,
+    mode: Literal["push", "pull", "both"] = "both",
+    lengths: str = "128,512,1500",
     rounds: int = 8,
+    plot: Path | None = None,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """What a hand-off costs a client: hand-over at low load, and the first token beside a prefill with no hand-off at all.
 
+    With vLLM as the engine: what a pair adds to the first token of one server, what it uses of the processors, and where
+    the hand-over goes; with a peer, beside that one's pair in the same run.
+
     Parameters
     ----------
+    engine
+        `embedded`, or `vllm`: real vLLM servers on this machine's CPUs, installed on first use.
+    peer
+        `nixl`: compare with the connector that vLLM ships; the engine is vllm then.
     model
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     transport
         how cache bytes travel: `local` or `tcp`.
     requests
-        hand-overs that are measured per mode, one at a time.
+        embedded: hand-overs that are measured per mode, one at a time.
     prompt_tokens
-        tokens of a prompt whose hand-over is measured.
+        embedded: tokens of a prompt whose hand-over is measured.
     chunk_tokens
-        tokens that the prefill instance computes in one step.
+        embedded: tokens that the prefill instance computes in one step.
     chunks
-        length, in such steps, of the prompts whose first token is measured; at least 4.
+        embedded: length, in such steps, of the prompts whose first token is measured; at least 4.
+    mode
+        vllm: which of kvbaton's modes to measure.
+    lengths
+        vllm: tokens of the prompts, with commas between them.
     rounds
         how often the first token is measured with and without a hand-off, in turns.
+    plot
+        vllm: file for a picture, drawn as .png and as .svg.
     out
         file for the raw results (JSON).
     json
@@ -146,8 +164,35 @@ def serve(
     """
     from kvbaton.bench.serve import ServeBench, run_serve_bench
 
+    if engine == "vllm" or peer is not None:
+        return _serve_vllm(model, transport, mode, peer or "", _numbers(lengths, "--lengths"), rounds, plot, out, json)
     bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
     return _finish("serve", run_serve_bench(bench, _progress), bench.described(), out, json)
+
+
+def _serve_vllm(
+    model: str,
+    transport: str,
+    mode: str,
+    peer: str,
+    lengths: tuple[int, ...],
+    rounds: int,
+    plot: Path | None,
+    out: Path | None,
+    json: bool,
+) -> int:
+    from kvbaton.bench.vllm.serve import VllmServeBench, run_vllm_bench
+    from kvbaton.core.handoff import Mode
+
+    modes = tuple(Mode) if mode == "both" else (Mode(mode),)
+    bench = VllmServeBench(model, transport, modes, peer, lengths, rounds)
+    report = run_vllm_bench(bench, _progress)
+    if plot is not None:
+        from kvbaton.bench.vllm.plot import plot_vllm_bench
+
+        for path in plot_vllm_bench(report, bench.lengths, bench.variants, plot):
+            _progress(f"drawn: {path}")
+    return _finish("serve", report, bench.described(), out, json)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ def vllm(
     host: str = "127.0.0.1",
     port: int = 8100,
     control_port: int = 8101,
+    handoffs_port: int = 8102,
     router: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     advertise_host: str | None = None,
     transport: TransportName = "local",
@@ -48,6 +49,8 @@ def vllm(
         port of vLLM's API.
     control_port
         port on which other instances reach this one.
+    handoffs_port
+        port on which this instance tells of its hand-offs, for `kvbaton explain`; 0 for none.
     router
         discovery address (host:port) of a router to register with; may be repeated.
     advertise_host
@@ -62,6 +65,8 @@ def vllm(
 
     check_port(port, "--port")
     extra: dict[str, Any] = {"control_port": control_port, "control_host": host, "transport": transport}
+    if handoffs_port:
+        extra["handoffs_port"] = handoffs_port
     if advertise_host is not None:
         extra["advertise_host"] = advertise_host
     if router:

@@ -88,6 +88,8 @@ def up(
     parts = _instances(engine, (prefill, decode), common, ports, discovery_port, say)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
+    if engine == "vllm":
+        say(f"starting {prefill + decode} vLLM servers; that takes one to two minutes, and about 2.5 GB of memory each")
     started = time.monotonic()
     with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
         try:

@@ -1,7 +1,7 @@
 """The registration message: one msgpack map, both registration and heartbeat, in the form that vllm-router expects.
 
-`incarnation`, `model`, `fingerprint` and `bye` are kvbaton's own additions; routers that do not know them ignore them, and
-instances that do not send them are served all the same.
+`incarnation`, `model`, `fingerprint`, `handoffs_address` and `bye` are kvbaton's own additions; routers that do not know them
+ignore them, and instances that do not send them are served all the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class TransferMode(enum.StrEnum):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says about itself; `bye` means that it leaves now."""
+    """What an instance says about itself; `bye` means that it leaves now.
+
+    `handoffs_address` is where it tells of its hand-offs, when that is not its `http_address`.
+    """
 
     type: InstanceType
     http_address: str
@@ -75,6 +78,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     model: str = ""
     fingerprint: str = ""
+    handoffs_address: str = ""
     bye: bool = False
 
 
@@ -103,10 +107,11 @@ class Malformed:
 
 
 def encode_registration(registration: Registration) -> bytes:
-    """The one frame that is sent; `bye` appears only in a goodbye."""
+    """The one frame that is sent; `bye` appears only in a goodbye, `handoffs_address` only where there is one."""
     fields = msgspec.structs.asdict(registration)
-    if not registration.bye:
-        del fields["bye"]
+    for name in ("bye", "handoffs_address"):
+        if not fields[name]:
+            del fields[name]
     return msgspec.msgpack.encode(fields)
 
 
@@ -157,6 +162,7 @@ def _checked(raw: dict[str, Any]) -> Registration:
         incarnation=_optional_text(raw, "incarnation"),
         model=_optional_text(raw, "model"),
         fingerprint=_optional_text(raw, "fingerprint"),
+        handoffs_address=_address(raw, "handoffs_address", check_http_address) if raw.get("handoffs_address") else "",
         bye=_flag(raw, "bye"),
     )
 

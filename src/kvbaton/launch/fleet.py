@@ -25,6 +25,7 @@ __all__ = ["Death", "Fleet", "Part", "core_share"]
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
 _KILL_AFTER_S = 10.0
+_TIDY_S = 3.0
 _KEPT_LINES = 40
 
 
@@ -127,7 +128,7 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait(_KILL_AFTER_S)
-            _kill_session(running.process.pid)
+            _end_session(running.process.pid, give_up_at)
             running.reader.join(1.0)
         self._running.clear()
         for path in self.log_directory.glob("*.log"):
@@ -160,9 +161,13 @@ class _Running:
                     self._on_line(self.part.name, line.rstrip("\n"))
 
 
-def _kill_session(leader: int) -> None:
-    """End what a part has left behind; its children share the session that was made for it."""
+def _end_session(leader: int, give_up_at: float) -> None:
+    """End what a part has left behind; its children share the session that was made for it, and get a moment to tidy up."""
+    give_up_at = min(give_up_at, time.monotonic() + _TIDY_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < give_up_at:
+            os.killpg(leader, 0)
+            time.sleep(_POLL_S)
         os.killpg(leader, signal.SIGKILL)
 
 

@@ -14,7 +14,15 @@ from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm_environment import VllmEnvironment
 
-__all__ = ["MAX_MODEL_TOKENS", "VllmOptions", "serve_arguments", "transfer_config", "vllm_pair_parts", "vllm_part"]
+__all__ = [
+    "MAX_MODEL_TOKENS",
+    "VllmOptions",
+    "nixl_part",
+    "serve_arguments",
+    "transfer_config",
+    "vllm_pair_parts",
+    "vllm_part",
+]
 
 MAX_MODEL_TOKENS = 2048
 """Prompt and answer together, in local set-ups."""
@@ -63,19 +71,33 @@ def vllm_part(name: str, role: str, options: VllmOptions, ports: PortPicker, rou
     config = None
     if role != "both":
         extra = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"127.0.0.1:{port}"}
-        extra |= {"routers": list(routers), **options.settings}
+        extra |= {"handoffs_port": ports.pick(), "routers": list(routers), **options.settings}
         config = transfer_config(role, options.handoff, extra)
+    return _part(name, options, port, config, {CLUSTER_KEY_VARIABLE: options.cluster_key})
+
+
+def nixl_part(name: str, role: str, options: VllmOptions, ports: PortPicker) -> tuple[Part, str]:
+    """One vLLM server with the NixlConnector that vLLM ships, as its documentation has it; to compare with."""
+    config = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "kv_buffer_device": "cpu"}
+    port = ports.pick()
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick())}
+    return _part(name, options, port, config, side_channel)
+
+
+def _part(
+    name: str, options: VllmOptions, port: int, config: dict[str, Any] | None, environment: dict[str, str]
+) -> tuple[Part, str]:
     arguments = serve_arguments(str(options.model), "127.0.0.1", port, config)
     arguments += ["--served-model-name", options.served_name, "--dtype", "float32", "--enforce-eager"]
     arguments += ["--max-model-len", str(MAX_MODEL_TOKENS), *options.arguments]
-    environment = {
+    variables = {
         **options.environment.variables(),
         **core_share(options.engines),
         "VLLM_CPU_KVCACHE_SPACE": str(options.cache_gib),
-        CLUSTER_KEY_VARIABLE: options.cluster_key,
+        **environment,
     }
     url = f"http://127.0.0.1:{port}"
-    return Part(name, [*options.environment.command, *arguments], f"{url}/health", environment), url
+    return Part(name, [*options.environment.command, *arguments], f"{url}/health", variables), url
 
 
 def vllm_pair_parts(prefill: int, decode: int, options: VllmOptions, ports: PortPicker, discovery_port: int) -> list[Part]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import platform
 import re
@@ -23,10 +24,13 @@ from pathlib import Path
 import kvbaton
 from kvbaton.errors import LocalError
 
-__all__ = ["VLLM_VERSION", "VllmEnvironment", "ensure_environment", "requirements_of"]
+__all__ = ["NIXL_VERSION", "VLLM_VERSION", "VllmEnvironment", "ensure_environment", "ensure_nixl", "requirements_of"]
 
 VLLM_VERSION = "0.32.0"
 """The release that is installed, and that the connector is tested with."""
+
+NIXL_VERSION = "1.5.1"
+"""The release of NIXL that benchmarks compare with."""
 
 _TORCH = "2.13.0"
 _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes; only this once"
@@ -34,6 +38,8 @@ _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 _STEP_S = 3600.0
 _LOCK_S = 3600.0
 _KEPT_LINES = 15
+
+_PACKAGE = Path(kvbaton.__file__).parent
 
 Say = Callable[[str], None]
 
@@ -54,10 +60,16 @@ class VllmEnvironment:
         """What runs vLLM's command line."""
         return (str(self.python), "-m", "vllm.entrypoints.cli.main")
 
+    @property
+    def kvbaton_path(self) -> Path:
+        """A directory with this very kvbaton in it, and nothing else of where it is installed; each checkout has its own."""
+        digest = hashlib.blake2b(str(_PACKAGE).encode(), digest_size=6).hexdigest()
+        return self.directory / "links" / digest
+
     def variables(self) -> dict[str, str]:
         """Environment of a vLLM server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
         return {
-            "PYTHONPATH": str(self.directory / "path"),
+            "PYTHONPATH": os.pathsep.join((str(self.kvbaton_path), str(self.directory / "path"))),
             "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
             "PYTHONDONTWRITEBYTECODE": "",
             "HF_HUB_OFFLINE": "1",
@@ -80,8 +92,20 @@ def ensure_environment(directory: Path, say: Say, version: str = VLLM_VERSION) -
             say(f"installing vLLM {version} in {environment.directory} ({_SIZE_AND_TIME})")
             _install(environment, version, say)
             done.touch()
-        _link_kvbaton(environment.directory / "path")
+        _link_kvbaton(environment.kvbaton_path)
     return environment
+
+
+def ensure_nixl(environment: VllmEnvironment, say: Say, version: str = NIXL_VERSION) -> None:
+    """NIXL beside vLLM, installed there first if need be; without what it would pull in for GPUs."""
+    with _locked(environment.directory / "lock"):
+        done = environment.directory / f"nixl-{version}-installed"
+        if not done.exists():
+            say(f"installing NIXL {version} in {environment.directory} (about 230 MB, a minute at most; only this once)")
+            packages = [f"nixl=={version}", f"nixl-cu12=={version}"]
+            pip = [str(environment.python), "-m", "pip", "install", "--no-deps"]
+            _run([*pip, *packages], environment.directory, "installing NIXL", say)
+            done.touch()
 
 
 def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
@@ -131,12 +155,12 @@ def _name_it(directory: Path, version: str) -> None:
 
 
 def _link_kvbaton(directory: Path) -> None:
-    """Make this kvbaton importable there, and nothing else of where it is installed."""
-    directory.mkdir(exist_ok=True)
-    link, package = directory / "kvbaton", Path(kvbaton.__file__).parent
-    if not link.is_symlink() or link.readlink() != package:
+    """Make this kvbaton importable from `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    link = directory / "kvbaton"
+    if not link.is_symlink() or link.readlink() != _PACKAGE:
         fresh = directory / f".kvbaton-{os.getpid()}"
-        fresh.symlink_to(package)
+        fresh.symlink_to(_PACKAGE)
         fresh.replace(link)
 
 
@@ -147,7 +171,7 @@ def _run(command: Sequence[str], directory: Path, what: str, say: Say) -> None:
         result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=_STEP_S, check=False)
     if result.returncode:
         last = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-_KEPT_LINES:])
-        raise LocalError(f"vLLM could not be installed: {what} failed; the log is {log}, its last lines:\n{last}")
+        raise LocalError(f"{what} failed; the log is {log}, its last lines:\n{last}")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from kvbaton.config import HandoffSettings
 from kvbaton.engines.embedded.weights import default_cache_dir, locate_model
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.vllm import VllmOptions
-from kvbaton.launch.vllm_environment import ensure_environment
+from kvbaton.launch.vllm_environment import VLLM_VERSION, ensure_environment
 from kvbaton.launch.vllm_model import ensure_model
 
 __all__ = ["ready_vllm"]
@@ -24,10 +24,11 @@ def ready_vllm(
     say: Callable[[str], None],
     settings: dict[str, Any] | None = None,
     cluster_key: str | None = None,
+    version: str = VLLM_VERSION,
 ) -> VllmOptions:
     """Install vLLM and convert the model where that was not done before; then nothing takes long."""
     cache_dir = default_cache_dir()
-    environment = ensure_environment(cache_dir, say)
+    environment = ensure_environment(cache_dir, say, version)
     path = ensure_model(locate_model(model, cache_dir), environment, say)
     return VllmOptions(
         environment,

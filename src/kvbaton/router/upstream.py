@@ -127,7 +127,8 @@ class Upstream:
     async def handoff(self, instance: Instance, transfer_id: str) -> Answer:
         """Ask an instance for what it noted of a transfer."""
         path = f"/handoffs/{quote(transfer_id, safe='')}"
-        async with self._open("GET", instance, path, None, {}, self._handoff, _HANDOFF_BYTES) as answer:
+        where = instance.registration.handoffs_address or instance.http_address
+        async with self._open("GET", instance, path, None, {}, self._handoff, _HANDOFF_BYTES, where) as answer:
             return await answer.read()
 
     @asynccontextmanager
@@ -140,10 +141,11 @@ class Upstream:
         headers: Mapping[str, str],
         timeout: aiohttp.ClientTimeout,
         max_bytes: int | None = None,
+        where: str | None = None,
     ) -> AsyncIterator[StreamedAnswer]:
         if self._session is None:
             raise PeerLost("the router is shutting down")
-        url = f"http://{instance.http_address}{path}"
+        url = f"http://{where or instance.http_address}{path}"
         with _blaming(instance):
             response = await self._session.request(
                 method, url, data=body, headers=dict(headers), timeout=timeout, allow_redirects=False

@@ -1,96 +1,65 @@
-"""Real vLLM under test: one prefill, one decode and one single server behind our router, started once and shared."""
+"""Real vLLM under test: one prefill and one decode server behind our router, and a single one, started once and shared."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
-import signal
+import json
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
-import pytest
+from vllm_handing import Pair
+from vllm_servers import MODEL, Server, Wanted, servers
 
-from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
-from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
-from kvbaton.launch.vllm import VllmOptions, vllm_part
-from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.verify.client import Reply, ask
+from watching import wait_until
 
-__all__ = ["MODEL", "STEP_TOKENS", "VllmStand", "both", "session", "stand", "together"]
+__all__ = ["DEFER_S", "VllmStand", "both", "session", "stand", "together"]
 
-MODEL = "smollm2"
-STEP_TOKENS = 256
-"""Long prompts take several steps, and vLLM publishes its metrics after each."""
+DEFER_S = 25
+"""How long a source keeps blocks that nobody comes for."""
 
-_START_S = 900.0
+_START_S = 60.0
 _REQUEST_S = 600.0
-_USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
-_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
-
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class VllmStand:
-    """The servers, by their base URLs."""
+    """A pair, and the router in front of it, by its base URL."""
 
-    fleet: Fleet
-    options: VllmOptions
-    ports: PortPicker
-    discovery_port: int
     router: str
-    prefill: str
-    decode: str
-    single: str
-
-    def kill(self, name: str) -> None:
-        """End a server and everything it started, at once."""
-        os.killpg(self.fleet.pid(name), signal.SIGKILL)
-
-    def is_idle(self, url: str) -> bool:
-        """Whether a server holds no block for anybody, and has nothing to do."""
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        values = [float(value) for value in (*_USAGE.findall(text), *_REQUESTS.findall(text))]
-        assert len(values) >= 3, "vLLM's metrics have other names now"
-        return not any(values)
-
-
-def _ready(handoff: HandoffSettings, settings: dict[str, Any]) -> VllmOptions:
-    """vLLM, installed if need be; the only reason for which these tests are skipped."""
-    try:
-        return ready_vllm(MODEL, MODEL, "local", 3, handoff, print, settings)
-    except LocalError as error:
-        pytest.skip(f"NOTHING IS TESTED WITH VLLM, because it cannot be installed here: {error}")
+    pair: Pair
 
 
 @contextlib.contextmanager
-def stand(mode: Mode, **settings: Any) -> Iterator[VllmStand]:
-    """Start everything in this mode; `settings` go into `kv_connector_extra_config`. Stops everything afterwards."""
+def stand(mode: Mode, single: Server) -> Iterator[VllmStand]:
+    """Start a pair and its router in this mode; stops them afterwards."""
     ports = PortPicker()
-    ready = _ready(HandoffSettings(mode=mode), {"poison": True, **settings})
-    options = replace(ready, arguments=("--max-num-batched-tokens", str(STEP_TOKENS)))
     router_port, discovery_port = ports.pick(), ports.pick()
-    routers = [f"127.0.0.1:{discovery_port}"]
-    with Fleet() as fleet:
+    limits = {"transfer_timeout": 20, "defer_timeout": DEFER_S}
+    wanted = [
+        Wanted(role, role, mode, settings=limits, routers=(f"127.0.0.1:{discovery_port}",)) for role in ("prefill", "decode")
+    ]
+    with Fleet() as fleet, servers(*wanted) as (prefill, decode):
         fleet.start(router_part("127.0.0.1", router_port, discovery_port))
-        urls = []
-        for name, role in (("prefill", "prefill"), ("decode", "decode"), ("single", "both")):
-            part, url = vllm_part(name, role, options, ports, routers)
-            fleet.start(part)
-            urls.append(url)
         fleet.wait_healthy(_START_S)
-        yield VllmStand(fleet, options, ports, discovery_port, f"http://127.0.0.1:{router_port}", *urls)
+        router = f"http://127.0.0.1:{router_port}"
+        wait_until(lambda: _live(router) == len(wanted), "both instances to register", _START_S)
+        yield VllmStand(router, Pair(mode, prefill, decode, single))
+
+
+def _live(router: str) -> int:
+    with urllib.request.urlopen(f"{router}/instances", timeout=10) as answer:
+        return len(json.load(answer)["live"])
 
 
 @asynccontextmanager
@@ -113,6 +82,6 @@ def together(work: Callable[[aiohttp.ClientSession], Awaitable[_T]]) -> _T:
 
 async def both(opened: aiohttp.ClientSession, where: VllmStand, prompt: Sequence[int]) -> tuple[Reply, Reply]:
     """The same request to the single server and to the pair."""
-    single = await ask(opened, where.single, MODEL, tuple(prompt), 8)
+    single = await ask(opened, where.pair.single.url, MODEL, tuple(prompt), 8)
     pair = await ask(opened, where.router, MODEL, tuple(prompt), 8)
     return single, pair

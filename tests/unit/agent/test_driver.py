@@ -85,6 +85,17 @@ def test_a_handoff_moves_the_right_bytes(sides: tuple[Side, Side]) -> None:
     assert source.wait_for(SourceEnded, key_of("first")).outcome is Outcome.DELIVERED
 
 
+def test_what_it_took_is_counted() -> None:
+    with pair() as (source, target):
+        for name in ("one", "two"):
+            landed(source, target, name)
+            source.wait_for(SourceEnded, key_of(name))
+        counted = target.driver.stats()
+        assert (counted.peers, counted.handshakes_total, counted.failures_total) == (1, 1, {})
+        assert counted.runs_total >= 2
+        assert (source.driver.stats().peers, source.driver.stats().handshakes_total) == (1, 1)
+
+
 def test_without_the_writes_the_bytes_are_wrong() -> None:
     with pair(faults=Faults(drop_writes=True)) as (source, target):
         landed(source, target, "dropped")
@@ -107,6 +118,8 @@ def test_a_failed_copy_fails_both_sides_and_the_next_one_works() -> None:
         start_handoff(source, target, "failing")
         assert "failed on command" in target.wait_for(TargetEnded, key_of("failing")).reason
         assert source.wait_for(SourceEnded, key_of("failing")).outcome is Outcome.FAILED
+        assert target.driver.stats().failures_total == {("target", "leg failed"): 1}
+        assert source.driver.stats().failures_total == {("source", "stop asked"): 1}
         target.transport.set_faults(Faults())
         assert_works(source, target)
 

@@ -25,7 +25,7 @@ from kvbaton.agent.ports import (
     SumAsk,
 )
 from kvbaton.agent.rank_loop import RankLoop
-from kvbaton.agent.rank_orders import decode_reports, encode_reports
+from kvbaton.agent.rank_orders import Reports, decode_reports, encode_reports
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
@@ -107,6 +107,7 @@ def test_a_leg_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
     rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
     rig.wait(lambda: bool(rig.ranks.reports))
     assert list(rig.ranks.reports) == [LegMoved(LEG, 0, 0, 1024, 1024)]
+    assert rig.ranks.runs_total == 8
     blocks = [memory.reshape(4, 4, 128) for memory in (rig.memory, rig.source_memory)]
     np.testing.assert_array_equal(blocks[0][:, [2, 0]], blocks[1][:, [1, 3]])
     assert not blocks[0][:, [1, 3]].any()
@@ -156,4 +157,4 @@ def test_every_report_survives_its_frame() -> None:
         PeerFenced(SOURCE, 3, 1),
         RegionFenced(3, 1),
     ]
-    assert decode_reports(encode_reports(reports)) == reports
+    assert decode_reports(encode_reports(Reports(9, reports))) == Reports(9, reports)

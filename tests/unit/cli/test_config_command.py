@@ -26,6 +26,7 @@ def test_a_launch_line_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     settings = parse_settings(config["kv_connector_extra_config"])
     assert (settings.http_address, settings.control_address.host) == ("10.0.0.5:8100", "10.0.0.5")
     assert settings.limits.retry == 2
+    assert settings.handoffs_address == "10.0.0.5:8102"
     assert "transfer_timeout" not in config["kv_connector_extra_config"], "defaults are left out"
 
 

@@ -146,3 +146,10 @@ def test_sim_tells_how_a_run_went_by_its_exit_code(monkeypatch: pytest.MonkeyPat
 
 def test_serve_wants_two_ports(refusal: Refusal) -> None:
     assert "give each its own" in refusal("serve", "--port", "12345", "--control-port", "12345")
+
+
+def test_a_peer_to_compare_with_makes_vllm_the_engine(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--lengths is" in refusal("bench", "serve", "--peer", "nixl", "--lengths", "0")
+    monkeypatch.setattr("kvbaton.bench.vllm.serve.available_memory_bytes", lambda: 1)
+    assert "7 vLLM servers at once need" in refusal("bench", "serve", "--peer", "nixl")
+    assert "3 vLLM servers at once need" in refusal("bench", "serve", "--engine", "vllm", "--mode", "push")

@@ -17,7 +17,7 @@ from kvbaton.core.handoff import Aux, HandoffKey, Span
 from kvbaton.core.layout import Group, Layout, Plane
 from kvbaton.core.messages import Envelope, Message
 from kvbaton.discovery.messages import Registration
-from kvbaton.engines.embedded.handoff_params import KVTransferParams
+from kvbaton.engines.handoff_params import KVTransferParams
 
 PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
 SECTIONS = {

@@ -58,6 +58,14 @@ def test_ours_is_one_map_with_the_real_routers_keys_first() -> None:
     assert list(sent)[:6] == list(VERBATIM)
 
 
+def test_where_hand_offs_are_told_comes_back_and_must_be_an_address() -> None:
+    ours = decode({**VERBATIM, "handoffs_address": "127.0.0.1:9"})
+    assert isinstance(ours, Registration)
+    assert decode_registration(encode_registration(ours)) == ours
+    assert decode_bad({**VERBATIM, "handoffs_address": "http://elsewhere/"}).field == "handoffs_address"
+    assert decode_bad({**VERBATIM, "handoffs_address": 7}).field == "handoffs_address"
+
+
 def test_goodbye_is_marked_and_comes_back() -> None:
     ours = decode({**VERBATIM, "bye": True})
     assert isinstance(ours, Registration)

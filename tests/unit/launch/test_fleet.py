@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvbaton.errors import LocalError
 from kvbaton.launch import fleet as fleet_module
 from kvbaton.launch.fleet import Death, Fleet, Part, core_share
 from kvbaton.launch.ports import PortPicker
-from watching import is_running, wait_until
+from watching import descendants, is_running, wait_until
 
 SERVE = """
 import http.server, sys
@@ -140,6 +141,26 @@ def test_a_part_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) 
     fleet.stop()
     assert not is_running(pid)
     assert not fleet.log_directory.exists()
+
+
+def test_what_a_part_leaves_behind_may_tidy_up_and_is_killed_if_it_stays(tmp_path: Path) -> None:
+    """The helpers of a server see its end and remove what it shared; one that does not go is not waited for."""
+    tidy = "import pathlib, sys; print('here', flush=True); sys.stdin.read(); pathlib.Path(sys.argv[1]).touch()"
+    leader = (
+        "import subprocess, sys\n"
+        "tidy, path, stay = sys.argv[1:]\n"
+        "children = [subprocess.Popen([sys.executable, '-c', tidy, path], stdin=subprocess.PIPE)]\n"
+        "children.append(subprocess.Popen([sys.executable, '-c', stay]))\n"
+        "children[0].wait()\n"
+    )
+    lines: list[str] = []
+    with Fleet(lambda _, line: lines.append(line)) as fleet:
+        fleet.start(_part("leader", leader, tidy, str(tmp_path / "tidied"), STUBBORN))
+        wait_until(lambda: {"here", "deaf"} <= set(lines), "both helpers are there")
+        children = descendants(fleet.pid("leader"))
+        assert len(children) == 2
+    assert (tmp_path / "tidied").exists()
+    wait_until(lambda: not [pid for pid in children if is_running(pid)], "nobody is left")
 
 
 def test_every_line_is_handed_on_and_kept_in_the_log() -> None:

@@ -13,10 +13,10 @@ import kvbaton
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, OnFailure
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.engines.vllm.settings import parse_settings
-from kvbaton.errors import ModelError
+from kvbaton.errors import LocalError, ModelError
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import VllmOptions, transfer_config, vllm_pair_parts, vllm_part
-from kvbaton.launch.vllm_environment import VllmEnvironment, ensure_environment, requirements_of
+from kvbaton.launch.vllm_environment import NIXL_VERSION, VllmEnvironment, ensure_environment, ensure_nixl, requirements_of
 from kvbaton.launch.vllm_model import ensure_model
 
 
@@ -67,10 +67,27 @@ def test_an_environment_that_is_there_is_used_as_it_is_and_finds_this_kvbaton(tm
     (directory / "installed").touch()
     found = ensure_environment(tmp_path, said.append, "9")
     assert (found, said) == (VllmEnvironment(directory), [])
-    link = found.directory / "path" / "kvbaton"
+    link = found.kvbaton_path / "kvbaton"
     assert link.resolve() == Path(kvbaton.__file__).parent.resolve()
-    assert found.variables()["PYTHONPATH"] == str(link.parent)
+    assert found.variables()["PYTHONPATH"].split(":") == [str(link.parent), str(found.directory / "path")]
     assert [each.name for each in link.parent.iterdir()] == ["kvbaton"], "nothing else becomes importable"
+
+
+def test_nixl_that_is_there_is_not_installed_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / f"nixl-{NIXL_VERSION}-installed").touch()
+    ensure_nixl(VllmEnvironment(tmp_path), said.append)
+    assert not said
+
+
+def test_what_cannot_be_installed_says_which_step_failed(tmp_path: Path) -> None:
+    python = VllmEnvironment(tmp_path).python
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho no such package; exit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(LocalError, match=r"(?s)installing NIXL failed.*no such package"):
+        ensure_nixl(VllmEnvironment(tmp_path), print)
+    assert not (tmp_path / f"nixl-{NIXL_VERSION}-installed").exists()
 
 
 def test_models(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class FakeInstance:
     fingerprint: str = "f"
     mode: TransferMode = TransferMode.READ
     tp_size: int = 1
+    handoffs_address: str = ""
     seen: list[Seen] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
@@ -85,6 +86,7 @@ class FakeInstance:
             incarnation=f"inc-{self.port}",
             model=self.model,
             fingerprint=self.fingerprint,
+            handoffs_address=self.handoffs_address,
         )
 
     async def __aenter__(self) -> Self:

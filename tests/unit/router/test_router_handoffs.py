@@ -94,6 +94,16 @@ async def test_both_sides_are_asked_and_joined() -> None:
 
 
 @run
+async def test_an_instance_that_tells_elsewhere_is_asked_there() -> None:
+    async with telling_decode() as teller, telling_prefill() as p, decode(decode_well) as d:
+        d.handoffs_address = teller.http_address
+        async with routing(p, d) as router:
+            story = await story_of(router, await routed_one(router))
+            assert [each.problem for each in story.tellers] == ["", ""]
+            assert story.tellers[1].name == f"decode instance {d.http_address}"
+
+
+@run
 async def test_the_newest_are_listed_first() -> None:
     async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
         assert json.loads((await router.get("/handoffs"))[2]) == {"handoffs": []}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.core.handoff import RequestId
-from kvbaton.engines.embedded.handoff_params import KVTransferParams, TargetWish, read_params
-from kvbaton.engines.embedded.request import GenerationRequest, Sampling
+from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
+from kvbaton.engines.handoff_params import KVTransferParams, TargetWish, read_params
 from kvbaton.errors import BadRequest
 
 __all__ = ["declined_requests"]
@@ -34,7 +34,7 @@ def declined_requests(raw: bytes, request_id: str | None) -> list[GenerationRequ
         return []
     indices = islice(product(range(_prompts(body.prompt)), range(_samples(body.n))), _MAX_CHOICES)
     return [
-        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), wish.handoff(prompt, sample))
+        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), handoff_of(wish, prompt, sample))
         for prompt, sample in indices
     ]
 

@@ -23,10 +23,10 @@ from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.embedded.bodies import Body, BodySettings, make_body
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
-from kvbaton.engines.embedded.handoff_params import HandoffInfo
 from kvbaton.engines.embedded.server import make_app, start_server
 from kvbaton.engines.embedded.shaped.setup import RankTransport
 from kvbaton.engines.embedded.weights import LoadedModel
+from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.observe.records import About
 from kvbaton.observe.timelines import Timelines

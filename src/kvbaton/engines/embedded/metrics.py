@@ -72,6 +72,11 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield _labelled(CounterMetricFamily, "control_dropped", dropped, ("cause",), _by(agent.dropped_total))
     late = "Events of hand-offs that came too late to change anything, by kind."
     yield _labelled(CounterMetricFamily, "handoff_late_events", late, ("event",), _by(agent.late_total))
+    failures = "Hand-offs that ended before they were delivered, by side and by what ended them."
+    yield _labelled(CounterMetricFamily, "handoff_failures", failures, ("side", "cause"), agent.failures_total.items())
+    yield CounterMetricFamily("kvbaton_runs", "Contiguous copies handed to the transport.", agent.runs_total)
+    yield GaugeMetricFamily("kvbaton_peers", "Peers whose cards are known.", agent.peers)
+    yield CounterMetricFamily("kvbaton_handshakes", "Cards of peers that were checked and taken.", agent.handshakes_total)
     mismatches = "Hand-offs that failed because of a checksum."
     yield CounterMetricFamily("kvbaton_checksum_mismatches", mismatches, agent.mismatches_total)
     fallbacks = "Aux records that should have travelled by data and went by message after all, by cause."

@@ -16,8 +16,8 @@ from typing import NoReturn, Protocol, TypeVar
 import msgspec
 
 from kvbaton.core.handoff import RequestId
-from kvbaton.engines.embedded.handoff_params import HandoffWish, KVTransferParams, read_params
-from kvbaton.engines.embedded.request import GenerationRequest, Sampling
+from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
+from kvbaton.engines.handoff_params import HandoffWish, KVTransferParams, read_params
 from kvbaton.errors import BadRequest
 
 __all__ = [
@@ -185,7 +185,7 @@ def _assemble(
         room = _room(prompt, limits, field)
         for j in range(samples):
             name = RequestId(f"{unique}-{i}-{j}")
-            handoff = wish.handoff(i, j) if wish else None
+            handoff = handoff_of(wish, i, j) if wish else None
             requests.append(GenerationRequest(name, prompt, _of_sample(sampling, room, j), handoff))
     return ApiRequest(
         response_id=response_id,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, RequestId
+from kvbaton.engines.handoff_params import HandoffWish, SourceWish
 
 __all__ = [
     "FinishReason",
@@ -18,6 +19,7 @@ __all__ = [
     "Sink",
     "TokenOutput",
     "ToTarget",
+    "handoff_of",
 ]
 
 
@@ -48,6 +50,12 @@ class FromSource:
     key: HandoffKey
     source: ControlAddress
     source_incarnation: Incarnation | None = None
+
+
+def handoff_of(wish: HandoffWish, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
+    """The hand-off that a caller wishes for one prompt's one sample."""
+    key = HandoffKey(wish.transfer_id, prompt_index, sample_index)
+    return ToTarget(key) if isinstance(wish, SourceWish) else FromSource(key, wish.source, wish.source_incarnation)
 
 
 @dataclass(frozen=True, slots=True)

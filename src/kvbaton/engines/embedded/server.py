@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry
 
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.declined import declined_requests
-from kvbaton.engines.embedded.handoff_params import HandoffInfo, SourceWish, answer_params
 from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
 from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
@@ -36,6 +35,7 @@ from kvbaton.engines.embedded.openai import (
 from kvbaton.engines.embedded.openai_answers import DONE_EVENT, Answer, sse_event
 from kvbaton.engines.embedded.stats import EngineStats
 from kvbaton.engines.embedded.submission import Runner, Submission
+from kvbaton.engines.handoff_params import HandoffInfo, SourceWish, answer_params
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 

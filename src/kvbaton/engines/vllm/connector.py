@@ -25,7 +25,7 @@ from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
 from kvbaton.engines.vllm.requests import HandoffInfo
-from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
+from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
 from kvbaton.engines.vllm.tensors import CacheSpec, RegisteredCache, read_tensors
 from kvbaton.errors import Bug, ConfigError
@@ -56,6 +56,8 @@ class _Handshake(KVConnectorHandshakeMetadata):
 class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     """One half of kvbaton in vLLM: in the scheduler process it turns what vLLM says into orders, in the worker it obeys."""
 
+    instance_class = WorkerInstance
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
@@ -71,7 +73,10 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = StepReport()
         if role is KVConnectorRole.SCHEDULER:
             block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer)
+            room = Room(
+                -(-vllm_config.model_config.max_model_len // block_tokens), self._settings.defer_timeout, self._free_blocks
+            )
+            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer, room)
 
     # In the worker.
 
@@ -80,7 +85,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches = kv_caches
         cache = RegisteredCache(read_tensors(kv_caches), _spec(self._vllm_config, self._kv_cache_config))
         self._layer_index = cache.layer_index
-        self._instance = WorkerInstance(self._settings, cache, _model(self._vllm_config), self._registers_as)
+        self._instance = self.instance_class(self._settings, cache, _model(self._vllm_config), self._registers_as)
         self._instance.start()
         log.info("kvbaton listens at %s, incarnation %s", self._instance.info.control_address, self._instance.info.incarnation)
 
@@ -149,7 +154,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> _WorkerMetadata | None:
         """What the scheduler half is told beside the ids."""
         report, self._report = self._report, StepReport()
-        return _WorkerMetadata(report) if report.landed else None
+        return _WorkerMetadata(report) if report else None
 
     # In the scheduler.
 
@@ -164,9 +169,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.begin(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How much of the prompt comes from a source, asynchronously."""
+        """How much of the prompt comes from a source, asynchronously; None for a prefill that has to wait."""
         tokens = self._half.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there."""
@@ -211,6 +216,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.orders is not self._bound and self._instance is not None:
             self._bound = metadata.orders
             self._instance.half.begin_step(metadata.orders)
+
+    def _free_blocks(self) -> int:
+        return 0 if self._kv_cache_manager is None else int(self._kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _block_ids(self, request_id: str) -> tuple[list[int], ...]:
         if self._kv_cache_manager is None:

@@ -1,6 +1,7 @@
 """What happened in a worker since vLLM last asked: ends of hand-offs, their costs, and what the agents counted.
 
-The numbers travel as plain maps from the worker to vLLM's front end, which logs them and shows them to Prometheus.
+The numbers travel as plain maps from the worker to vLLM's front end, which logs them and shows them to Prometheus:
+`ended` and `failures` count by side, `grown` counts by name, `series` hold single values, `gauges` are as of now.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 from kvbaton.agent.engine_port import HandoffStats
 from kvbaton.agent.stats import AgentStats
 from kvbaton.core.handoff import Outcome
+from kvbaton.core.timeline import Side
 
 __all__ = ["Counts", "added", "is_empty", "shown"]
 
-_TOTALS = ("late", "dropped", "mismatches", "errors")
-_SERIES = ("moved_bytes", "handover_s", "wire_s")
+_SERIES = ("moved_bytes", "handover_s", "wire_s", "source_queue_s", "target_queue_s")
+_SUMMED = ("ended", "failures", "grown")
 
 
 class Counts:
@@ -24,8 +26,13 @@ class Counts:
     def __init__(self) -> None:
         self._ended: Counter[str] = Counter()
         self._series: dict[str, list[float]] = {name: [] for name in _SERIES}
-        self._seen = dict.fromkeys(_TOTALS, 0)
+        self._seen: Counter[str] = Counter()
+        self._seen_failures: Counter[str] = Counter()
         self._gauges: dict[str, int] = {}
+
+    def queued(self, side: Side, seconds: float) -> None:
+        """A request waited so long: at a source until its prefill began, at a target until it had blocks."""
+        self._series[f"{side}_queue_s"].append(seconds)
 
     def source_ended(self, outcome: Outcome) -> None:
         """A hand-off from here is over."""
@@ -35,26 +42,37 @@ class Counts:
         """A hand-off to here is over; `stats` if it landed."""
         self._ended[f"target {outcome}"] += 1
         if stats is not None:
-            for name, value in zip(_SERIES, (stats.bytes_moved, stats.handover_s, stats.wire_s), strict=True):
+            for name, value in zip(_SERIES, (stats.bytes_moved, stats.handover_s, stats.wire_s), strict=False):
                 self._series[name].append(value)
 
     def take(self, agent: AgentStats) -> dict[str, Any] | None:
         """Everything that is new since the last call, as one map; None when nothing is."""
-        totals = {
-            "late": agent.late_total.total(),
-            "dropped": agent.dropped_total.total(),
-            "mismatches": agent.mismatches_total,
-            "errors": agent.errors_total,
-        }
-        grown = {name: total - self._seen[name] for name, total in totals.items() if total > self._seen[name]}
-        live = {f"live_{side}": count for side, count in agent.handoffs_live.items()}
-        gauges = {**live, "quarantined_blocks": agent.quarantined_blocks}
-        if not self._ended and not grown and gauges == self._gauges:
+        totals, gauges = _totals(agent), _gauges(agent)
+        failures = Counter({f"{side} {cause}": count for (side, cause), count in agent.failures_total.items()})
+        grown, failed = totals - self._seen, failures - self._seen_failures
+        is_waited = any(self._series.values())
+        if not (self._ended or grown or failed or is_waited) and gauges == self._gauges:
             return None
-        self._seen, self._gauges = totals, gauges
+        self._seen, self._seen_failures, self._gauges = totals, failures, gauges
         ended, self._ended = self._ended, Counter()
         series, self._series = self._series, {name: [] for name in _SERIES}
-        return {"ended": dict(ended), "series": series, "grown": grown, "gauges": gauges}
+        return {"ended": dict(ended), "failures": dict(failed), "grown": dict(grown), "series": series, "gauges": gauges}
+
+
+def _totals(agent: AgentStats) -> Counter[str]:
+    return Counter(
+        runs=agent.runs_total,
+        handshakes=agent.handshakes_total,
+        late_events=agent.late_total.total(),
+        dropped_messages=agent.dropped_total.total(),
+        checksum_mismatches=agent.mismatches_total,
+        agent_errors=agent.errors_total,
+    )
+
+
+def _gauges(agent: AgentStats) -> dict[str, int]:
+    live = {f"live_{side}": count for side, count in agent.handoffs_live.items()}
+    return {**live, "quarantined_blocks": agent.quarantined_blocks, "peers": agent.peers}
 
 
 def is_empty(data: dict[str, Any]) -> bool:
@@ -67,7 +85,7 @@ def added(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     if is_empty(first) or is_empty(second):
         return first or second
     series = {name: [*first["series"].get(name, ()), *second["series"].get(name, ())] for name in _SERIES}
-    sums = {name: dict(Counter(first[name]) + Counter(second[name])) for name in ("ended", "grown")}
+    sums = {name: dict(Counter(first[name]) + Counter(second[name])) for name in _SUMMED}
     return {**sums, "series": series, "gauges": second["gauges"]}
 
 
@@ -76,8 +94,9 @@ def shown(data: dict[str, Any]) -> dict[str, float]:
     if is_empty(data):
         return {}
     line: dict[str, float] = {name.replace(" ", "_"): count for name, count in sorted(data["ended"].items())}
+    line |= {f"{name.replace(' ', '_')}_failures": count for name, count in sorted(data["failures"].items())}
     line["moved_MB"] = round(sum(data["series"]["moved_bytes"]) / 1e6, 1)
-    for name in ("handover_s", "wire_s"):
+    for name in _SERIES[1:]:
         values = sorted(data["series"][name])
         if values:
             line[f"{name}_median"] = round(values[len(values) // 2], 4)

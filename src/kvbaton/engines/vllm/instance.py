@@ -12,6 +12,7 @@ from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import BlockLists, Incarnation
+from kvbaton.core.timeline import nobody
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
@@ -20,6 +21,9 @@ from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import ConnectorSettings
 from kvbaton.engines.vllm.tensors import RegisteredCache
 from kvbaton.engines.vllm.worker_half import WorkerHalf
+from kvbaton.observe.notes_server import NotesServer
+from kvbaton.observe.records import About
+from kvbaton.observe.timelines import Timelines
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
@@ -36,7 +40,10 @@ class ModelName:
 
 
 class WorkerInstance:
-    """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector."""
+    """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector.
+
+    `open_sockets` and `open_transport` may be overridden: that is how tests hold a hand-off up at a stage of their choice.
+    """
 
     def __init__(
         self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelName, registers_as: InstanceType | None
@@ -46,23 +53,47 @@ class WorkerInstance:
         self._cache = cache
         region = cache.region
         with ExitStack() as parts:
-            sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust())
+            sockets = self.open_sockets(settings, incarnation)
             parts.callback(sockets.close)
-            transport = _open_transport(settings, incarnation, region)
+            transport = self.open_transport(settings, incarnation, region)
             parts.callback(transport.close)
             card = _card(settings, model, incarnation, cache, transport)
             limits, handoff = settings.limits, settings.handoff
-            self.driver = Driver(card, cache.layout, transport, limits, sockets, self._news.set, handoff, memory=region.view)
+            timelines = _timelines(settings, incarnation, registers_as)
+            observe = nobody if timelines is None else timelines.note
+            self._notes = None if timelines is None else NotesServer(timelines, settings.control_host, settings.handoffs_port)
+            if self._notes is not None:
+                parts.callback(self._notes.close)
+            self.driver = Driver(
+                card, cache.layout, transport, limits, sockets, self._news.set, handoff, observe, memory=region.view
+            )
             parts.pop_all()
         self.info = HandoffInfo(settings.control_address, incarnation)
         poison = self._poison if settings.poison else None
         layers = len(cache.layout.groups[0].layers)
-        self.half = WorkerHalf(self.driver, layers, self._news, limits.stop_timeout, poison)
+        self.half = WorkerHalf(self.driver, layers, self._news, limits.stop_timeout, poison, observe)
         self._announcer = _announcer(settings, self.info, model, registers_as)
+
+    def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
+        """The control channel."""
+        return ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust())
+
+    def open_transport(self, settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
+        """What moves the bytes."""
+        transport_settings = TransportSettings(
+            incarnation=incarnation,
+            timeout_s=settings.transfer_timeout,
+            host=settings.control_host,
+            advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
+        )
+        transport = open_transport(settings.transport, region, transport_settings)
+        return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
 
     def start(self) -> None:
         """Start the agents, and register with the routers as soon as the API answers."""
         self.driver.start()
+        if self._notes is not None:
+            self._notes.start()
         if self._announcer is not None:
             self._announcer.start()
 
@@ -70,6 +101,8 @@ class WorkerInstance:
         """Say goodbye, end every hand-off, and give everything back. Idempotent."""
         if self._announcer is not None:
             self._announcer.stop()
+        if self._notes is not None:
+            self._notes.close()
         self.driver.close()
 
     def _poison(self, blocks: BlockLists, cached_tokens: int) -> None:
@@ -77,15 +110,11 @@ class WorkerInstance:
         self._cache.poison(blocks[0][cached_tokens // block_tokens :])
 
 
-def _open_transport(settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
-    transport_settings = TransportSettings(
-        incarnation=incarnation,
-        timeout_s=settings.transfer_timeout,
-        host=settings.control_host,
-        advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
-    )
-    transport = open_transport(settings.transport, region, transport_settings)
-    return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
+def _timelines(settings: ConnectorSettings, incarnation: Incarnation, registers_as: InstanceType | None) -> Timelines | None:
+    if not settings.handoffs_port:
+        return None
+    role = "both" if registers_as is None else registers_as.word
+    return Timelines(About(role, settings.http_address or str(settings.control_address), incarnation))
 
 
 def _card(
@@ -116,5 +145,6 @@ def _announcer(
         incarnation=info.incarnation,
         model=model.name,
         fingerprint=model.fingerprint,
+        handoffs_address=settings.handoffs_address,
     )
     return LateAnnouncer(Announcer(registration, settings.routers, settings.heartbeat_s), settings.http_address)

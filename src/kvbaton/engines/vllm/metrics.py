@@ -12,6 +12,24 @@ from kvbaton.engines.vllm.counts import added, is_empty, shown
 __all__ = ["KVBatonMetrics", "KVBatonStats"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TIMES = {
+    "handover_s": "From the end of prefill until landed, without the wire",
+    "wire_s": "Wire time of a hand-off",
+    "source_queue_s": "Wait of a request at its source until its prefill began",
+    "target_queue_s": "Wait of a request at its target until it had blocks",
+}
+_COUNTED = {
+    "runs": "Contiguous copies handed to the transport",
+    "handshakes": "Cards of peers that were checked and taken",
+    "late_events": "Events of hand-offs that came too late to change anything",
+    "dropped_messages": "Control messages that were not taken",
+    "checksum_mismatches": "Hand-offs that failed because of a checksum",
+    "agent_errors": "Errors of our own that the agents went on after",
+}
+_NOW = {
+    "quarantined_blocks": "Blocks that wait until nobody can write to them any more",
+    "peers": "Peers whose cards are known",
+}
 
 
 class KVBatonStats(KVConnectorStats):
@@ -36,7 +54,7 @@ class KVBatonStats(KVConnectorStats):
 
 
 class KVBatonMetrics(KVConnectorPromMetrics):
-    """The same numbers for Prometheus."""
+    """The same numbers for Prometheus, all named `vllm:kvbaton_...`."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
@@ -44,26 +62,37 @@ class KVBatonMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, gauge, histogram = metric_types[Counter], metric_types[Gauge], metric_types[Histogram]
         self._ended = counter("vllm:kvbaton_handoffs", "Hand-offs by side and outcome", [*labelnames, "side", "outcome"])
-        self._grown = counter("vllm:kvbaton_events", "What the agents counted, by kind", [*labelnames, "kind"])
+        failures = "Hand-offs that ended before they were delivered, by side and by what ended them"
+        self._failures = counter("vllm:kvbaton_handoff_failures", failures, [*labelnames, "side", "cause"])
         self._bytes = counter("vllm:kvbaton_moved_bytes", "Bytes of landed hand-offs", labelnames)
-        described = (("handover_s", "From the end of prefill until landed, without the wire"), ("wire_s", "Wire time"))
+        self._grown = {name: counter(f"vllm:kvbaton_{name}", text, labelnames) for name, text in _COUNTED.items()}
+        self._live = gauge("vllm:kvbaton_handoffs_live", "Hand-offs under way, by side", [*labelnames, "side"])
+        self._gauges = {name: gauge(f"vllm:kvbaton_{name}", text, labelnames) for name, text in _NOW.items()}
         self._seconds = {
-            name: histogram(f"vllm:kvbaton_{name}econds", text, labelnames, buckets=_SECONDS) for name, text in described
+            name: histogram(f"vllm:kvbaton_{name}econds", text, labelnames, buckets=_SECONDS) for name, text in _TIMES.items()
         }
-        self._gauges = gauge("vllm:kvbaton_now", "Live hand-offs and quarantined blocks", [*labelnames, "kind"])
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what one engine told."""
         if is_empty(transfer_stats_data):
             return
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, count in transfer_stats_data["ended"].items():
-            self._ended.labels(*labels, *name.split(" ", 1)).inc(count)
+        for counter, name in ((self._ended, "ended"), (self._failures, "failures")):
+            for both, count in transfer_stats_data[name].items():
+                counter.labels(*labels, *both.split(" ", 1)).inc(count)
         for kind, count in transfer_stats_data["grown"].items():
-            self._grown.labels(*labels, kind).inc(count)
-        for kind, value in transfer_stats_data["gauges"].items():
-            self._gauges.labels(*labels, kind).set(value)
-        series = transfer_stats_data["series"]
+            self._grown[kind].labels(*labels).inc(count)
+        self._observe_gauges(transfer_stats_data["gauges"], labels)
+        self._observe_series(transfer_stats_data["series"], labels)
+
+    def _observe_gauges(self, gauges: dict[str, int], labels: list[object]) -> None:
+        for kind, value in gauges.items():
+            if kind.startswith("live_"):
+                self._live.labels(*labels, kind.removeprefix("live_")).set(value)
+            else:
+                self._gauges[kind].labels(*labels).set(value)
+
+    def _observe_series(self, series: dict[str, list[float]], labels: list[object]) -> None:
         self._bytes.labels(*labels).inc(sum(series["moved_bytes"]))
         for name, histogram in self._seconds.items():
             for value in series[name]:

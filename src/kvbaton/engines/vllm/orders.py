@@ -20,9 +20,11 @@ __all__ = [
     "SourceGivesUp",
     "SourceOffers",
     "SourceRetracts",
+    "SourceWithdraws",
     "StepOrders",
     "StepReport",
     "TargetBegins",
+    "TargetDeclines",
     "TargetGivesUp",
     "TargetPulls",
 ]
@@ -62,8 +64,24 @@ class SourceGivesUp:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceWithdraws:
+    """The prefill will never be computed; it has no blocks, and vLLM waits for nothing."""
+
+    request_id: str
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
 class TargetBegins:
     """A request for a hand-off was admitted."""
+
+    request_id: str
+    wanted: SourceWanted
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDeclines:
+    """A request for a hand-off was refused before admission; what its prompt was is not known."""
 
     request_id: str
     wanted: SourceWanted
@@ -93,7 +111,18 @@ class FailLoad:
     reason: str
 
 
-Order = SourceBegins | SourceRetracts | SourceOffers | SourceGivesUp | TargetBegins | TargetPulls | TargetGivesUp | FailLoad
+Order = (
+    SourceBegins
+    | SourceRetracts
+    | SourceOffers
+    | SourceGivesUp
+    | SourceWithdraws
+    | TargetBegins
+    | TargetDeclines
+    | TargetPulls
+    | TargetGivesUp
+    | FailLoad
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +138,32 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """Everything for one step: what to do before the forward, and what the forward computes for hand-offs."""
+    """Everything for one step: what to do before the forward, and what the forward computes for hand-offs.
+
+    `first_steps` are hand-offs whose prefill begins with this step, or whose landed cache is first used in it.
+    """
 
     orders: tuple[Order, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     has_forward: bool = True
+    first_steps: tuple[HandoffKey, ...] = ()
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker tells after a step, beside the ids that vLLM itself wants: a record of each hand-off that landed."""
+    """What a worker tells after a step, beside the ids that vLLM itself wants.
+
+    All by request: a record of each hand-off that landed, prefills for which a target has blocks ready, and prefills whose
+    hand-off has ended before vLLM said that they are complete.
+    """
 
     landed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    granted: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.landed or self.granted or self.ended)
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Both reports as one."""
-        return StepReport({**self.landed, **other.landed})
+        return StepReport({**self.landed, **other.landed}, self.granted | other.granted, self.ended | other.ended)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.agent.engine_port import SourceWanted
-from kvbaton.core.handoff import HandoffKey, Mode, key_problem
-from kvbaton.engines.embedded.handoff_params import (
+from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, key_problem
+from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
     SourceWish,
@@ -23,7 +23,18 @@ from kvbaton.engines.embedded.handoff_params import (
 )
 from kvbaton.errors import BadRequest
 
-__all__ = ["EngineRequest", "HandoffInfo", "SourceWish", "Wish", "answer_params", "indices", "prompt_digest", "read_wish"]
+__all__ = [
+    "EngineRequest",
+    "HandoffInfo",
+    "SourceWish",
+    "Wish",
+    "answer_params",
+    "indices",
+    "is_refused",
+    "named",
+    "prompt_digest",
+    "read_wish",
+]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
 _PROMPT = re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z")
@@ -91,6 +102,18 @@ def read_wish(request: EngineRequest, mode: Mode) -> Wish | None:
         wanted = SourceWanted(key, prompt_digest(request), wish.source, wish.source_incarnation, mode)
         return Wish(key, wanted=wanted)
     return Wish(key, source=wish)
+
+
+def named(request: EngineRequest) -> str:
+    """A request as log lines name it: vLLM's id, and the transfer id that both instances share, where it has one."""
+    transfer_id = (request.kv_transfer_params or {}).get("transfer_id")
+    told = f"transfer {transfer_id[:MAX_TRANSFER_ID]}" if isinstance(transfer_id, str) else "no transfer id"
+    return f"request {request.request_id} ({told})"
+
+
+def is_refused(request: EngineRequest) -> bool:
+    """Whether vLLM refused the request before admission, and only lets its source go; its prompt is not the true one then."""
+    return bool(getattr(request, "abort_immediately", False))
 
 
 def indices(request_id: str) -> tuple[int, int]:

@@ -5,15 +5,19 @@ and it finishes. A target asks for its cache once; after that, whatever became o
 preempted one, or one whose load failed, is computed locally. What a client got wrong becomes a load that fails, and vLLM's
 policy decides between an error and local computing.
 
+In push a prefill can be over long before its target has blocks, and then its own blocks wait. So that two instances whose
+caches are full never wait for each other, such prefills leave room for the largest request: a prefill starts in that room only
+when its target has granted it blocks.
+
 Belongs to vLLM's scheduler thread. Decides nothing about hand-offs.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
@@ -26,17 +30,27 @@ from kvbaton.engines.vllm.orders import (
     SourceGivesUp,
     SourceOffers,
     SourceRetracts,
+    SourceWithdraws,
     StepOrders,
     StepReport,
     TargetBegins,
+    TargetDeclines,
     TargetGivesUp,
     TargetPulls,
 )
-from kvbaton.engines.vllm.requests import EngineRequest, HandoffInfo, SourceWish, Wish, answer_params, prompt_digest, read_wish
+from kvbaton.engines.vllm.requests import (
+    EngineRequest,
+    HandoffInfo,
+    SourceWish,
+    Wish,
+    answer_params,
+    is_refused,
+    named,
+    prompt_digest,
+    read_wish,
+)
 
-__all__ = ["Computing", "SchedulerHalf"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Computing", "Room", "SchedulerHalf"]
 
 _COMPLETE = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 _MAX_TOKEN_ID = 1 << 62
@@ -51,12 +65,28 @@ class Computing:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """So many blocks are kept free for prefills that a target has granted blocks for.
+
+    Others wait for their grant, however long their turn takes; but when for `wait_s` nobody's turn has come, no longer.
+    """
+
+    blocks: int
+    wait_s: float
+    free_blocks: Callable[[], int]
+    clock: Callable[[], float] = time.monotonic
+
+
 @dataclass(slots=True)
 class _Source:
     request: EngineRequest
     key: HandoffKey
     wish: SourceWish
     told_tokens: int = 0
+    is_granted: bool = False
+    is_over: bool = False
+    waits_since: float | None = None
 
 
 class _Phase(enum.Enum):
@@ -78,15 +108,18 @@ class _Target:
 class SchedulerHalf:
     """One instance's part. It may be asked to be a source, a target, or both, as its role allows."""
 
-    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool) -> None:
+    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool, room: Room | None = None) -> None:
         self._mode = mode
         self._block_tokens = block_tokens
         self._is_source = is_source
         self._is_target = is_target
+        self._room = room
         self._info: HandoffInfo | None = None
         self._sources: dict[str, _Source] = {}
         self._targets: dict[str, _Target] = {}
         self._orders: list[Order] = []
+        self._unstepped: dict[str, HandoffKey] = {}
+        self._progress_at = 0.0
 
     @property
     def live(self) -> int:
@@ -104,31 +137,76 @@ class SchedulerHalf:
         wish = read_wish(request, self._mode)
         if wish is None:
             return
-        is_remote_prefill = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
-        if is_remote_prefill:
-            self._begin_target(request, wish)
-        elif wish.key is None or wish.source is None or not self._is_source:
-            why = wish.problem or "this instance is no source (kv_role)"
-            log.error("request %s is computed without a hand-off: %s", request.request_id, why)
-        elif any(source.key == wish.key for source in self._sources.values()):
-            log.error("request %s is computed without a hand-off: %s is under way already", request.request_id, wish.key)
-        else:
+        problem = self._problem(wish)
+        if not problem and wish.source is not None and wish.key is not None:
             self._sources[request.request_id] = _Source(request, wish.key, wish.source)
+            self._unstepped[request.request_id] = wish.key
             self._orders.append(SourceBegins(request.request_id, wish.key, prompt_digest(request)))
-
-    def _begin_target(self, request: EngineRequest, wish: Wish) -> None:
-        problem = wish.problem or ("" if self._is_target else "this instance is no target (kv_role)")
+            return
+        if wish.wanted is not None and is_refused(request):
+            self._orders.append(TargetDeclines(request.request_id, replace(wish.wanted, prompt="")))
+            return
+        problem = problem and f"{named(request)}: {problem}"
         target = _Target(request.num_prompt_tokens, None if problem else wish.wanted, problem)
         self._targets[request.request_id] = target
         if target.wanted is not None:
             self._orders.append(TargetBegins(request.request_id, target.wanted))
 
-    def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int:
-        """How many tokens after the first `computed_tokens` a source will send; asked often, changes nothing."""
+    def _problem(self, wish: Wish) -> str:
+        """Why a wish cannot be: such a request waits for a load that fails, whichever side it wanted to be."""
+        if wish.problem:
+            return wish.problem
+        if wish.source is None:
+            return "" if self._is_target else "this instance is no target (kv_role)"
+        if not self._is_source:
+            return "this instance is no source (kv_role)"
+        is_taken = any(source.key == wish.key for source in self._sources.values())
+        return f"transfer_id: {wish.key} is under way already" if is_taken else ""
+
+    def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int | None:
+        """How many tokens after the first `computed_tokens` a source will send; None: ask again later. Asked often."""
+        source = self._sources.get(request.request_id)
+        if source is not None:
+            problem = self._why_never(source)
+            if problem:
+                self._withdraw(source, problem)
+            elif self._lacks_grant(source):
+                return None
         target = self._targets.get(request.request_id)
         if target is None or target.phase is not _Phase.WAITING:
             return 0
         return max(0, target.tokens - computed_tokens)
+
+    def _lacks_grant(self, source: _Source) -> bool:
+        """Whether a prefill would take the last blocks, and no target has blocks for it yet."""
+        if self._mode is not Mode.PUSH or source.is_granted or self._room is None:
+            return False
+        needed = -(-source.request.num_prompt_tokens // self._block_tokens)
+        return self._room.free_blocks() - needed < self._room.blocks
+
+    def _why_never(self, source: _Source) -> str:
+        """Why a prefill that has not begun need not begin at all."""
+        if source.is_over:
+            return f"{source.key} ended before its prefill began"
+        if self._room is None or not self._lacks_grant(source):
+            return ""
+        now = self._room.clock()
+        if source.waits_since is None:
+            source.waits_since = now
+        if now - max(source.waits_since, self._progress_at) < self._room.wait_s:
+            return ""
+        return (
+            f"there is no room to start {source.key} before its target has blocks, and for {self._room.wait_s:g} s no target"
+            " had blocks for any prefill"
+        )
+
+    def _withdraw(self, source: _Source, problem: str) -> None:
+        """Make a prefill a load that fails."""
+        request = source.request
+        del self._sources[request.request_id]
+        self._unstepped.pop(request.request_id, None)
+        self._orders.append(SourceWithdraws(request.request_id, source.key))
+        self._targets[request.request_id] = _Target(request.num_prompt_tokens, None, f"{named(request)}: {problem}")
 
     def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
         """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
@@ -150,6 +228,7 @@ class SchedulerHalf:
 
     def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""
+        self._unstepped.pop(request.request_id, None)
         source = self._sources.pop(request.request_id, None)
         if source is not None:
             return self._finish_source(request, source, blocks)
@@ -190,9 +269,16 @@ class SchedulerHalf:
             if source is not None and source.told_tokens:
                 source.told_tokens = 0
                 self._orders.append(SourceRetracts(request_id, source.key))
+        computing = tuple(computing)
         chunks = tuple(self._chunks(computing, block_ids)) if self._mode is Mode.PUSH and self._sources else ()
         orders, self._orders = tuple(self._orders), []
-        return StepOrders(orders, chunks, has_forward)
+        return StepOrders(orders, chunks, has_forward, self._first_steps(computing))
+
+    def _first_steps(self, computing: Iterable[Computing]) -> tuple[HandoffKey, ...]:
+        if not self._unstepped:
+            return ()
+        stepped = [self._unstepped.pop(each.request_id, None) for each in computing]
+        return tuple(key for key in stepped if key is not None)
 
     def _chunks(self, computing: Iterable[Computing], block_ids: Callable[[str], Sequence[Sequence[int]]]) -> Iterable[Chunk]:
         """What is new of each source, in whole blocks: the rest of one may still be written in the next step.
@@ -213,6 +299,14 @@ class SchedulerHalf:
 
     def take_report(self, report: StepReport) -> None:
         """What the worker tells after a step."""
+        if self._room is not None and (report.granted or report.ended):
+            self._progress_at = self._room.clock()
+        for request_id in report.granted & self._sources.keys():
+            self._sources[request_id].is_granted = True
+        for request_id in report.ended & self._sources.keys():
+            self._sources[request_id].is_over = True
         for request_id, record in report.landed.items():
             if (target := self._targets.get(request_id)) is not None:
                 target.record = record
+                if target.wanted is not None:
+                    self._unstepped[request_id] = target.wanted.key

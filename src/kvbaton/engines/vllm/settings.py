@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.config import HandoffSettings, Limits, Trust, parse_limits, parse_trust
-from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S
@@ -31,6 +31,12 @@ _ELSEWHERE = {
     "notify_port": "kvbaton needs one port: give control_port",
     "host_ip": "give control_host",
     "read_mode": "give mode: 'pull' for true, 'push' for false",
+    "recv_abort_timeout": "give transfer_timeout",
+    "backend": "give transport: 'local' or 'tcp'",
+    "backends": "give transport: 'local' or 'tcp'",
+    "kv_lease_duration": "give defer_timeout",
+    "push_registration_timeout": "give transfer_timeout",
+    "enforce_handshake_compat": "peers that do not fit are always refused; leave it out",
     "cluster_key": f"{_WHERE} can be read by everybody: give cluster_key_file, or set KVBATON_CLUSTER_KEY",
 }
 
@@ -43,6 +49,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     control_host:     where other instances reach this one
     control_port:     on which port; must be given
     advertise_host:   under which address others reach this instance, when that is not control_host
+    handoffs_port:    port on which it tells of its hand-offs (`kvbaton explain`), at control_host; 0 for none
     http_address:     host:port of this instance's API, told to routers
     routers:          discovery addresses (host:port) of the routers to register with
     heartbeat_s:      how often to tell routers that this instance lives
@@ -60,6 +67,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "local"
     control_host: str = "127.0.0.1"
     advertise_host: str = ""
+    handoffs_port: int = 0
     http_address: str = ""
     routers: tuple[str, ...] = ()
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
@@ -77,6 +85,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     def control_address(self) -> ControlAddress:
         """Where other instances reach this one."""
         return ControlAddress.of(self.advertise_host or self.control_host, self.control_port)
+
+    @property
+    def handoffs_address(self) -> str:
+        """Where this instance tells of its hand-offs; empty where it does not."""
+        return f"{in_url(self.control_address.host)}:{self.handoffs_port}" if self.handoffs_port else ""
 
     @property
     def limits(self) -> Limits:
@@ -120,6 +133,11 @@ def _hint(key: str) -> str:
 def _check(settings: ConnectorSettings) -> None:
     if not 0 < settings.control_port < 65536:
         raise ConfigError(f"{_WHERE}: control_port is {settings.control_port}; it must be between 1 and 65535")
+    if not 0 <= settings.handoffs_port < 65536 or settings.handoffs_port == settings.control_port:
+        raise ConfigError(
+            f"{_WHERE}: handoffs_port is {settings.handoffs_port}; it must be between 1 and 65535 and not the control_port,"
+            " or 0 to tell no timelines"
+        )
     if is_wildcard(settings.control_address.host):
         raise ConfigError(
             f"{_WHERE}: control_host is {settings.control_host!r}, where nobody can be told to come; give advertise_host"

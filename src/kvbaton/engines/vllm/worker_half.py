@@ -30,6 +30,7 @@ from kvbaton.agent.engine_port import (
     TargetEnded,
 )
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
+from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -39,9 +40,11 @@ from kvbaton.engines.vllm.orders import (
     SourceGivesUp,
     SourceOffers,
     SourceRetracts,
+    SourceWithdraws,
     StepOrders,
     StepReport,
     TargetBegins,
+    TargetDeclines,
     TargetGivesUp,
     TargetPulls,
 )
@@ -51,8 +54,9 @@ __all__ = ["Finished", "WorkerHalf"]
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.003
-"""How long a step without a forward waits for news, so that an engine with nothing but hand-offs does not spin."""
+_IDLE_WAIT_S = 0.02
+"""How long a step without a forward waits for news. vLLM steps all the time while a request waits for its cache; short
+waits would keep the worker busy, long ones would keep a new request waiting that comes meanwhile."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,7 @@ class Finished:
 @dataclass(slots=True)
 class _Source:
     request_id: str
+    begun_at: float
     spans: int = 0
     is_kept: bool = False
     has_ended: bool = False
@@ -79,13 +84,17 @@ class _Source:
 @dataclass(slots=True)
 class _Target:
     request_id: str
+    begun_at: float
     is_pulled: bool = False
     is_over: bool = False
     end: Landed | TargetEnded | None = None
 
 
 class WorkerHalf:
-    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are pulled."""
+    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are pulled.
+
+    `observe` is told what vLLM does; the agents have one of their own.
+    """
 
     def __init__(
         self,
@@ -94,12 +103,14 @@ class WorkerHalf:
         news: threading.Event,
         drain_s: float,
         poison: Callable[[BlockLists, int], None] | None = None,
+        observe: Observer = nobody,
     ) -> None:
         self._port = port
         self._layers = layers
         self._news = news
         self._drain_s = drain_s
         self._poison = poison
+        self._observe = observe
         self._sources: dict[HandoffKey, _Source] = {}
         self._targets: dict[HandoffKey, _Target] = {}
         self._chunks: tuple[Chunk, ...] = ()
@@ -123,10 +134,15 @@ class WorkerHalf:
             try:
                 self._carry_out(order)
             except KVBatonError:
-                log.exception("request %s: the agents refused a call that must not fail", order.request_id)
+                log.exception("hand-off %s: the agents refused a call that must not fail", _key(order))
                 self._refused(order)
         if self._undrained:
             self._wait_drained()
+        for key in orders.first_steps:
+            if (source := self._sources.get(key)) is not None:
+                self.counts.queued(Side.SOURCE, self._note(key, Side.SOURCE, Stage.STARTED) - source.begun_at)
+            else:
+                self._note(key, Side.TARGET, Stage.FIRST_STEP)
 
     def layer_computed(self, layer: int) -> None:
         """This step's keys and values of one layer are in the cache: tell the agents, while the next layer computes."""
@@ -139,6 +155,8 @@ class WorkerHalf:
         missing = [layer for layer in range(self._layers) if layer not in self._told]
         if self._chunks and missing:
             self._tell_spans(_ranges(missing))
+        for chunk in self._chunks:
+            self._note(chunk.key, Side.SOURCE, Stage.COMPUTED, Span(0, chunk.first_token, chunk.end_token, 0, self._layers))
         self._chunks = ()
 
     def end_step(self) -> Finished:
@@ -161,14 +179,20 @@ class WorkerHalf:
             case SourceGivesUp():
                 self._keep(order.request_id, order.key)
                 self._port.cancel(order.key)
+            case SourceWithdraws():
+                if self._source(order.key, order.request_id) is not None:
+                    del self._sources[order.key]
+                    self._port.cancel(order.key)
             case TargetBegins():
                 self._begin_target(order)
+            case TargetDeclines():
+                self._port.decline(order.wanted, "the target refused the request before admission")
             case TargetPulls():
                 self._pull(order)
             case TargetGivesUp():
                 self._give_up_target(order)
             case FailLoad():
-                log.error("request %s: %s", order.request_id, order.reason)
+                log.error("the load fails: %s", order.reason)
                 self._report_failed(order.request_id)
 
     def _refused(self, order: Order) -> None:
@@ -190,7 +214,7 @@ class WorkerHalf:
         if order.key in self._sources:
             log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
             return
-        self._sources[order.key] = _Source(order.request_id)
+        self._sources[order.key] = _Source(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
         self._port.expect_target(order.key, order.prompt)
 
     def _retract(self, order: SourceRetracts) -> None:
@@ -249,7 +273,7 @@ class WorkerHalf:
         if key in self._targets:
             log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
             return
-        self._targets[key] = _Target(order.request_id)
+        self._targets[key] = _Target(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
         self._port.expect_source(order.wanted)
 
     def _pull(self, order: TargetPulls) -> None:
@@ -259,6 +283,7 @@ class WorkerHalf:
             self._report_failed(order.request_id)
             return
         target.is_pulled = True
+        self.counts.queued(Side.TARGET, self._note(key, Side.TARGET, Stage.ALLOCATED) - target.begun_at)
         if target.end is None:
             if self._poison is not None:
                 self._poison(order.pull.blocks, order.pull.cached_tokens)
@@ -282,7 +307,8 @@ class WorkerHalf:
     def _take(self, event: EngineEvent) -> None:
         match event:
             case Granted():
-                pass
+                if (source := self._sources.get(event.key)) is not None:
+                    self._finished.report.granted.add(source.request_id)
             case Drained():
                 self._undrained.discard(event.key)
             case SourceEnded():
@@ -304,6 +330,8 @@ class WorkerHalf:
     def _end_source(self, key: HandoffKey) -> None:
         if (source := self._sources.get(key)) is not None:
             source.has_ended = True
+            if not source.is_kept:
+                self._finished.report.ended.add(source.request_id)
             self._settle_source(key, source)
 
     def _settle_source(self, key: HandoffKey, source: _Source) -> None:
@@ -326,6 +354,12 @@ class WorkerHalf:
         self._finished.receiving.add(request_id)
         self._finished.failed.add(request_id)
 
+    def _note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> float:
+        """Tell whoever watches, and return the moment."""
+        now = time.monotonic()
+        self._observe(note(key, side, stage, now, span))
+        return now
+
     def _source(self, key: HandoffKey, request_id: str) -> _Source | None:
         source = self._sources.get(key)
         return source if source is not None and source.request_id == request_id else None
@@ -333,6 +367,20 @@ class WorkerHalf:
     def _target(self, key: HandoffKey, request_id: str) -> _Target | None:
         target = self._targets.get(key)
         return target if target is not None and target.request_id == request_id else None
+
+
+def _key(order: Order) -> HandoffKey | str:
+    """What an order is about, for a log line."""
+    match order:
+        case SourceOffers():
+            return order.offer.key
+        case TargetBegins() | TargetDeclines():
+            return order.wanted.key
+        case TargetPulls():
+            return order.pull.key
+        case FailLoad():
+            return f"of request {order.request_id}"
+    return order.key
 
 
 def _record(stats: HandoffStats) -> dict[str, Any]:

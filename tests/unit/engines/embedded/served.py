@@ -19,10 +19,10 @@ from aiohttp import web
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation, RequestId
 from kvbaton.engines.embedded.config import ModelConfig
-from kvbaton.engines.embedded.handoff_params import HandoffInfo
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.server import Role, ServedEngine, make_app, start_server
 from kvbaton.engines.embedded.stats import EngineStats
+from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.observe.timelines import Timelines
 
 CONTEXT = 64

@@ -39,6 +39,10 @@ def _agent(dropped: Counter[str]) -> AgentStats:
         turns_total=10,
         busy_s_total=0.5,
         poll_s_total=0.25,
+        failures_total=Counter({("target", "no progress"): 6}),
+        runs_total=8,
+        peers=2,
+        handshakes_total=9,
     )
 
 
@@ -50,6 +54,10 @@ def test_what_the_agents_have_counted_is_told() -> None:
         "kvbaton_quarantined_blocks 7.0",
         'kvbaton_handoff_late_events_total{event="aux"} 2.0',
         "kvbaton_checksum_mismatches_total 4.0",
+        'kvbaton_handoff_failures_total{cause="no progress",side="target"} 6.0',
+        "kvbaton_runs_total 8.0",
+        "kvbaton_peers 2.0",
+        "kvbaton_handshakes_total 9.0",
         'kvbaton_aux_fallbacks_total{cause="no free slot"} 5.0',
         "kvbaton_agent_errors_total 1.0",
         "kvbaton_agent_turns_total 10.0",

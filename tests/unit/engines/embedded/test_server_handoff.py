@@ -9,8 +9,8 @@ from served import INFO, Reply, ScriptedEngine, run, serving
 
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
-from kvbaton.engines.embedded.handoff_params import KVTransferParams, SourceWish, TargetWish, answer_params, read_params
-from kvbaton.engines.embedded.request import FromSource, ToTarget
+from kvbaton.engines.embedded.request import FromSource, ToTarget, handoff_of
+from kvbaton.engines.handoff_params import KVTransferParams, SourceWish, TargetWish, answer_params, read_params
 from kvbaton.errors import BadRequest
 
 P = ControlAddress.of("127.0.0.1", 6301)
@@ -195,5 +195,5 @@ def test_whatever_comes_is_understood_or_refused(params: KVTransferParams, reque
     assert refusal is None or refusal.startswith("kv_transfer_params.")
     if isinstance(wish, TargetWish):
         assert 0 < wish.source.handshake < 65536
-        assert wish.handoff(1, 2).key.sample_index == 2
+        assert handoff_of(wish, 1, 2).key.sample_index == 2
     assert (wish is None and refusal is None) == (not params.do_remote_decode and not params.do_remote_prefill)

@@ -7,10 +7,11 @@ from collections import Counter
 from kvbaton.agent.engine_port import HandoffStats
 from kvbaton.agent.stats import AgentStats
 from kvbaton.core.handoff import Outcome
+from kvbaton.core.timeline import Side
 from kvbaton.engines.vllm.counts import Counts, added, is_empty, shown
 
 
-def agents(late: int = 0, live: int = 0) -> AgentStats:
+def agents(late: int = 0, live: int = 0, runs: int = 0, failures: int = 0) -> AgentStats:
     return AgentStats(
         handoffs_live={"source": 0, "target": live},
         quarantined_blocks=0,
@@ -22,6 +23,9 @@ def agents(late: int = 0, live: int = 0) -> AgentStats:
         turns_total=0,
         busy_s_total=0.0,
         poll_s_total=0.0,
+        failures_total=Counter({("target", "no progress"): failures}),
+        runs_total=runs,
+        peers=1,
     )
 
 
@@ -34,12 +38,33 @@ def test_what_happened_is_told_once() -> None:
     data = counts.take(agents(late=3))
     assert data is not None
     assert data["ended"] == {"source delivered": 1, "target delivered": 1}
-    assert data["series"] == {"moved_bytes": [7], "handover_s": [0.5], "wire_s": [0.25]}
-    assert data["grown"] == {"late": 3}
+    assert {name: values for name, values in data["series"].items() if values} == {
+        "moved_bytes": [7],
+        "handover_s": [0.5],
+        "wire_s": [0.25],
+    }
+    assert data["grown"] == {"late_events": 3}
     assert counts.take(agents(late=3)) is None
     later = counts.take(agents(late=4))
     assert later is not None
-    assert later["grown"] == {"late": 1}
+    assert later["grown"] == {"late_events": 1}
+
+
+def test_runs_failures_and_waits_are_told_once_too() -> None:
+    counts = Counts()
+    counts.take(agents())
+    counts.queued(Side.TARGET, 0.75)
+    data = counts.take(agents(runs=5, failures=2))
+    assert data is not None
+    assert (data["grown"], data["failures"], data["series"]["target_queue_s"]) == (
+        {"runs": 5},
+        {"target no progress": 2},
+        [0.75],
+    )
+    assert data["gauges"]["peers"] == 1
+    assert counts.take(agents(runs=5, failures=2)) is None
+    assert added(data, data)["failures"] == {"target no progress": 4}
+    assert shown(data)["target_no_progress_failures"] == 2
 
 
 def test_gauges_are_told_when_they_change() -> None:
@@ -59,7 +84,11 @@ def test_two_steps_add_up() -> None:
     assert first is not None
     assert second is not None
     both = added(first, second)
-    assert (both["ended"], both["grown"], both["gauges"]["live_target"]) == ({"target failed": 2}, {"late": 1}, 0)
+    assert (both["ended"], both["grown"], both["gauges"]["live_target"]) == (
+        {"target failed": 2},
+        {"late_events": 1},
+        0,
+    )
     assert added({}, second) == added(second, {}) == second
     assert is_empty(added({}, {}))
 

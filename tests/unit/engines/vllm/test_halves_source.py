@@ -171,13 +171,31 @@ def test_what_was_never_told_need_not_be_retracted() -> None:
     assert "retract" not in rig.port.names()
 
 
-def test_a_second_request_of_the_same_hand_off_is_computed_without_one() -> None:
+def assert_fails(rig: Rig, request: Request) -> None:
+    """It is told to wait for a load, and the load fails: vLLM's policy decides what becomes of it."""
+    tokens = rig.scheduler.matched_tokens(request, 0)
+    assert tokens == request.num_prompt_tokens
+    rig.scheduler.allocated(request, BLOCKS, tokens)
+    assert rig.step().failed == {request.request_id}
+    assert rig.scheduler.matched_tokens(request, 0) == 0
+    assert finished(rig, request)[0] is False
+
+
+def test_a_second_request_of_the_same_hand_off_fails() -> None:
     rig = Rig()
     begun(rig)
     second = begun(rig, request_id="cmpl-x-0-ffffffff")
-    rig.step()
+    assert_fails(rig, second)
     assert rig.port.names() == ["expect_target"]
-    assert finished(rig, second) == (False, None)
+
+
+@pytest.mark.parametrize("transfer_id", ["", "x" * 257, 7, ["tx"]])
+def test_a_transfer_id_that_is_none_fails_its_request(transfer_id: object) -> None:
+    rig = Rig()
+    request = Request({"do_remote_decode": True, "transfer_id": transfer_id})
+    rig.scheduler.begin(request)
+    assert_fails(rig, request)
+    assert rig.port.calls == []
 
 
 def test_a_key_that_is_still_being_stopped_is_not_taken_up_again() -> None:
@@ -202,9 +220,8 @@ def test_agents_that_refuse_calls_keep_no_blocks_for_ever() -> None:
     assert rig.worker.live == 0
 
 
-def test_an_instance_that_is_no_source_computes_without_a_hand_off() -> None:
+def test_an_instance_that_is_no_source_fails_the_request() -> None:
     rig = Rig(is_source=False)
     request = begun(rig)
-    rig.step()
+    assert_fails(rig, request)
     assert rig.port.calls == []
-    assert finished(rig, request) == (False, None)

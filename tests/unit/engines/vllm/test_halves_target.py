@@ -167,12 +167,15 @@ def test_aborted_in_the_step_in_which_it_landed_is_told_once() -> None:
 
 
 def test_refused_before_admission_lets_the_source_go() -> None:
-    """vLLM then submits a request that is over at once."""
+    """vLLM then submits a request that is over at once, with a prompt that is not the true one."""
     rig = Rig()
-    request = begun(rig, prompt_token_ids=(0,))
-    finish(rig, request, Status.FINISHED_ABORTED)
-    rig.step()
-    assert rig.port.names() == ["expect_source", "cancel"]
+    request = begun(rig, prompt_token_ids=(0,), abort_immediately=True)
+    request.status = Status.FINISHED_ABORTED
+    assert rig.scheduler.finish(request, ((),)) == (False, None)
+    assert not rig.step()
+    ((name, (wanted, _)),) = rig.port.calls
+    assert (name, wanted.key, wanted.source.handshake, wanted.prompt) == ("decline", key_of(), 7001, "")
+    assert rig.worker.live == rig.scheduler.live == 0
 
 
 BAD: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import pytest
 from vllm_rig import EXTERNAL_ID, Request, source_params, target_params
 
 from kvbaton.core.handoff import Mode
-from kvbaton.engines.vllm.requests import indices, prompt_digest, read_wish
+from kvbaton.engines.vllm.requests import indices, named, prompt_digest, read_wish
 
 IDS = {
     f"cmpl-{EXTERNAL_ID}-0-1a2b3c4d": (0, 0),
@@ -51,3 +51,9 @@ def test_a_prompt_without_token_ids_cannot_be_handed_off() -> None:
     wish = read_wish(Request(source_params(), prompt_token_ids=None), Mode.PUSH)
     assert wish is not None
     assert "without token ids" in wish.problem
+
+
+def test_log_lines_name_the_transfer() -> None:
+    assert named(Request(source_params("tx-9"), request_id="r")) == "request r (transfer tx-9)"
+    assert named(Request({"transfer_id": 7}, request_id="r")) == "request r (no transfer id)"
+    assert len(named(Request(source_params("x" * 10_000), request_id="r"))) < 400

@@ -11,8 +11,9 @@ from typing import Any
 from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
+from kvbaton.core.timeline import Note
 from kvbaton.engines.vllm.requests import HandoffInfo
-from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
+from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
 from kvbaton.errors import LocalError
 
@@ -72,6 +73,7 @@ class Request:
     status: Status = Status.RUNNING
     num_computed_tokens: int = 0
     output_token_ids: Sequence[int] = (7,)
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -148,13 +150,22 @@ class ScriptedPort:
 class Rig:
     """Both halves of one instance over a scripted port, stepped as vLLM steps them."""
 
-    def __init__(self, mode: Mode = Mode.PUSH, *, is_source: bool = True, is_target: bool = True, drain_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        mode: Mode = Mode.PUSH,
+        *,
+        is_source: bool = True,
+        is_target: bool = True,
+        drain_s: float = 5.0,
+        room: Room | None = None,
+    ) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
-        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target)
+        self.notes: list[Note] = []
+        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target, room)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
-        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison)
+        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison, self.notes.append)
         self.blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def step(self, *computing: Computing, preempted: Sequence[str] = (), hooks: Sequence[int] = range(LAYERS)) -> Finished:

@@ -1,4 +1,4 @@
-"""The seam between a router's `kv_transfer_params` and the engine's hand-offs: translates both ways, decides nothing."""
+"""The seam between a router's `kv_transfer_params` and an engine's hand-offs: translates both ways, decides nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvbaton.core.addresses import ControlAddress, parse_request_id
-from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Incarnation, TransferId
-from kvbaton.engines.embedded.request import FromSource, ToTarget
+from kvbaton.core.handoff import MAX_TRANSFER_ID, Incarnation, TransferId
 from kvbaton.errors import AddressError, BadRequest
 
 __all__ = ["HandoffInfo", "HandoffWish", "KVTransferParams", "SourceWish", "TargetWish", "answer_params", "read_params"]
@@ -49,10 +48,6 @@ class SourceWish:
 
     transfer_id: TransferId
 
-    def handoff(self, prompt_index: int, sample_index: int) -> ToTarget:
-        """The hand-off of one prompt's one sample."""
-        return ToTarget(HandoffKey(self.transfer_id, prompt_index, sample_index))
-
 
 @dataclass(frozen=True, slots=True)
 class TargetWish:
@@ -61,10 +56,6 @@ class TargetWish:
     transfer_id: TransferId
     source: ControlAddress
     source_incarnation: Incarnation | None
-
-    def handoff(self, prompt_index: int, sample_index: int) -> FromSource:
-        """The hand-off of one prompt's one sample."""
-        return FromSource(HandoffKey(self.transfer_id, prompt_index, sample_index), self.source, self.source_incarnation)
 
 
 HandoffWish = SourceWish | TargetWish

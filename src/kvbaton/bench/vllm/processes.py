@@ -1,0 +1,79 @@
+"""The processes of one variant: what they have used of the processors, and how they are made to stand still meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["Processes", "available_memory_bytes", "guarded"]
+
+_PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_GUARD_S = 10.0
+_SESSION, _USER, _SYSTEM = 3, 11, 12
+
+
+_GUARD = """
+import os, signal, sys
+if not sys.stdin.read():
+    for leader in sys.argv[1:]:
+        try:
+            os.killpg(int(leader), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+"""
+
+
+@contextlib.contextmanager
+def guarded(leaders: Iterable[int]) -> Iterator[None]:
+    """Should this process be killed meanwhile, end these and their children: one that stands still dies of nothing else."""
+    command = [sys.executable, "-c", _GUARD, *map(str, leaders)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        guard.communicate(b"all is well", timeout=_GUARD_S)
+
+
+class Processes:
+    """Everything that runs in the sessions of these leaders, each of them with its children."""
+
+    def __init__(self, leaders: Iterable[int]) -> None:
+        self._leaders = frozenset(leaders)
+
+    def cpu_s(self) -> float:
+        """Processor seconds that all of them have used so far."""
+        return sum(seconds for _, seconds in self._members())
+
+    def pause(self) -> None:
+        """Let them stand still, so that whoever spins or beats disturbs nobody else's measurement."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid, _ in list(self._members()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _members(self) -> Iterator[tuple[int, float]]:
+        for directory in _PROC.iterdir():
+            if not directory.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[_SESSION]) in self._leaders:
+                    yield int(directory.name), (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS_PER_S
+
+
+def available_memory_bytes() -> int:
+    """Memory that new processes can have without anybody being pushed out."""
+    lines = (_PROC / "meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

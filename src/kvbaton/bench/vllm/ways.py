@@ -1,0 +1,153 @@
+"""The ways to ask servers for an answer: one alone, prefill and then decode, or both at once. Times are the client's.
+
+The client is its own router, the same for every connector: what differs between two pairs is the servers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+
+from kvbaton.errors import PeerLost, ProtocolError
+
+__all__ = ["Alone", "Answered", "AtOnce", "OneAfterTheOther", "Prompt", "Way"]
+
+_FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+_FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked: the same tokens of every variant."""
+
+    model: str
+    tokens: tuple[int, ...]
+    max_tokens: int
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        """As an OpenAI completion request."""
+        body = {"model": self.model, "prompt": list(self.tokens), "max_tokens": self.max_tokens, "temperature": 0}
+        return {**body, "ignore_eos": True, **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer: seconds from asking to the first token and to the end, and of the prefill leg where there is one."""
+
+    text: str
+    first_token_s: float
+    total_s: float
+    prefill_s: float = 0.0
+    transfer_id: str = ""
+
+
+class Way(Protocol):
+    """How a variant is asked."""
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+        """Ask, and read the whole answer. Raises PeerError when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One server does everything."""
+
+    url: str
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+        """Ask it."""
+        return await _stream(session, self.url, prompt.body(), time.perf_counter())
+
+
+@dataclass(frozen=True, slots=True)
+class OneAfterTheOther:
+    """Prefill first; what it answers in `kv_transfer_params` goes to decode. Pull, and NIXL's own protocol."""
+
+    prefill: str
+    decode: str
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+        """Ask both in turn."""
+        began = time.perf_counter()
+        transfer_id = f"tx-{uuid.uuid4().hex}"
+        order = {**_FIRST, **_FIRST_OF_NIXL, "transfer_id": transfer_id}
+        answer = await _post(session, self.prefill, prompt.body(max_tokens=1, kv_transfer_params=order))
+        prefill_s = time.perf_counter() - began
+        params = answer.get("kv_transfer_params")
+        if not isinstance(params, dict):
+            raise ProtocolError(f"{self.prefill} answered without kv_transfer_params")
+        answered = await _stream(session, self.decode, prompt.body(kv_transfer_params=params), began)
+        return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Both at the same time: push. `source` tells the decode server where the prefill server is."""
+
+    prefill: str
+    decode: str
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+        """Ask both together."""
+        began = time.perf_counter()
+        transfer_id = f"tx-{uuid.uuid4().hex}"
+        first = prompt.body(max_tokens=1, kv_transfer_params={**_FIRST, "transfer_id": transfer_id})
+        second = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id, **self.source}
+        prefill_s, answered = await asyncio.gather(
+            _timed_post(session, self.prefill, first, began),
+            _stream(session, self.decode, prompt.body(kv_transfer_params=second), began),
+        )
+        return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
+
+
+async def _timed_post(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> float:
+    await _post(session, url, body)
+    return time.perf_counter() - began
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            content = await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
+    _check(url, response.status, content)
+    answer: dict[str, Any] = json.loads(content)
+    return answer
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> Answered:
+    first_s, text = 0.0, ""
+    try:
+        async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
+            if response.status != 200:
+                _check(url, response.status, await response.read())
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    first_s = first_s or time.perf_counter() - began
+                    text += _text(url, line)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
+    if not first_s:
+        raise ProtocolError(f"{url} answered without a token")
+    return Answered(text, first_s, time.perf_counter() - began)
+
+
+def _text(url: str, line: bytes) -> str:
+    document = json.loads(line[len(b"data: ") :])
+    if "error" in document:
+        raise ProtocolError(f"{url} broke off: {str(document['error'])[:300]}")
+    return "".join(str(choice["text"]) for choice in document["choices"])
+
+
+def _check(url: str, status: int, content: bytes) -> None:
+    if status != 200:
+        raise ProtocolError(f"{url} answered {status}: {content[:300].decode(errors='replace')}")

@@ -1,0 +1,467 @@
+"""Both halves of the connector under vLLM's own scheduler, without servers and without a model: runs in vLLM's environment.
+
+Prints one JSON object: what each check found, "" when it is as it should be. The agents are scripted; vLLM's scheduler asserts
+by itself that every id is told once, and only while it waits for it. Arguments: the directory of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm_rig import EXTERNAL_ID, INFO, LAYERS, ScriptedPort, source_params, target_params
+
+from kvbaton.agent.engine_port import Drained, Granted, HandoffStats, Landed, SourceEnded, TargetEnded
+from kvbaton.core.handoff import Aux, HandoffKey, Outcome, TransferId
+from kvbaton.engines.vllm.connector import _WorkerMetadata
+from kvbaton.engines.vllm.worker_half import WorkerHalf
+
+BLOCK_TOKENS = 16
+_ROLES = {"source": "kv_producer", "target": "kv_consumer", "both": "kv_both"}
+
+
+def key_of(transfer_id: str) -> HandoffKey:
+    return HandoffKey(TransferId(transfer_id), 0, 0)
+
+
+class Engine:
+    """vLLM's scheduler with our connector, stepped by hand; a token is sampled wherever a prompt is complete."""
+
+    def __init__(self, role: str, model: str, policy: str = "fail", blocks: int = 65, mode: str = "push") -> None:
+        config = _config(role, model, policy, mode)
+        config.cache_config.num_gpu_blocks = blocks
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=_caches(blocks),
+            structured_output_manager=StructuredOutputManager(config),
+            log_stats=True,
+            block_size=BLOCK_TOKENS,
+        )
+        connector: Any = self.scheduler.connector
+        connector._half.meet_worker(INFO)
+        self.connector = connector
+        self.port = ScriptedPort()
+        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, 0.01)
+        self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.blocks = blocks - 1
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        is_refused: bool = False,
+    ) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, extra_args={"kv_transfer_params": params})
+        sampling.ignore_eos = True
+        request = Request(
+            f"cmpl-{EXTERNAL_ID}-0-{name}",
+            list(tokens),
+            sampling,
+            None,
+            block_hasher=self.hasher,
+            abort_immediately=is_refused,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> tuple[dict[str, int], list[Any]]:
+        """One step: how many tokens of which request were computed, and what went out."""
+        output = self.scheduler.schedule()
+        self.worker.begin_step(output.kv_connector_metadata.orders)
+        if output.total_num_scheduled_tokens:
+            for layer in range(LAYERS):
+                self.worker.layer_computed(layer)
+        self.worker.forward_done()
+        finished = self.worker.end_step()
+        told = KVConnectorOutput(
+            finished_sending=finished.sending or None,
+            finished_recving=finished.receiving or None,
+            failed_recving=finished.failed,
+            kv_connector_worker_meta=_WorkerMetadata(finished.report),
+        )
+        scheduled = dict(output.num_scheduled_tokens)
+        names = list(scheduled)
+        sampled = [[7] if self._is_complete(name) else [] for name in names]
+        runner = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=told)
+        outputs = self.scheduler.update_from_output(output, runner)
+        return scheduled, [each for group in outputs.values() for each in group.outputs]
+
+    def run(self, steps: int) -> list[Any]:
+        return [each for _ in range(steps) for each in self.step()[1]]
+
+    def _is_complete(self, name: str) -> bool:
+        request = self.scheduler.requests[name]
+        return bool(request.num_computed_tokens >= request.num_tokens)
+
+    def assert_at_rest(self) -> None:
+        assert self.free_blocks == self.blocks, f"{self.blocks - self.free_blocks} blocks are not back"
+        assert not self.scheduler.requests, list(self.scheduler.requests)
+        assert self.worker.live == self.connector._half.live == 0
+
+
+@functools.cache
+def _config(role: str, model: str, policy: str, mode: str) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="KVBatonConnector",
+        kv_connector_module_path="kvbaton.engines.vllm",
+        kv_role=_ROLES[role],
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"control_port": 7001, "mode": mode},
+    )
+    model_config = ModelConfig(model=model, dtype="float32", max_model_len=512)
+    cache = CacheConfig(block_size=BLOCK_TOKENS, gpu_memory_utilization=0.9, enable_prefix_caching=True)
+    scheduler = SchedulerConfig(
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=False,
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        scheduler_config=scheduler,
+        kv_transfer_config=transfer,
+        device_config=DeviceConfig("cpu"),
+    )
+    config.cache_config.block_size = BLOCK_TOKENS
+    return config
+
+
+def _caches(blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [1000 * seed + index for index in range(length)]
+
+
+def landed(transfer_id: str) -> Landed:
+    return Landed(key_of(transfer_id), Aux(7, 0.0), HandoffStats(1, 1, 0.0, 0.0, "local"))
+
+
+# What becomes of a prefill.
+
+
+def source_blocks_stay_until_the_sending_has_ended(model: str) -> None:
+    engine = Engine("source", model)
+    engine.add("a", prompt(40), source_params("tx"))
+    (output,) = engine.run(1)
+    assert output.kv_transfer_params["do_remote_prefill"]
+    for _ in range(3):
+        engine.step()
+    assert engine.free_blocks == engine.blocks - 3
+    engine.port.push(SourceEnded(key_of("tx"), Outcome.DELIVERED))
+    engine.step()
+    engine.assert_at_rest()
+
+
+def source_of_a_prompt_shorter_than_a_block(model: str) -> None:
+    engine = Engine("source", model)
+    engine.add("a", prompt(3), source_params("tx"))
+    assert engine.run(1)[0].kv_transfer_params["transfer_id"] == "tx"
+    engine.port.push(SourceEnded(key_of("tx"), Outcome.EXPIRED))
+    engine.run(2)
+    engine.assert_at_rest()
+
+
+def source_with_its_prompt_cached_offers_every_block(model: str) -> None:
+    engine = Engine("source", model)
+    for name in ("a", "b"):
+        engine.add(name, prompt(48), source_params(name))
+        engine.run(2)
+        offer = [argument for call, argument in engine.port.calls if call == "offer"][-1]
+        assert (offer.tokens, len(offer.blocks[0])) == (48, 3)
+        engine.port.push(SourceEnded(key_of(name), Outcome.DELIVERED))
+        engine.run(1)
+    engine.assert_at_rest()
+
+
+def source_aborted_in_mid_prefill(model: str) -> None:
+    engine = Engine("source", model)
+    request = engine.add("a", prompt(200), source_params("tx"))
+    engine.step()
+    engine.abort(request)
+    engine.run(3)
+    assert engine.free_blocks < engine.blocks, "somebody may be reading"
+    engine.port.push(SourceEnded(key_of("tx"), Outcome.CANCELLED))
+    engine.run(1)
+    engine.assert_at_rest()
+
+
+def source_preempted_in_mid_prefill_is_retracted_before_the_next_forward(model: str) -> None:
+    engine = Engine("source", model, blocks=18)
+    grower = engine.add("plain", prompt(62, 1), max_tokens=200)
+    engine.run(1)
+    engine.add("a", prompt(200, 2), source_params("tx"))
+    for _ in range(400):
+        engine.port.push(Granted(key_of("tx")), Drained(key_of("tx")))
+        engine.step()
+        if "retract" in engine.port.names():
+            break
+    assert "retract" in engine.port.names(), "the prefill was never preempted"
+    after = engine.port.names().index("retract")
+    assert "spans_ready" in engine.port.names()[:after]
+    engine.abort(grower)
+    engine.run(8)
+    assert engine.port.names()[-1] == "offer"
+    spans = [span for call, argument in engine.port.calls[after:] if call == "spans_ready" for span in argument[2]]
+    assert (spans[0].number, spans[0].first_token, spans[-1].end_token) == (0, 0, 200)
+    engine.port.push(SourceEnded(key_of("tx"), Outcome.DELIVERED))
+    engine.run(2)
+    engine.assert_at_rest()
+
+
+def source_without_a_grant_leaves_room_for_the_largest_request(model: str) -> None:
+    engine = Engine("source", model, blocks=36)
+    for index in range(6):
+        engine.add(f"{index:08x}", prompt(16, index), source_params(f"tx-{index}"))
+    engine.run(3)
+    assert engine.free_blocks == 32, "512 tokens fit"
+    engine.port.push(Granted(key_of("tx-5")))
+    engine.run(3)
+    assert key_of("tx-5") in {argument.key for call, argument in engine.port.calls if call == "offer"}
+    for index in range(6):
+        engine.port.push(SourceEnded(key_of(f"tx-{index}"), Outcome.DELIVERED))
+        engine.run(2)
+    engine.assert_at_rest()
+
+
+# What becomes of a load.
+
+
+def target_waits_without_keeping_others_waiting_and_computes_one_token(model: str) -> None:
+    engine = Engine("target", model)
+    request = engine.add("a", prompt(40), target_params("tx"), max_tokens=2)
+    plain = engine.add("b", prompt(20, 3), max_tokens=2)
+    scheduled, _ = engine.step()
+    assert set(scheduled) == {plain.request_id}
+    engine.step()
+    engine.port.push(landed("tx"))
+    engine.step()
+    scheduled, outputs = engine.step()
+    assert scheduled == {request.request_id: 1}
+    assert len(outputs) == 1
+    engine.run(2)
+    engine.assert_at_rest()
+
+
+def target_that_finds_no_blocks_asks_for_none_and_is_served_later(model: str) -> None:
+    engine = Engine("target", model, blocks=9)
+    big = engine.add("big", prompt(100, 4), max_tokens=20)
+    engine.run(2)
+    engine.add("a", prompt(60, 5), target_params("tx"))
+    engine.run(3)
+    assert engine.port.names() == ["expect_source"]
+    engine.abort(big)
+    engine.run(1)
+    assert engine.port.names() == ["expect_source", "pull"]
+    engine.port.push(landed("tx"))
+    engine.run(3)
+    engine.assert_at_rest()
+
+
+def target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes(model: str) -> None:
+    engine = Engine("target", model)
+    request = engine.add("a", prompt(40), target_params("tx"))
+    engine.run(1)
+    engine.abort(request)
+    engine.run(3)
+    assert engine.free_blocks == engine.blocks - 3
+    engine.port.push(TargetEnded(key_of("tx"), Outcome.CANCELLED, ""))
+    engine.run(1)
+    engine.assert_at_rest()
+
+
+def target_whose_load_failed_ends_with_an_error(model: str) -> None:
+    engine = Engine("target", model)
+    engine.add("a", prompt(40), target_params("tx"))
+    engine.run(1)
+    engine.port.push(TargetEnded(key_of("tx"), Outcome.FAILED, "lost"))
+    outputs = engine.run(2)
+    assert [str(output.finish_reason) for output in outputs] == ["error"], outputs
+    engine.assert_at_rest()
+
+
+def target_whose_load_failed_is_computed_where_that_is_the_policy(model: str) -> None:
+    engine = Engine("target", model, "recompute")
+    request = engine.add("a", prompt(40), target_params("tx"))
+    engine.run(1)
+    engine.port.push(TargetEnded(key_of("tx"), Outcome.FAILED, "lost"))
+    engine.step()
+    scheduled, outputs = engine.step()
+    assert scheduled == {request.request_id: 40}
+    assert outputs[0].kv_transfer_params["kvbaton"]["recomputed"]
+    engine.run(1)
+    engine.assert_at_rest()
+
+
+def nothing_of_a_failed_load_enters_the_prefix_cache(model: str) -> None:
+    engine = Engine("target", model)
+    engine.add("a", prompt(40), target_params("tx"))
+    engine.run(1)
+    engine.port.push(TargetEnded(key_of("tx"), Outcome.FAILED, "lost"))
+    engine.run(2)
+    plain = engine.add("b", prompt(40))
+    scheduled, _ = engine.step()
+    assert scheduled == {plain.request_id: 40}
+    engine.run(1)
+    engine.assert_at_rest()
+
+
+def what_landed_is_cached_and_not_asked_for_again(model: str) -> None:
+    engine = Engine("target", model)
+    engine.add("a", prompt(40), target_params("tx"))
+    engine.run(1)
+    engine.port.push(landed("tx"))
+    engine.run(3)
+    engine.add("b", prompt(40), target_params("ty"))
+    engine.run(1)
+    assert engine.port.calls[-1][1].cached_tokens == 32
+    engine.port.push(landed("ty"))
+    engine.run(3)
+    engine.assert_at_rest()
+
+
+def target_preempted_after_it_landed_computes_by_itself(model: str) -> None:
+    engine = Engine("target", model, blocks=9)
+    first = engine.add("a", prompt(40, 6), max_tokens=90)
+    engine.run(1)
+    engine.add("b", prompt(40, 7), target_params("tx"), max_tokens=60)
+    engine.run(1)
+    engine.port.push(landed("tx"))
+    engine.run(80)
+    assert engine.scheduler.requests, "both have ended before there was a preemption"
+    engine.abort(first)
+    engine.run(70)
+    assert engine.port.names().count("pull") == 1
+    engine.assert_at_rest()
+
+
+def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
+    """vLLM admits such a request only to end it at once."""
+    engine = Engine("target", model)
+    request = engine.add("a", prompt(1), target_params("tx"), is_refused=True)
+    engine.abort(request)
+    engine.run(2)
+    assert engine.port.names() == ["decline"]
+    engine.assert_at_rest()
+
+
+def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str) -> None:
+    """Random requests, ends and aborts, in any order; vLLM's own assertions are the check."""
+    for seed in range(60):
+        generator = random.Random(seed)
+        engine = Engine("both", model, generator.choice(["fail", "recompute"]), generator.choice([34, 65]))
+        live: dict[str, Request] = {}
+        ended: set[str] = set()
+        for number in range(60):
+            _happen(engine, generator, live, ended, number)
+            engine.step()
+        for _ in range(400):
+            for name in set(live) - ended:
+                _end(engine, name, generator, ended)
+            engine.step()
+            if not engine.scheduler.requests and not engine.worker.live:
+                break
+        engine.assert_at_rest()
+
+
+def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], ended: set[str], number: int) -> None:
+    chance = generator.random()
+    if chance < 0.4:
+        side = generator.choice([source_params, target_params])
+        name = f"{side.__name__}-{number}"
+        tokens = prompt(generator.randrange(1, 120), generator.randrange(6))
+        live[name] = engine.add(f"{number:08x}", tokens, side(name), generator.randrange(1, 6))
+    elif chance < 0.6 and live:
+        engine.abort(live[generator.choice(sorted(live))])
+    elif chance < 0.9 and live.keys() - ended:
+        _end(engine, generator.choice(sorted(live.keys() - ended)), generator, ended)
+
+
+def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -> None:
+    """Let the agents end a hand-off as they may: a target lands only when it was pulled."""
+    calls = {(call, _key(argument)) for call, argument in engine.port.calls}
+    key = key_of(name)
+    if ("expect_target", key) in calls and generator.random() < 0.3:
+        engine.port.push(Granted(key))
+        return
+    if ("expect_target", key) in calls:
+        outcome = Outcome.DELIVERED if ("offer", key) in calls else Outcome.FAILED
+        engine.port.push(SourceEnded(key, outcome))
+    elif ("pull", key) in calls and generator.random() < 0.5:
+        engine.port.push(landed(name))
+    elif ("expect_source", key) in calls:
+        engine.port.push(TargetEnded(key, Outcome.FAILED, "by chance"))
+    else:
+        return
+    ended.add(name)
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, HandoffKey):
+        return argument
+    return argument[0] if isinstance(argument, tuple) else getattr(argument, "key", None)
+
+
+CHECKS: tuple[Callable[[str], None], ...] = (
+    source_blocks_stay_until_the_sending_has_ended,
+    source_of_a_prompt_shorter_than_a_block,
+    source_with_its_prompt_cached_offers_every_block,
+    source_aborted_in_mid_prefill,
+    source_preempted_in_mid_prefill_is_retracted_before_the_next_forward,
+    source_without_a_grant_leaves_room_for_the_largest_request,
+    target_waits_without_keeping_others_waiting_and_computes_one_token,
+    target_that_finds_no_blocks_asks_for_none_and_is_served_later,
+    target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes,
+    target_whose_load_failed_ends_with_an_error,
+    target_whose_load_failed_is_computed_where_that_is_the_policy,
+    nothing_of_a_failed_load_enters_the_prefix_cache,
+    what_landed_is_cached_and_not_asked_for_again,
+    target_preempted_after_it_landed_computes_by_itself,
+    a_request_refused_before_admission_lets_its_source_go,
+    whatever_happens_each_id_is_told_once_and_every_block_comes_back,
+)
+
+
+def main() -> None:
+    init_none_hash(sha256)
+    found = {}
+    for check in CHECKS:
+        try:
+            check(sys.argv[1])
+            found[check.__name__] = ""
+        except Exception:  # noqa: BLE001 - whatever it was, it is what the check has found
+            found[check.__name__] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

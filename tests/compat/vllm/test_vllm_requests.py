@@ -1,0 +1,188 @@
+"""Requests of every kind through a prefill and a decode vLLM: right answers, or an error for that request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from vllm_handing import Client, Given, assert_equal, prompt_of
+from vllm_servers import BLOCK_TOKENS, MODEL
+from vllm_stand import DEFER_S, VllmStand, both, together
+
+from kvbaton.core.handoff import Mode
+from kvbaton.engines.handoff_params import KVTransferParams
+from kvbaton.errors import PeerError
+from kvbaton.verify.compare import Verdict, compare
+
+pytest_plugins = ["vllm_fixtures"]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+END_OF_TEXT = "2"
+
+
+async def completion(session: aiohttp.ClientSession, url: str, **fields: object) -> dict[str, Any]:
+    body = {"model": MODEL, "max_tokens": 6, "temperature": 0, **fields}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        text = await response.text()
+        if response.status != 200:
+            raise PeerError(f"HTTP {response.status}: {text[:500]}")
+        return dict(json.loads(text))
+
+
+def texts(document: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(choice["text"], choice["finish_reason"]) for choice in document["choices"]]
+
+
+SHAPES: dict[str, dict[str, object]] = {
+    "several prompts": {"prompt": [prompt_of(20), prompt_of(150), prompt_of(7)]},
+    "several samples": {"prompt": prompt_of(140, seed=2), "n": 2, "temperature": 0.8, "seed": 7},
+    "prompt logprobs": {"prompt": prompt_of(40, seed=3), "prompt_logprobs": 1},
+    "one token": {"prompt": prompt_of(60, seed=4), "max_tokens": 1},
+    "first token ends the text": {"prompt": prompt_of(60, seed=13), "logit_bias": {END_OF_TEXT: 100}},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_requests_of_every_shape(standing: VllmStand, name: str) -> None:
+    async def send(session: aiohttp.ClientSession) -> None:
+        single = await completion(session, standing.pair.single.url, **SHAPES[name])
+        pair = await completion(session, standing.router, **SHAPES[name])
+        assert texts(pair) == texts(single)
+
+    together(send)
+    standing.pair.wait_idle()
+
+
+def test_a_stream_has_the_same_text(standing: VllmStand) -> None:
+    async def stream(session: aiohttp.ClientSession, url: str) -> str:
+        body = {"model": MODEL, "prompt": prompt_of(200, seed=5), "max_tokens": 8, "temperature": 0, "stream": True}
+        found = ""
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    found += json.loads(line[6:])["choices"][0]["text"]
+        return found
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        assert await stream(session, standing.router) == await stream(session, standing.pair.single.url) != ""
+
+    together(send)
+
+
+def test_a_plain_request_to_either_server_is_computed_there(standing: VllmStand) -> None:
+    async def send(session: aiohttp.ClientSession) -> None:
+        client, prompt = Client(session, standing.pair), prompt_of(50, seed=6)
+        alone = await client.alone(prompt)
+        for server in (standing.pair.decode, standing.pair.prefill):
+            assert_equal(alone, await client.alone(prompt, url=server.url))
+
+    together(send)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_what_the_target_has_cached_is_not_sent_again(standing: VllmStand, blocks: int) -> None:
+    """A prompt of whole blocks, twice: all but the last block are there the second time, on both sides."""
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        prompt = prompt_of(blocks * BLOCK_TOKENS, seed="cached")
+        for _ in range(2):
+            single, pair = await both(session, standing, prompt)
+            assert compare(single.answer, pair.answer).verdict is Verdict.EQUAL
+        assert pair.record["handed_off"]
+        assert pair.record["cached_tokens"] == (blocks - 1) * BLOCK_TOKENS
+
+    together(send)
+    standing.pair.wait_idle()
+
+
+REFUSED: dict[str, dict[str, object]] = {
+    "too long": {"prompt": prompt_of(2100)},
+    "bad sampling": {"temperature": -1},
+    "more logprobs than there are": {"logprobs": 100_000},
+    "a token that is none": {"prompt": [1, 2, 49_999_999]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
+    """Long before the source would give up by itself. vLLM forgets the header then, so the parameters must name the source."""
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        client, prompt = Client(session, standing.pair), prompt_of(140, seed=f"refused {name}")
+        header, transfer_id = client.header(), f"refused-{name.replace(' ', '-')}"
+        params: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": transfer_id}
+        params |= {"remote_host": "127.0.0.1", "remote_port": standing.pair.prefill.control_port}
+        prefill = asyncio.create_task(client.prefill(prompt, transfer_id, header))
+        if standing.pair.mode is Mode.PULL:
+            params = (await prefill).params
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params, **REFUSED[name]}
+        async with session.post(
+            f"{standing.pair.decode.url}/v1/completions", json=body, headers={"X-Request-Id": header}
+        ) as response:
+            assert response.status == 400, await response.text()
+        await asyncio.wait([prefill])
+
+    together(send)
+    standing.pair.wait_idle(DEFER_S / 2)
+
+
+VALUES: tuple[object, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1 << 40,
+    0.5,
+    "",
+    "x" * 300,
+    "10.255.255.1",
+    "no such host!",
+    [],
+    [[-1]],
+    {},
+    {"a": 1},
+)
+
+
+def wrong_params(side: str) -> Iterator[dict[str, object]]:
+    """Every field with every kind of value, in a request that wants to be on this side."""
+    for field in (*KVTransferParams.__struct_fields__, "remote_block_ids", "transfer_mode"):
+        for value in VALUES:
+            yield {side: True, "transfer_id": "wrong", "remote_host": "127.0.0.1", "remote_port": 1, field: value}
+    yield {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "both"}
+    yield {side: True}
+
+
+@pytest.mark.parametrize("side", ["do_remote_prefill", "do_remote_decode"])
+def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: VllmStand, side: str) -> None:
+    """Where a request is answered nevertheless, its answer is that of the single server."""
+    pair = standing.pair
+    prompt = prompt_of(9, seed=side)
+
+    async def one(client: Client, url: str, params: dict[str, object], index: int) -> Given | PeerError:
+        if params.get("transfer_id") == "wrong":
+            params = {**params, "transfer_id": f"wrong-{index}"}
+        try:
+            return await client.send(url, prompt, 2, params)
+        except PeerError as error:
+            return error
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        client = Client(session, pair)
+        alone = await client.alone(prompt, 2)
+        for server in (pair.decode, pair.prefill):
+            ends = await asyncio.gather(*(one(client, server.url, params, i) for i, params in enumerate(wrong_params(side))))
+            failed = [end for end in ends if isinstance(end, PeerError)]
+            assert failed
+            for end in ends:
+                if isinstance(end, Given):
+                    assert_equal(alone, end)
+        pair.assert_alive()
+        await client.assert_serves(prompt_of(70, seed=f"after {side}"))
+
+    together(send)
+    pair.wait_idle()

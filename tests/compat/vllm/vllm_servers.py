@@ -1,0 +1,219 @@
+"""Real vLLM servers for tests, each started and ended by itself, and what can be asked of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.config import HandoffSettings, OnFailure
+from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.errors import LocalError
+from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.ports import PortPicker
+from kvbaton.launch.vllm import VllmOptions, vllm_part
+from kvbaton.launch.vllm_environment import VLLM_VERSION
+from kvbaton.launch.vllm_ready import ready_vllm
+from watching import is_running, wait_until
+
+__all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers", "starting"]
+
+MODEL = "smollm2"
+BLOCK_TOKENS = 128
+START_S = 900.0
+LOGS_VARIABLE = "KVBATON_VLLM_LOGS"
+"""Names a directory that keeps the logs of the servers."""
+
+_INSIDE = Path(__file__).parent / "inside"
+_METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A server to start. `holds` gives it the connector that stands still on command; `kv_role` overrides that of `role`."""
+
+    name: str
+    role: str
+    mode: Mode = Mode.PUSH
+    policy: OnFailure = OnFailure.FAIL
+    integrity: Integrity = Integrity.OFF
+    transport: str = "local"
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    holds: bool = False
+    kv_role: str = ""
+
+
+class Server:
+    """One running server. `start` and `restart` wait until it is healthy; `hold` is the directory of the held connector."""
+
+    def __init__(self, part: Part, url: str, control_port: int, hold: Path) -> None:
+        self.name = part.name
+        self.url = url
+        self.control_port = control_port
+        self.hold = hold
+        self._part = part
+        self._fleet = Fleet()
+
+    def begin(self) -> None:
+        """Start the process. From the main thread only: it would die with any other that starts it."""
+        assert threading.current_thread() is threading.main_thread()
+        self._fleet.start(self._part)
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        self._fleet.wait_healthy(START_S)
+
+    def restart(self) -> None:
+        """Start it again on the same ports, after it has ended."""
+        self.end()
+        self._fleet = Fleet()
+        self.begin()
+        self.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to everything it started."""
+        os.killpg(self._fleet.pid(self.name), number)
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the server alone, as a service manager does, and wait until it is gone."""
+        pid = self._fleet.pid(self.name)
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not is_running(pid), f"{self.name} to end after SIGTERM", 60)
+
+    def end(self) -> None:
+        """End it, also when it is stopped."""
+        with suppress(ProcessLookupError, StopIteration):
+            self.signal(signal.SIGCONT)
+        self._keep_log()
+        self._fleet.stop()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended by itself."""
+        return self._fleet.death() is None
+
+    def log(self) -> str:
+        """What it has printed."""
+        return (self._fleet.log_directory / f"{self.name}.log").read_text(errors="replace")
+
+    def _keep_log(self) -> None:
+        """Copy the log to `$KVBATON_VLLM_LOGS`, where somebody wants to read it later."""
+        kept, log = os.environ.get(LOGS_VARIABLE), self._fleet.log_directory / f"{self.name}.log"
+        if kept and log.exists():
+            shutil.copy(log, Path(kept) / f"{int(time.time())}-{self.name}.log")
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics, those with more labels than the engine's under `name{label=value}`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=20) as answer:
+            text = answer.read().decode()
+        return dict(_named(*match) for match in _METRIC.findall(text))
+
+    def is_idle(self) -> bool:
+        """Whether it holds no block for anybody, has nothing to do, and no hand-off is live."""
+        found = self.metrics()
+        names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        live = [value for name, value in found.items() if name.startswith("vllm:kvbaton_now{")]
+        return not any([*(found[name] for name in names), *live])
+
+    def wait_idle(self, timeout_s: float = 90.0) -> None:
+        """Wait for that."""
+        wait_until(
+            self.is_idle, f"{self.name} to hold no block for anybody; its log ends with\n{self.log()[-3000:]}", timeout_s
+        )
+
+    def held(self) -> list[str]:
+        """What the held connector has noted."""
+        return _lines(self.hold / "held")
+
+    def read(self) -> list[str]:
+        """Digests of what delayed copies have brought."""
+        return _lines(self.hold / "read")
+
+    @contextmanager
+    def holding(self, what: str, value: str = "") -> Iterator[None]:
+        """Hold up what is posted meanwhile."""
+        (self.hold / what).write_text(value)
+        try:
+            yield
+        finally:
+            (self.hold / what).unlink()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _named(name: str, labels: str, value: str) -> tuple[str, float]:
+    own = [label for label in labels.split(",") if label and label.split("=")[0] not in ("engine", "model_name")]
+    return (f"{name}{{{','.join(own)}}}" if own else name), float(value)
+
+
+def ready(version: str = VLLM_VERSION) -> VllmOptions:
+    """vLLM, installed if need be; the only reason for which these tests are skipped."""
+    try:
+        return ready_vllm(MODEL, MODEL, "local", 3, HandoffSettings(), print, version=version)
+    except LocalError as error:
+        pytest.skip(f"NOTHING IS TESTED WITH VLLM, because it cannot be installed here: {error}")
+
+
+@contextmanager
+def servers(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
+    """Start servers at once, and wait for all; ends them afterwards."""
+    with starting(*wanted, version=version) as started:
+        for server in started:
+            server.wait()
+        yield started
+
+
+@contextmanager
+def starting(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
+    """Start servers, and wait for none; ends them afterwards."""
+    options, ports = ready(version), PortPicker()
+    with ExitStack() as parts:
+        started = []
+        for each in wanted:
+            hold = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-hold-")))
+            server = _server(each, options, ports, hold)
+            parts.callback(server.end)
+            server.begin()
+            started.append(server)
+        yield started
+
+
+def _server(wanted: Wanted, options: VllmOptions, ports: PortPicker, hold: Path) -> Server:
+    handoff = HandoffSettings(mode=wanted.mode, integrity=wanted.integrity, on_failure=wanted.policy)
+    mine = replace(
+        options,
+        handoff=handoff,
+        transport=wanted.transport,
+        settings={"poison": True, **wanted.settings},
+        arguments=("--max-num-batched-tokens", "256", *wanted.arguments),
+    )
+    part, url = vllm_part(wanted.name, wanted.role, mine, ports, wanted.routers)
+    command, control_port = list(part.command), 0
+    if "--kv-transfer-config" in command:
+        at = command.index("--kv-transfer-config") + 1
+        config = json.loads(command[at])
+        control_port = config["kv_connector_extra_config"]["control_port"]
+        if wanted.holds:
+            config |= {"kv_connector": "HeldConnector", "kv_connector_module_path": "held_connector"}
+        if wanted.kv_role:
+            config["kv_role"] = wanted.kv_role
+        command[at] = json.dumps(config)
+    path = os.pathsep.join((part.environment["PYTHONPATH"], str(_INSIDE)))
+    environment = {**part.environment, "PYTHONPATH": path, "KVBATON_HOLD": str(hold)}
+    return Server(replace(part, command=command, environment=environment), url, control_port, hold)

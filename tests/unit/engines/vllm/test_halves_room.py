@@ -1,0 +1,115 @@
+"""Room that prefills leave to those whose target has blocks ready: who waits, for what, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_rig import BLOCK_TOKENS, Request, Rig, key_of, source_params
+
+from kvbaton.agent.engine_port import Granted, SourceEnded
+from kvbaton.core.handoff import Mode, Outcome
+from kvbaton.engines.vllm.scheduler_half import Computing, Room
+
+RESERVED = 4
+WAIT_S = 60.0
+
+
+@dataclass
+class World:
+    """How many blocks are free, and what time it is."""
+
+    free: int
+    now: float = 0.0
+
+    def rig(self, mode: Mode = Mode.PUSH) -> Rig:
+        """Halves in this world."""
+        return Rig(mode, room=Room(RESERVED, WAIT_S, lambda: self.free, lambda: self.now))
+
+
+def begun(rig: Rig, transfer_id: str = "tx-1", name: str = "1a2b3c4d") -> Request:
+    request = Request(
+        source_params(transfer_id), request_id=f"cmpl-x-0-{name}", prompt_token_ids=tuple(range(2 * BLOCK_TOKENS))
+    )
+    rig.scheduler.begin(request)
+    return request
+
+
+def test_a_prefill_that_leaves_room_starts_without_a_grant() -> None:
+    rig = World(free=RESERVED + 2).rig()
+    assert rig.scheduler.matched_tokens(begun(rig), 0) == 0
+
+
+def test_a_prefill_that_would_take_the_last_blocks_waits_for_its_grant() -> None:
+    rig = World(free=RESERVED + 1).rig()
+    first, other = begun(rig), begun(rig, "tx-2", "ffffffff")
+    assert rig.scheduler.matched_tokens(first, 0) is None
+    rig.step()
+    rig.port.push(Granted(key_of()))
+    rig.step()
+    assert rig.scheduler.matched_tokens(first, 0) == 0
+    assert rig.scheduler.matched_tokens(other, 0) is None, "that was not its grant"
+
+
+def test_a_grant_lasts_through_a_preemption() -> None:
+    world = World(free=RESERVED + 2)
+    rig = world.rig()
+    request = begun(rig)
+    rig.port.push(Granted(key_of()))
+    rig.blocks[request.request_id] = ((1, 2),)
+    rig.step(Computing(request.request_id, 0, 4))
+    world.free = 0
+    assert rig.scheduler.matched_tokens(request, 0) == 0
+
+
+def test_in_pull_nobody_waits() -> None:
+    rig = World(free=0).rig(Mode.PULL)
+    assert rig.scheduler.matched_tokens(begun(rig), 0) == 0
+
+
+def test_a_prefill_that_nobody_comes_for_becomes_a_load_that_fails() -> None:
+    """It has no blocks and was told to nobody, so nothing has to be waited for."""
+    world = World(free=0)
+    rig = world.rig()
+    request = begun(rig)
+    assert rig.scheduler.matched_tokens(request, 0) is None
+    rig.step()
+    world.now = WAIT_S
+    tokens = rig.scheduler.matched_tokens(request, 0)
+    assert tokens == request.num_prompt_tokens
+    rig.scheduler.allocated(request, ((1, 2),), tokens)
+    finished = rig.step()
+    assert finished.failed == {request.request_id}
+    assert not finished.sending
+    assert rig.port.names() == ["expect_target", "cancel"]
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    assert not rig.step().sending, "vLLM does not wait for it"
+    assert rig.worker.live == 0
+
+
+def test_queueing_costs_no_patience_while_others_have_their_turn() -> None:
+    world = World(free=0)
+    rig = world.rig()
+    last, others = begun(rig), [begun(rig, f"other-{index}", f"{index:08x}") for index in range(3)]
+    for index, _ in enumerate(others):
+        assert rig.scheduler.matched_tokens(last, 0) is None
+        rig.step()
+        world.now += 0.9 * WAIT_S
+        rig.port.push(Granted(key_of(f"other-{index}")))
+        rig.step()
+    assert rig.scheduler.matched_tokens(last, 0) is None
+    world.now += WAIT_S
+    assert rig.scheduler.matched_tokens(last, 0) == last.num_prompt_tokens, "now nobody's turn comes any more"
+
+
+def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> None:
+    """Its target left while it waited: computing it would be for nobody."""
+    rig = World(free=100).rig()
+    request = begun(rig)
+    rig.step()
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    rig.step()
+    tokens = rig.scheduler.matched_tokens(request, 0)
+    assert tokens == request.num_prompt_tokens
+    rig.scheduler.allocated(request, ((1, 2),), tokens)
+    assert rig.step().failed == {request.request_id}
+    assert rig.worker.live == 0
