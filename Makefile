@@ -17,7 +17,7 @@ help:
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
-	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
+	@echo "make diagrams   the generated parts of the documents, anew"
 	@echo "make clean      remove the virtual environment and caches of tools"
 
 $(VENV)/bin/python:
@@ -65,6 +65,7 @@ format: $(VENV)/.installed-dev
 
 diagrams: $(VENV)/.installed
 	$(BIN)/python tools/diagrams.py
+	$(BIN)/python tools/layout_pictures.py
 
 bench: $(VENV)/.installed
 	@for name in $(BENCH); do echo "== kvbaton bench $$name"; $(BIN)/kvbaton bench $$name $(ARGS) || exit $$?; done
