@@ -111,8 +111,9 @@ class RankGroup:
         self._close_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.ranks = _start_ranks(settings)
         self._watcher = threading.Thread(target=self._watch, name="kvbaton-ranks", daemon=True)
+        until = time.monotonic() + _READY_S
         try:
-            self.ready = [self._wait_ready(rank, time.monotonic() + _READY_S) for rank in self.ranks]
+            self.ready = [self._wait_ready(rank, until) for rank in self.ranks]
         except BaseException:
             self.close()
             raise
