@@ -60,7 +60,7 @@ test-vllm: $(VENV)/.installed-dev
 	$(BIN)/pytest -m vllm --timeout 1800 $(ARGS)
 
 test-vllm-full: $(VENV)/.installed-dev
-	@mkdir -p build
+	@mkdir -p build && rm -f build/vllm-full.xml
 	-$(BIN)/pytest -m vllm_full --timeout 3600 --junitxml build/vllm-full.xml $(ARGS)
 	$(BIN)/python tools/vllm_full_log.py build/vllm-full.xml $(VLLM_FULL_LOG)
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from gpu_memory import has_gpu
 from transport_peer import POISON
 from transport_rig import Rig, Source, Target, make_runs, wait_until
 
@@ -18,7 +19,13 @@ from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs, Ticket
 from kvbaton.transport.faulty import Faults
 
-KINDS = ("memory", "local", "tcp", "faulty")
+KINDS = (
+    "memory",
+    "local",
+    "tcp",
+    "faulty",
+    pytest.param("cuda", marks=pytest.mark.skipif(not has_gpu(), reason="needs kvbaton[cuda] and an NVIDIA GPU")),
+)
 KIB, MIB = 1 << 10, 1 << 20
 BIG = 32 * MIB
 WHOLE = make_runs((0, 0, BIG))
@@ -250,7 +257,7 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     source.stop()
     runs = make_runs((0, 0, 100_000))
     stuck = target.post(source, runs)
-    if rig.kind == "local":
+    if rig.kind in ("local", "cuda"):
         assert target.wait()[0].error == ""
         assert target.holds(source, runs)
         return

@@ -7,6 +7,7 @@ import sys
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from gpu_memory import GpuMemory
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.transport.base import Region, TransportSettings
@@ -27,7 +28,8 @@ def content(seed: int, count: int) -> npt.NDArray[np.uint8]:
 def main() -> None:
     """Serve one region; the endpoint goes to stdout as one line of JSON."""
     kind, host, count, seed, incarnation = sys.argv[1:]
-    region = Region.of(content(int(seed), int(count)))
+    bytes_there = content(int(seed), int(count))
+    region = GpuMemory(bytes_there).region if kind == "cuda" else Region.of(bytes_there)
     transport = open_transport(kind, region, TransportSettings(incarnation=Incarnation(incarnation), host=host))
     sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdout.flush()

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from gpu_memory import GpuMemory
 from transport_peer import POISON, content
 
 from kvbaton.core.handoff import Incarnation
@@ -38,6 +39,7 @@ from kvbaton.transport.memory import MemoryHub, MemoryTransport
 __all__ = ["PATIENCE_S", "Rig", "Source", "Target", "make_runs", "wait_until"]
 
 PATIENCE_S = 30.0
+_LAUNCH_BYTES = 64 << 20
 _PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
 
 
@@ -108,10 +110,11 @@ class Target:
 
     def holds(self, source: Source, runs: Runs) -> bool:
         """Whether memory is what it should be after `runs`, poison everywhere else included."""
-        expected = np.full_like(self.memory, POISON)
+        now = np.asarray(self.memory)
+        expected = np.full_like(now, POISON)
         for at, to, count in runs.tolist():
             expected[to : to + count] = source.content[at : at + count]
-        return np.array_equal(self.memory, expected)
+        return np.array_equal(now, expected)
 
 
 @dataclass
@@ -126,12 +129,17 @@ class Rig:
     @property
     def has_processes(self) -> bool:
         """Whether sources are processes of their own."""
-        return self.kind in ("local", "tcp")
+        return self.kind in ("local", "tcp", "cuda")
 
     def target(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Target:
         """A poisoned region with its transport."""
         memory = np.full(region_bytes, POISON, np.uint8)
-        transport = self._open(Region.of(memory), TransportSettings(incarnation=Incarnation("target"), **settings), faults)
+        region = Region.of(memory)
+        if self.kind == "cuda":
+            on_gpu = GpuMemory(memory)
+            memory, region = cast(npt.NDArray[np.uint8], on_gpu), on_gpu.region
+            settings["launch_bytes"] = settings.get("slice_bytes", _LAUNCH_BYTES)
+        transport = self._open(region, TransportSettings(incarnation=Incarnation("target"), **settings), faults)
         self._undo.append(transport.close)
         return Target(memory, transport)
 

@@ -288,7 +288,8 @@ class RanksDriver(HandoffPort):
 class Driver(RanksDriver):
     """Runs one instance with one rank, in this process. `news` is called, from its thread, when `events` has something.
 
-    `memory` is the region that `transport` was made for; without it nothing can be checked with checksums.
+    `memory` is the region that `transport` was made for; without it, or empty (the processor cannot see it), nothing can be
+    checked with checksums.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class LocalRanks:
     def __init__(self, layout: Layout, transport: Transport, patience_s: float, memory: memoryview | None = None) -> None:
         self.reports: deque[RankReport] = deque()
         self._transport = transport
-        region = None if memory is None else RegionMemory(memory)
+        region = RegionMemory(memory) if memory else None
         self.agent = RankAgent(
             0, layout, transport, self.reports.append, clock=time.monotonic, patience_s=patience_s, memory=region
         )

@@ -233,6 +233,49 @@ def _serve_vllm(
     return _finish("serve", report, bench.described(), out, json)
 
 
+@bench_app.command
+def wire(
+    *,
+    transport: TransportName = "local",
+    blocks: str = "4,16,64,256,1024,4096",
+    batch_mib: int = 64,
+    tokens: int = 4096,
+    rounds: int = 20,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """How fast a transport moves paged bytes between two processes; every byte is checked in every round.
+
+    Parameters
+    ----------
+    transport
+        `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain socket. `cuda`: GPU memory, beside the
+        full-tensor copy of the same bytes on the same GPU.
+    blocks
+        sizes of blocks in KiB, with commas between them (`local` and `tcp`).
+    batch_mib
+        MiB that one batch moves (`local` and `tcp`).
+    tokens
+        tokens of an 8B Llama whose cache one batch moves (`cuda`; 4,096 are 537 MB).
+    rounds
+        how often each thing is measured; medians are shown, every round is kept.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    if transport == "cuda":
+        from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
+
+        on_gpu = CudaWireBench(tokens, rounds)
+        return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
+    from kvbaton.bench.wire.host import HostWireBench, run_host_wire_bench
+
+    sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
+    bench = HostWireBench(transport, sizes, batch_mib << 20, rounds)
+    return _finish("wire", run_host_wire_bench(bench, _progress), bench.described(), out, json)
+
+
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     from kvbaton.errors import ConfigError
 

@@ -91,7 +91,10 @@ class LateWrites(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """The one piece of this rank's memory that peers may reach; keeps the buffer under it alive."""
+    """The one piece of this rank's memory that peers may reach; keeps the buffer under it alive.
+
+    `view` shows it to the processor; it is empty where the processor cannot see the memory, as with a GPU's.
+    """
 
     address: int
     region_bytes: int
@@ -110,14 +113,19 @@ class Region:
         flat = array.reshape(-1).view(np.uint8)
         return cls(int(flat.ctypes.data), flat.nbytes, flat.data)
 
+    def flip_byte(self, offset: int) -> None:
+        """Invert the byte at `offset`: for negative controls."""
+        self.view[offset] ^= 0xFF
+
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
     """How a transport behaves; checked when made.
 
     `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
-    `slice_bytes` is moved for one peer before the next one has its turn. `host` and `port` are where `tcp` listens
-    (port 0: one below 32768 that is free), `advertise_host` the IP address at which peers reach that (empty: `host`).
+    `slice_bytes` is moved for one peer before the next one has its turn; for `cuda` it is `launch_bytes`, what one kernel
+    copies. `host` and `port` are where `tcp` listens (port 0: one below 32768 that is free), `advertise_host` the IP address at
+    which peers reach that (empty: `host`).
     """
 
     incarnation: Incarnation | None = None
@@ -125,16 +133,18 @@ class TransportSettings:
     max_in_flight: int = 4096
     max_peers: int = 1024
     slice_bytes: int = 2 << 20
+    launch_bytes: int = 1 << 30
     host: str = "127.0.0.1"
     port: int = 0
     advertise_host: str = ""
 
     def __post_init__(self) -> None:
-        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes"):
+        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "launch_bytes"):
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
-        if self.slice_bytes > 64 << 20:
-            raise ConfigError(f"transport setting slice_bytes is {self.slice_bytes}; it must be at most {64 << 20}")
+        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):
+            if getattr(self, setting) > most:
+                raise ConfigError(f"transport setting {setting} is {getattr(self, setting)}; it must be at most {most}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"transport setting port is {self.port}; it must be 0 (find a free one) to 65535")
 

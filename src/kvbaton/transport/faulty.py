@@ -195,7 +195,7 @@ class FaultyTransport:
 
     def _flip_byte(self, batch: Batch) -> None:
         target = next(target for _, target, count in batch.runs.tolist() if count)
-        self._region.view[target] ^= 0xFF
+        self._region.flip_byte(target)
 
 
 def _later(after: AfterEvent | None, faults: Faults) -> AfterEvent | None:

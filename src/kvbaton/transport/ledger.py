@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvbaton.errors import Bug, KVBatonError, QueueFull, TransportError
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Ticket, TransportSettings
+from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.runs import RunCursor, check_runs
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "describe"]
+__all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "RunsCheck", "describe"]
 
 L = TypeVar("L")
 
@@ -57,6 +58,9 @@ class Revoke(Generic[L]):
 
 Command = Post[L] | Cancel[L] | Revoke[L]
 
+RunsCheck = Callable[[L, Runs], None]
+"""Refuses runs of a link by raising RangeError."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Peer(Generic[L]):
@@ -67,7 +71,9 @@ class _Peer(Generic[L]):
 class Ledger(Generic[L]):
     """Peers, jobs, commands and completions of one transport; `L` is what the mover keeps per peer."""
 
-    def __init__(self, region: Region, settings: TransportSettings) -> None:
+    def __init__(self, region: Region, settings: TransportSettings, check: RunsCheck[L] | None = None) -> None:
+        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError."""
+        self._check = check
         self._region = region
         self._settings = settings
         self._lock = threading.Lock()
@@ -94,24 +100,29 @@ class Ledger(Generic[L]):
             known = self._peers.get(peer)
             return known.endpoint if known else None
 
-    def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
-        """Make `peer` known. Raises TransportError when it is already, the table is full, or the transport is closed."""
+    def check_room(self, peer: PeerRank) -> None:
+        """Raise TransportError when `peer` is known already, the table is full, or the transport is closed."""
         with self._lock:
-            self._refuse_when_shut()
-            if peer in self._peers:
-                raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
-            if len(self._peers) >= self._settings.max_peers:
-                raise TransportError(f"{len(self._peers)} peers are known, the limit (max_peers); revoke those that are gone")
+            self._refuse_peer(peer)
+
+    def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
+        """Make `peer` known. Raises TransportError as `check_room` does."""
+        with self._lock:
+            self._refuse_peer(peer)
             self._peers[peer] = _Peer(endpoint, link)
 
     def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
         """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
         with self._lock:
-            known = self._known(batch.peer)
-        runs = check_runs(batch.runs, known.endpoint.region_bytes, self._region.region_bytes)
+            checked = self._known(batch.peer)
+        runs = check_runs(batch.runs, checked.endpoint.region_bytes, self._region.region_bytes)
+        if self._check is not None:
+            self._check(checked.link, runs)
         cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
+            if known is not checked:
+                raise TransportError(f"peer {batch.peer.incarnation!r} was connected anew in the meantime; post again")
             if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
@@ -200,6 +211,13 @@ class Ledger(Generic[L]):
                 f"peer {peer.incarnation!r} rank {peer.rank} is not connected (or was revoked); connect it first"
             )
         return known
+
+    def _refuse_peer(self, peer: PeerRank) -> None:
+        self._refuse_when_shut()
+        if peer in self._peers:
+            raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
+        if len(self._peers) >= self._settings.max_peers:
+            raise TransportError(f"{len(self._peers)} peers are known, the limit (max_peers); revoke those that are gone")
 
     def _refuse_when_shut(self) -> None:
         if self._shut_reason:

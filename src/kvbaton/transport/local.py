@@ -6,15 +6,15 @@ last byte of every batch, so that bytes of a recycled pid never count as the pee
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.errors import PeerError, PeerLost, TransportError
+from kvbaton.errors import PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.process_memory import ProcessMemory, host_id, start_ticks
+from kvbaton.transport.neighbour import Neighbour
+from kvbaton.transport.process_memory import ProcessMemory
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.sliced import SliceMover
 
@@ -23,8 +23,7 @@ __all__ = ["LocalTransport"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Process:
-    pid: int
-    ticks: int
+    neighbour: Neighbour
     address: int
 
 
@@ -34,12 +33,13 @@ class _ProcessReach:
         self._memory = memory
 
     def copy(self, link: _Process, runs: Runs) -> int:
-        return self._memory.read(link.pid, link.address, self._region.address, runs)
+        return self._memory.read(link.neighbour.pid, link.address, self._region.address, runs)
 
     def confirm(self, link: _Process) -> None:
-        ticks = start_ticks(link.pid)
-        if ticks != link.ticks:
-            raise PeerLost(f"process {link.pid} is another one now: it started at tick {ticks}, the peer at {link.ticks}")
+        link.neighbour.confirm()
+
+    def release(self, link: _Process) -> None:
+        """Nothing to let go of: each read names the process anew."""
 
 
 class LocalTransport(QueuedTransport[_Process]):
@@ -48,7 +48,7 @@ class LocalTransport(QueuedTransport[_Process]):
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._memory = ProcessMemory()
         self._memory.allow_readers()
-        self._host_id = host_id()
+        self._neighbour = Neighbour.here()
         self._reach = _ProcessReach(region, self._memory)
         ledger: Ledger[_Process] = Ledger(region, settings)
         super().__init__(region, settings, ledger, SliceMover("local", ledger, settings, self._reach))
@@ -59,21 +59,18 @@ class LocalTransport(QueuedTransport[_Process]):
         return "local"
 
     def _details(self) -> dict[str, str | int]:
-        pid = os.getpid()
-        return {"host_id": self._host_id, "pid": pid, "start_ticks": start_ticks(pid), "address": self._region.address}
+        return {**self._neighbour.details(), "address": self._region.address}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> _Process:
         name = f"peer {peer.incarnation!r} rank {peer.rank}"
-        theirs = detail(endpoint, "host_id", str)
-        if theirs != self._host_id:
+        neighbour, address = Neighbour.of(endpoint), detail(endpoint, "address", int)
+        if neighbour.host != self._neighbour.host:
             raise TransportError(
-                f"{name} is on another host (host_id {theirs!r}, here {self._host_id!r}); choose transport tcp"
+                f"{name} is on another host (host_id {neighbour.host!r}, here {self._neighbour.host!r}); choose transport tcp"
             )
-        process = _Process(detail(endpoint, "pid", int), detail(endpoint, "start_ticks", int), detail(endpoint, "address", int))
-        if process.pid <= 0 or not 0 < process.address < 1 << 64 or process.address + endpoint.region_bytes > 1 << 64:
-            raise TransportError(
-                f"{name}: pid {process.pid} or address {process.address:#x} is not usable; fetch its card again"
-            )
+        if not 0 < address < 1 << 64 or address + endpoint.region_bytes > 1 << 64:
+            raise TransportError(f"{name}: address {address:#x} is not usable; fetch its card again")
+        process = _Process(neighbour, address)
         try:
             self._reach.confirm(process)
             self._probe(process)
@@ -84,4 +81,4 @@ class LocalTransport(QueuedTransport[_Process]):
     def _probe(self, process: _Process) -> None:
         """Find out now, not in a hand-off, whether the memory may be read."""
         spare = Region.of(bytearray(1))
-        self._memory.read(process.pid, process.address, spare.address, np.array([[0, 0, 1]], np.uint64))
+        self._memory.read(process.neighbour.pid, process.address, spare.address, np.array([[0, 0, 1]], np.uint64))

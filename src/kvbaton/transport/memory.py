@@ -63,6 +63,9 @@ class _HubReach:
     def confirm(self, link: _Seat) -> None:
         self._hub.region(link.number)
 
+    def release(self, link: _Seat) -> None:
+        """Nothing to let go of: the hub has the region."""
+
 
 class MemoryTransport(QueuedTransport[_Seat]):
     """Reads from ranks that share `hub`; closing it is this rank's death as far as its peers can see."""

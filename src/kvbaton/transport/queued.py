@@ -75,7 +75,13 @@ class QueuedTransport(abc.ABC, Generic[L]):
         with self._connecting:
             if self._ledger.endpoint_of(peer) != endpoint:
                 self._check(peer, endpoint)
-                self._ledger.add_peer(peer, endpoint, self._link(peer, endpoint))
+                self._ledger.check_room(peer)
+                link = self._link(peer, endpoint)
+                try:
+                    self._ledger.add_peer(peer, endpoint, link)
+                except TransportError:
+                    self._unlink(link)
+                    raise
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
@@ -129,6 +135,9 @@ class QueuedTransport(abc.ABC, Generic[L]):
     @abc.abstractmethod
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> L:
         """What the mover keeps for `peer`; raises TransportError when it cannot be reached from here."""
+
+    def _unlink(self, link: L) -> None:
+        """Let go of a link that no mover ever saw."""
 
     def _release(self) -> None:
         """Give back what the subclass owns, once the mover has ended."""

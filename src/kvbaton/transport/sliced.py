@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from kvbaton.errors import KVBatonError
 from kvbaton.transport.base import Runs, TransportSettings
 from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
+from kvbaton.transport.runs import MAX_SLICE_RUNS
 from kvbaton.transport.schedule import Schedule
 
 __all__ = ["Reach", "SliceMover"]
@@ -27,13 +28,26 @@ class Reach(Protocol[L_contra]):
     def confirm(self, link: L_contra) -> None:
         """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
 
+    def release(self, link: L_contra) -> None:
+        """Let go of a revoked peer: nothing will be copied from it any more. Must not raise."""
+
 
 class SliceMover(Generic[L]):
     """One thread that serves the ledger's jobs, a slice per turn; cancels and revokes take effect between two slices."""
 
-    def __init__(self, name: str, ledger: Ledger[L], settings: TransportSettings, reach: Reach[L]) -> None:
+    def __init__(
+        self,
+        name: str,
+        ledger: Ledger[L],
+        settings: TransportSettings,
+        reach: Reach[L],
+        slice_bytes: int | None = None,
+        slice_runs: int = MAX_SLICE_RUNS,
+    ) -> None:
+        """`slice_bytes` in at most `slice_runs` runs are moved per turn; by default what the settings say."""
         self._ledger = ledger
-        self._slice_bytes = settings.slice_bytes
+        self._slice_bytes = slice_bytes or settings.slice_bytes
+        self._slice_runs = slice_runs
         self._reach = reach
         self._schedule: Schedule[L] = Schedule(settings.timeout_s)
         self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
@@ -72,12 +86,13 @@ class SliceMover(Generic[L]):
         else:
             for job in self._schedule.discard_link(command.link, waiting=True):
                 self._ledger.finish(job, "TransportError: the peer was revoked")
+            self._reach.release(command.link)
 
     def _move_slice(self, job: Job[L]) -> None:
         error = ""
         try:
             if job.cursor.remaining_bytes:
-                count = self._reach.copy(job.link, job.cursor.peek(self._slice_bytes))
+                count = self._reach.copy(job.link, job.cursor.peek(self._slice_bytes, self._slice_runs))
                 job.cursor.advance(count)
                 job.moved_bytes += count
                 if job.cursor.remaining_bytes:

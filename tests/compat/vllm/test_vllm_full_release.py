@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from vllm_checks import run_checks
 from vllm_handing import Client, Pair, prompt_of, together
 from vllm_servers import Wanted, servers
 
@@ -38,3 +39,9 @@ def test_the_control_a_decoder_that_receives_nothing_answers_wrongly(pair: Pair)
 
     together(pair, send)
     pair.wait_idle()
+
+
+def test_the_connector_under_the_scheduler_of_that_release() -> None:
+    found = run_checks(RELEASE)
+    assert found
+    assert not {check: problem for check, problem in found.items() if problem}

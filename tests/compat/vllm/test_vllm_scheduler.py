@@ -9,37 +9,15 @@ server or a model; see `inside/scheduler_checks.py`.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
-from vllm_servers import ready
+from vllm_checks import CHECKS, run_checks
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-_SCRIPT = Path(__file__).parent / "inside" / "scheduler_checks.py"
-_RIG = Path(__file__).parents[2] / "unit" / "engines" / "vllm"
-CHECKS = re.findall(r"^    (\w+),$", _SCRIPT.read_text().partition("\nCHECKS")[2], re.MULTILINE)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    options = ready()
-    variables = options.environment.variables()
-    path = os.pathsep.join((variables["PYTHONPATH"], str(_RIG)))
-    run = subprocess.run(
-        [str(options.environment.python), str(_SCRIPT), str(options.model)],
-        env={**os.environ, **variables, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    return run_checks()
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -162,7 +162,7 @@ def together(pair: Pair, work: Callable[[Client], Awaitable[_T]]) -> _T:
 @asynccontextmanager
 async def _session() -> AsyncIterator[aiohttp.ClientSession]:
     timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as opened:
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as opened:
         yield opened
 
 

@@ -123,11 +123,10 @@ class Server:
         return dict(_named(*match) for match in _METRIC.findall(text))
 
     def is_idle(self) -> bool:
-        """Whether it holds no block for anybody, has nothing to do, and no hand-off is live."""
+        """Whether it holds no block for anybody, and has nothing to do."""
         found = self.metrics()
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
-        live = [value for name, value in found.items() if name.startswith("vllm:kvbaton_now{")]
-        return not any([*(found[name] for name in names), *live])
+        return not any(found[name] for name in names)
 
     def wait_idle(self, timeout_s: float = 90.0) -> None:
         """Wait for that."""

@@ -66,7 +66,7 @@ def _live(router: str) -> int:
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     """A client that waits long enough for a slow machine, and no longer."""
     timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as opened:
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as opened:
         yield opened
 
 

@@ -48,6 +48,8 @@ def test_what_cannot_be_a_region_is_refused(buffer: Any) -> None:
         ("max_in_flight", 0),
         ("max_peers", -1),
         ("slice_bytes", 1 << 30),
+        ("launch_bytes", 1 << 31),
+        ("launch_bytes", 0),
         ("port", 65536),
     ],
 )

@@ -9,7 +9,7 @@ from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import TRANSPORTS, open_transport
 
 
-@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+@pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"cuda"}))
 def test_a_name_opens_its_transport(name: str) -> None:
     transport = open_transport(name, Region.of(bytearray(8)), TransportSettings())
     assert (transport.name, transport.endpoint().transport, transport.endpoint().region_bytes) == (name, name, 8)
@@ -17,5 +17,13 @@ def test_a_name_opens_its_transport(name: str) -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown transport 'pigeon'; known are local, tcp"):
+    with pytest.raises(ConfigError, match="unknown transport 'pigeon'; known are cuda, local, tcp"):
         open_transport("pigeon", Region.of(bytearray(8)), TransportSettings())
+
+
+def test_memory_of_the_wrong_kind_is_refused_with_what_to_choose() -> None:
+    with pytest.raises(ConfigError, match=r"moves GPU memory.*choose transport local or tcp"):
+        open_transport("cuda", Region.of(bytearray(8)), TransportSettings())
+    for name in ("local", "tcp"):
+        with pytest.raises(ConfigError, match=f"transport {name} moves main memory.*choose transport cuda"):
+            open_transport(name, Region(4096, 8, memoryview(b"")), TransportSettings())

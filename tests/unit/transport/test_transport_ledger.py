@@ -10,7 +10,7 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import Bug, TransportError
-from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.ledger import Cancel, Ledger, Post, Revoke
 from kvbaton.transport.wakeup import Wakeup
 
@@ -49,6 +49,19 @@ def test_a_batch_counts_until_it_was_handed_out(ledger: Ledger[str]) -> None:
         ledger.admit(BATCH, None)
     assert [completion.ticket for completion in ledger.take_completions()] == [jobs[0].ticket]
     ledger.admit(BATCH, None)
+
+
+def test_runs_that_were_checked_against_another_connection_are_refused() -> None:
+    def reconnect(link: str, runs: Runs) -> None:
+        books.remove_peer(PEER)
+        books.add_peer(PEER, Endpoint("test", 1, {}), "smaller")
+
+    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), reconnect)
+    books.add_peer(PEER, Endpoint("test", 10, {}), "link")
+    with pytest.raises(TransportError, match="connected anew in the meantime; post again"):
+        books.admit(BATCH, None)
+    assert [type(command) for command in books.take_commands()] == [Revoke]
+    books.close()
 
 
 def test_finishing_twice_is_a_bug(ledger: Ledger[str]) -> None:

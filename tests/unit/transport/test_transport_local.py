@@ -17,6 +17,7 @@ from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport import process_memory
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.local import LocalTransport, _Process, _ProcessReach
+from kvbaton.transport.neighbour import Neighbour
 from kvbaton.transport.process_memory import ProcessMemory, host_id, start_ticks
 
 PEER = PeerRank(Incarnation("p"))
@@ -53,7 +54,7 @@ def test_a_recycled_pid_is_refused_at_connect(transport: LocalTransport) -> None
 def test_a_recycled_pid_is_noticed_after_the_copy() -> None:
     source, target = Region.of(bytearray(b"x" * 8)), Region.of(bytearray(8))
     reach = _ProcessReach(target, ProcessMemory())
-    stranger = _Process(os.getpid(), 1, source.address)
+    stranger = _Process(Neighbour(host_id(), os.getpid(), 1), source.address)
     assert reach.copy(stranger, np.array([[0, 0, 8]], np.uint64)) == 8
     with pytest.raises(PeerLost, match="started at tick"):
         reach.confirm(stranger)

@@ -69,3 +69,20 @@ def test_a_slice_has_a_bounded_number_of_runs() -> None:
     assert [len(cursor.peek(1 << 30)), cursor.total_bytes] == [MAX_SLICE_RUNS, count]
     cursor.advance(MAX_SLICE_RUNS)
     assert cursor.peek(1 << 30)[0].tolist() == [MAX_SLICE_RUNS, MAX_SLICE_RUNS, 1]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(0, 7))
+def test_pages_of_one_size_in_any_order_are_checked_like_any_runs(slots: list[int], page: int, start: int) -> None:
+    rows = [(0, start + slot * page, page) for slot in slots]
+    if len(set(slots)) == len(slots):
+        assert len(check_runs(runs_of(rows), 8, 400)) == len(rows)
+    else:
+        with pytest.raises(RangeError, match="overlap"):
+            check_runs(runs_of(rows), 8, 400)
+
+
+def test_a_batch_that_fits_is_handed_out_as_it_is() -> None:
+    runs = check_runs(runs_of([(n, n * 10, 10) for n in range(3000)]), 10_000, 40_000)
+    assert RunCursor(runs).peek(1 << 20, 4096) is runs
+    assert len(RunCursor(runs).peek(1 << 20)) == MAX_SLICE_RUNS
+    assert RunCursor(runs).peek(25, 4096).tolist() == [[0, 0, 10], [1, 10, 10], [2, 20, 5]]

@@ -1,0 +1,1 @@
+"""How fast a transport moves paged bytes, beside the plainest way to move as many."""

@@ -1,0 +1,170 @@
+"""From runs to what one kernel launch needs: a table of offsets in as few bytes as possible, and how to cut runs into pieces.
+
+Each program of the kernel copies a *tile*: some rows of one *piece* each, step by step. A piece is a power of two of bytes, so
+that every thread of a row moves 16 bytes at a time; a run is one or more pieces, the last of which may be shorter. Runs of one
+length (the rule: pages, or slices of pages) need two numbers each, and the kernel works out the pieces; others are cut here,
+and need a third.
+
+Runs that do not start and end on 16 bytes go into a launch of their own, with the largest unit that fits them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.plan import Runs
+from kvbaton.transport.cuda.placement import Placement
+
+__all__ = ["LINE_BYTES", "Launch", "Tile", "launches_for"]
+
+LINE_BYTES = 16
+"""What one thread moves at a time."""
+
+
+class Tile(NamedTuple):
+    """What one program of the kernel copies: rows of a piece each, so many bytes of each at a time, by so many warps."""
+
+    rows: int
+    step_bytes: int
+    warps: int
+
+
+_TILES = {
+    32 << 10: Tile(1, 4 << 10, 8),
+    16 << 10: Tile(1, 4 << 10, 8),
+    8 << 10: Tile(1, 4 << 10, 4),
+    4 << 10: Tile(2, 4 << 10, 8),
+    2 << 10: Tile(4, 2 << 10, 1),
+    1 << 10: Tile(4, 1 << 10, 2),
+    512: Tile(32, 512, 1),
+    256: Tile(32, 256, 1),
+    128: Tile(64, 128, 2),
+}
+"""The best tile for each size of piece, largest first, as measured on an H200 (the kernel reads its table from the host)."""
+
+_BYTE_TILE = Tile(8, 512, 4)
+_WASTE = 1.07
+_HALF_WORD = 1 << 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One kernel launch. Offsets and lengths are in units, offsets relative to the floors of the two placements."""
+
+    unit_bytes: int
+    piece_bytes: int
+    pieces: int
+    pieces_per_run: int
+    run_bytes: int
+    """Length of every run; 0 when `lengths` says it for each."""
+    offsets: npt.NDArray[Any]
+    """Source and target offset of every run: the halves of a uint64, source in the lower one, or two int64."""
+    lengths: npt.NDArray[np.int32]
+    """Length of every run where they differ; otherwise empty."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of what the kernel has to be told."""
+        return self.offsets.nbytes + self.lengths.nbytes
+
+    @property
+    def tile(self) -> Tile:
+        """What one program copies."""
+        return _TILES[self.piece_bytes] if self.unit_bytes == LINE_BYTES else _BYTE_TILE
+
+    @property
+    def programs(self) -> int:
+        """How many programs there are."""
+        return -(-self.pieces // self.tile.rows)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every piece is full."""
+        return self.run_bytes > 0 and self.run_bytes % self.piece_bytes == 0
+
+
+def launches_for(runs: Runs, source: Placement, target: Placement) -> list[Launch]:
+    """The launches, one as a rule, that make the copies of `runs`, which have no empty ones and lie inside both placements."""
+    runs = target.cut(source.cut(runs, 0), 1)
+    if not len(runs):
+        return []
+    columns = _Columns(source.locate(runs[:, 0]), target.locate(runs[:, 1]), np.ascontiguousarray(runs[:, 2]))
+    extent = max(source.extent, target.extent)
+    unit = columns.unit()
+    if unit == LINE_BYTES:
+        return [_launch(columns, unit, extent)]
+    odd = columns.are_odd()
+    if odd.all():
+        return [_launch(columns, unit, extent)]
+    return [_launch(columns.part(~odd), LINE_BYTES, extent), _launch(columns.part(odd), unit, extent)]
+
+
+class _Columns(NamedTuple):
+    """Runs by column: where they are read, where they are written, how long they are."""
+
+    source: Runs
+    target: Runs
+    lengths: Runs
+
+    def unit(self) -> int:
+        """The largest power of two, up to a line, that divides every number."""
+        together = LINE_BYTES
+        for column in self:
+            together |= int(np.bitwise_or.reduce(column))
+        return together & -together
+
+    def are_odd(self) -> npt.NDArray[np.bool_]:
+        """Which runs do not lie on lines."""
+        bits = (self.source | self.target | self.lengths) & np.uint64(LINE_BYTES - 1)
+        return np.asarray(bits != 0, np.bool_)
+
+    def part(self, which: npt.NDArray[np.bool_]) -> _Columns:
+        """Some of them."""
+        return _Columns(*(column[which] for column in self))
+
+    def cut(self, piece: int) -> _Columns:
+        """Cut into pieces, the last one of each run perhaps shorter."""
+        counts = -(-self.lengths.astype(np.int64) // piece)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        skip = (within * piece).astype(np.uint64)
+        source, target, left = (np.repeat(column, counts) for column in self)
+        return _Columns(source + skip, target + skip, np.minimum(left - skip, np.uint64(piece)))
+
+
+def _launch(columns: _Columns, unit: int, extent: int) -> Launch:
+    lengths = columns.lengths
+    first = int(lengths[0])
+    is_uniform = bool((lengths == lengths[0]).all())
+    piece = _piece(lengths[:1] if is_uniform else lengths) if unit == LINE_BYTES else _BYTE_TILE.step_bytes
+    per_run = -(-first // piece) if is_uniform else 1
+    if not is_uniform:
+        columns = columns.cut(piece)
+    offsets = _pack(columns, unit.bit_length() - 1, extent)
+    own_lengths = (columns.lengths[: 0 if is_uniform else None] // unit).astype(np.int32)
+    return Launch(unit, piece, len(offsets) * per_run, per_run, first if is_uniform else 0, offsets, own_lengths)
+
+
+def _pack(columns: _Columns, shift: int, extent: int) -> npt.NDArray[Any]:
+    """Source and target offset of each run, in units: in one word, or in two where they are too large for half of one."""
+    if extent >> shift < _HALF_WORD:
+        packed: npt.NDArray[Any] = columns.source >> np.uint64(shift)
+        packed |= columns.target << np.uint64(32 - shift)
+        return packed
+    return np.stack([columns.source >> np.uint64(shift), columns.target >> np.uint64(shift)], axis=1).astype(np.int64)
+
+
+def _piece(lengths: Runs) -> int:
+    """The largest piece that leaves few threads without work."""
+    total = float(lengths.sum())
+    best, least = 0, float("inf")
+    for piece in _TILES:
+        covered = float((-(-lengths.astype(np.int64) // piece)).sum()) * piece
+        if covered <= total * _WASTE:
+            return piece
+        if covered < least:
+            best, least = piece, covered
+    return best

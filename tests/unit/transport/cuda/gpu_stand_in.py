@@ -1,0 +1,121 @@
+"""A GPU for tests that have none: memory of this process, handles that name it, and the kernel's arithmetic in NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.errors import TransportError
+from kvbaton.transport.cuda import DeviceRegion
+from kvbaton.transport.cuda.driver import HANDLE_BYTES, Allocation
+from kvbaton.transport.cuda.tables import Launch
+
+__all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch"]
+
+
+@dataclass(frozen=True)
+class _Device:
+    type: str = "cuda"
+    index: int = 0
+
+
+class HostTensor:
+    """Looks like a tensor on a GPU; lies in main memory, as an allocation of its own or as a part of one."""
+
+    def __init__(self, data: npt.NDArray[np.uint8], device: str = "cuda", index: int = 0) -> None:
+        self.data = data
+        self._device = _Device(device, index)
+
+    @property
+    def device(self) -> Any:
+        return self._device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def data_ptr(self) -> int:
+        return int(self.data.ctypes.data)
+
+    def is_contiguous(self) -> bool:
+        return bool(self.data.flags.c_contiguous)
+
+    @property
+    def region(self) -> DeviceRegion:
+        return DeviceRegion.of_tensors(self)
+
+
+class HostDriver:
+    """Allocations are told to it; a handle is the address of one, written out. Counts what is open."""
+
+    def __init__(self, *allocations: npt.NDArray[np.uint8]) -> None:
+        self._allocations = [Allocation(int(one.ctypes.data), one.nbytes) for one in allocations]
+        self.opened: Counter[int] = Counter()
+        self.closed = False
+
+    def gpu_id(self) -> str:
+        return "ab" * 16
+
+    def allocation(self, address: int) -> Allocation:
+        for one in self._allocations:
+            if one.address <= address < one.address + one.allocated_bytes:
+                return one
+        raise TransportError(f"no allocation holds {address:#x}")
+
+    def share(self, address: int) -> bytes:
+        return str(self.allocation(address).address).encode().ljust(HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> Allocation:
+        found = self.allocation(int(handle))
+        self.opened[found.address] += 1
+        return found
+
+    def forget(self, address: int) -> None:
+        if not self.opened[address]:
+            raise TransportError(f"{address:#x} is not open")
+        self.opened[address] -= 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class HostCopier:
+    """Does at once what the kernel would do. `late` makes so many waits run out before the copies are done."""
+
+    def __init__(self, late: int = 0) -> None:
+        self.late = late
+        self.launched: list[Launch] = []
+
+    def start(self, launches: Sequence[Launch], source: int, target: int) -> None:
+        for launch in launches:
+            run_launch(launch, source, target)
+        self.launched += launches
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
+        self.late -= 1
+        return self.late < 0
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def run_launch(launch: Launch, source: int, target: int) -> None:
+    """Every piece of every program, as the kernel reads its table."""
+    for piece in range(launch.pieces):
+        run, within = divmod(piece, launch.pieces_per_run)
+        skip = within * (launch.piece_bytes // launch.unit_bytes)
+        if launch.offsets.ndim == 1:
+            word = int(launch.offsets[run])
+            read_at, write_at = word & 0xFFFFFFFF, word >> 32
+        else:
+            read_at, write_at = launch.offsets[run].tolist()
+        whole = launch.run_bytes // launch.unit_bytes - skip if launch.run_bytes else int(launch.lengths[run])
+        count = min(whole, launch.piece_bytes // launch.unit_bytes) * launch.unit_bytes
+        assert launch.run_bytes == 0 or not launch.is_even or count == launch.piece_bytes
+        ctypes.memmove(target + (write_at + skip) * launch.unit_bytes, source + (read_at + skip) * launch.unit_bytes, count)

@@ -1,0 +1,80 @@
+"""The kernel under Triton's interpreter, on main memory: exits with 1 and says what, when a byte is not where it belongs."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+
+from kvbaton.transport.base import Runs
+from kvbaton.transport.cuda.kernel import copy_pieces
+from kvbaton.transport.cuda.placement import Placement, Segment
+from kvbaton.transport.cuda.tables import Launch, launches_for
+
+SIZE = 1 << 19
+POISON = 0xA5
+
+
+def launch_interpreted(launch: Launch, source: int, target: int) -> None:
+    """What `GpuCopier` does, without a GPU."""
+    unit = launch.unit_bytes
+    copy_pieces[(launch.programs,)](
+        source,
+        target,
+        int(launch.offsets.ctypes.data),
+        int(launch.lengths.ctypes.data),
+        launch.pieces,
+        launch.pieces_per_run,
+        launch.run_bytes // unit,
+        UNIT=unit,
+        PIECE=launch.piece_bytes // unit,
+        STEP=launch.tile.step_bytes // unit,
+        ROWS=launch.tile.rows,
+        WIDE=launch.offsets.ndim == 2,
+        EVEN=launch.is_even,
+        RAGGED=launch.run_bytes == 0,
+    )
+
+
+def is_right(runs: Runs, source_bias: int, target_bias: int, extent: int) -> bool:
+    """Whether the kernel moves exactly `runs`; a large `extent` makes it use wide offsets."""
+    source = np.random.default_rng(1).integers(0, POISON, SIZE, dtype=np.uint8)
+    target, expected = np.full(SIZE, POISON, np.uint8), np.full(SIZE, POISON, np.uint8)
+    for at, to, count in runs.tolist():
+        expected[to + target_bias :][:count] = source[at + source_bias :][:count]
+    places = [
+        Placement([Segment(0, extent, int(m.ctypes.data) + b)]) for m, b in ((source, source_bias), (target, target_bias))
+    ]
+    for launch in launches_for(runs, *places):
+        launch_interpreted(launch, places[0].floor, places[1].floor)
+    return np.array_equal(target, expected)
+
+
+def uniform(count: int, length: int, step: int) -> Runs:
+    """Runs of one length, from places in one order to places in another."""
+    random = np.random.default_rng(2)
+    columns = [random.permutation(count) * step, random.permutation(count) * step, np.full(count, length)]
+    return np.stack(columns, axis=1).astype(np.uint64)
+
+
+def main() -> int:
+    """Every size of piece, full and not, and what does not lie on lines."""
+    cases = {f"{length} bytes": uniform(5, length, 40960) for length in (32768, 16384, 8192, 4096, 20000, 40000)}
+    cases |= {f"{length} bytes": uniform(99, length, 2048) for length in (2048, 1024, 1152, 512, 256, 128, 64, 16)}
+    cases["ragged"] = np.array([[0, 0, 32], [64, 4096, 70000], [80000, 80000, 48]], np.uint64)
+    cases["odd"] = np.array([[0, 0, 32], [64, 4096, 7001], [80000, 80000, 48], [90001, 90002, 3]], np.uint64)
+    wrong = [
+        f"{name}, moved by {biases}, extent {extent}"
+        for name, runs in cases.items()
+        for biases, extent in (((0, 0), SIZE), ((0, 0), 1 << 37), ((4, 8), SIZE))
+        if not is_right(runs, *biases, extent)
+    ]
+    sys.stderr.write("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The transport without a GPU: what it shares, what it opens, what it refuses, and what it gives back."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gpu_stand_in import HostCopier, HostDriver, HostTensor
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import ConfigError, RangeError, TransportError
+from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.cuda import CudaTransport, DeviceRegion
+from kvbaton.transport.cuda.mapping import read_parts
+from kvbaton.transport.neighbour import Neighbour
+from kvbaton.transport.process_memory import start_ticks
+
+PEER = PeerRank(Incarnation("source"))
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Pair:
+    """A target, and a source that is this process too."""
+
+    source: npt.NDArray[np.uint8]
+    target: npt.NDArray[np.uint8]
+    driver: HostDriver
+    copier: HostCopier
+    transport: CudaTransport
+    endpoint: Endpoint
+
+    def read(self, runs: Runs) -> Completion:
+        self.transport.post(Batch(PEER, Direction.READ, runs))
+        assert select.select([self.transport.wakeup_fd], [], [], PATIENCE_S)[0]
+        return self.transport.poll()[0]
+
+
+def runs_of(*rows: tuple[int, int, int]) -> Runs:
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+def changed(endpoint: Endpoint, **details: str | int) -> Endpoint:
+    return msgspec.structs.replace(endpoint, details=endpoint.details | details)
+
+
+def part_of(endpoint: Endpoint, number: int, value: str) -> Endpoint:
+    fields = str(endpoint.details["parts"]).split(",")
+    fields[number] = value
+    return changed(endpoint, parts=",".join(fields))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    source, target = np.arange(4096, dtype=np.uint32).view(np.uint8), np.zeros(16384, np.uint8)
+    driver, copier = HostDriver(source, target), HostCopier()
+    settings = TransportSettings(timeout_s=0.05)
+    serving = CudaTransport(HostTensor(source).region, settings, HostDriver(source), HostCopier())
+    transport = CudaTransport(HostTensor(target).region, settings, driver, copier)
+    transport.connect(PEER, serving.endpoint())
+    yield Pair(source, target, driver, copier, transport, serving.endpoint())
+    transport.close()
+    serving.close()
+
+
+def test_one_launch_per_batch(pair: Pair) -> None:
+    runs = runs_of(*((n * 256, (63 - n) * 256, 256) for n in range(64)))
+    completion = pair.read(runs)
+    assert (completion.error, completion.moved_bytes) == ("", 64 * 256)
+    assert len(pair.copier.launched) == 1
+    assert np.array_equal(pair.target.reshape(64, 256), pair.source.reshape(64, 256)[::-1])
+
+
+def test_a_batch_is_in_flight_until_the_gpu_is_done_however_long_it_takes(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    pair.copier.late = 3
+    assert pair.read(runs_of((0, 0, 256))).error == ""
+    assert pair.copier.late < 0
+    assert "stays in flight" in caplog.text
+
+
+def test_a_dead_process_is_lost_and_nothing_is_launched(pair: Pair) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    other = changed(pair.endpoint, pid=process.pid, start_ticks=start_ticks(process.pid))
+    pair.transport.revoke(PEER)
+    pair.transport.connect(PEER, other)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+    assert pair.read(runs_of((0, 0, 256))).error.startswith("PeerLost")
+    assert pair.copier.launched == []
+
+
+def test_a_revoked_peer_is_unmapped_and_close_unmaps_the_rest(pair: Pair) -> None:
+    address = pair.source.ctypes.data
+    assert pair.driver.opened[address] == 1
+    pair.transport.revoke(PEER)
+    pair.transport.connect(PEER, pair.endpoint)
+    assert pair.read(runs_of((0, 0, 16))).error == ""
+    assert pair.driver.opened[address] == 1
+    pair.transport.connect(PeerRank(PEER.incarnation, 1), pair.endpoint)
+    assert pair.driver.opened[address] == 2
+    pair.transport.close()
+    assert pair.driver.opened[address] == 0
+    assert pair.driver.closed
+
+
+def test_a_peer_that_is_refused_leaves_nothing_mapped(pair: Pair) -> None:
+    with pytest.raises(TransportError, match="connected already"):
+        pair.transport.connect(PEER, changed(pair.endpoint, gpu="cd" * 16))
+    assert pair.driver.opened.total() == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "words"),
+    [
+        (0, "x", "parts cannot be read"),
+        (0, "-1", "does not fit"),
+        (0, "8", "does not fit"),
+        (1, "0", "does not fit"),
+        (1, "99999", "does not fit"),
+        (2, "-8", "does not fit"),
+        (2, "8", "of an allocation that has 16384 bytes"),
+        (3, "00", "a handle of 1 bytes"),
+        (3, "zz", "parts cannot be read"),
+        (3, b"4096".ljust(64).hex(), "no allocation holds"),
+    ],
+)
+def test_what_no_honest_peer_says_is_refused(pair: Pair, number: int, value: str, words: str) -> None:
+    with pytest.raises(TransportError, match=words):
+        pair.transport.connect(PeerRank(PEER.incarnation, 1), part_of(pair.endpoint, number, value))
+    assert pair.driver.opened.total() == 1
+
+
+def test_too_many_parts_and_parts_that_overlap_are_refused() -> None:
+    handle = "00" * 64
+    with pytest.raises(TransportError, match="parts cannot be read"):
+        read_parts(";".join(f"{n},1,0,{handle}" for n in range(5000)), 5000)
+    with pytest.raises(TransportError, match="offset 5"):
+        read_parts(f"0,10,0,{handle};5,10,0,{handle}", 100)
+
+
+def test_another_host_and_a_recycled_pid_are_refused(pair: Pair) -> None:
+    other = PeerRank(PEER.incarnation, 1)
+    with pytest.raises(TransportError, match="another host"):
+        pair.transport.connect(other, changed(pair.endpoint, host_id="elsewhere"))
+    with pytest.raises(TransportError, match="another one now"):
+        pair.transport.connect(other, changed(pair.endpoint, start_ticks=1))
+
+
+def test_main_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="GPU memory"):
+        CudaTransport(Region.of(bytearray(8)), TransportSettings())
+
+
+class TestRegions:
+    """Several tensors, in allocations of their own or in one."""
+
+    def test_tensors_of_one_allocation_are_one_part(self) -> None:
+        memory = np.zeros(4096, np.uint8)
+        region = DeviceRegion.of_tensors(HostTensor(memory[2048:]), HostTensor(memory[:2048]))
+        assert (region.address, region.region_bytes, len(region.spans)) == (memory.ctypes.data, 4096, 1)
+        assert not region.view
+
+    def test_layers_in_allocations_of_their_own_are_read_across_a_gap(self) -> None:
+        memory, target = np.random.default_rng(1).integers(0, 200, 4096, dtype=np.uint8), np.zeros(4096, np.uint8)
+        layers = memory[:1024], memory[3072:]
+        region = DeviceRegion.of_tensors(*(HostTensor(layer) for layer in layers))
+        serving = CudaTransport(region, TransportSettings(), HostDriver(*layers), HostCopier())
+        assert len(read_parts(str(serving.endpoint().details["parts"]), region.region_bytes)) == 2
+        driver, copier = HostDriver(*layers, target), HostCopier()
+        transport = CudaTransport(HostTensor(target).region, TransportSettings(), driver, copier)
+        transport.connect(PEER, serving.endpoint())
+        pair = Pair(memory, target, driver, copier, transport, serving.endpoint())
+        with pytest.raises(RangeError, match="run 1: source offset 1000 with 2200 bytes lies in a gap"):
+            pair.read(runs_of((0, 0, 8), (1000, 1000, 2200)))
+        assert pair.read(runs_of((0, 0, 1024), (3072, 1024, 1024))).error == ""
+        assert np.array_equal(target[:2048], np.concatenate(layers))
+        transport.close()
+        assert driver.opened.total() == 0
+        serving.close()
+
+    @pytest.mark.parametrize(
+        "tensors",
+        [
+            [],
+            [HostTensor(np.zeros(8, np.uint8), "cpu")],
+            [HostTensor(np.zeros((8, 8), np.uint8)[:, :4])],
+            [HostTensor(np.zeros(0, np.uint8))],
+            [HostTensor(np.zeros(8, np.uint8)), HostTensor(np.zeros(8, np.uint8), index=1)],
+        ],
+    )
+    def test_what_is_no_region_is_refused(self, tensors: list[HostTensor]) -> None:
+        with pytest.raises(ConfigError):
+            DeviceRegion.of_tensors(*tensors)
+
+
+def test_a_process_is_named_by_host_pid_and_start() -> None:
+    here = Neighbour.here()
+    assert here.pid == os.getpid()
+    assert Neighbour.of(Endpoint("cuda", 1, here.details())) == here
+    here.confirm()
