@@ -62,7 +62,8 @@ test-vllm: $(VENV)/.installed-dev
 test-vllm-full: $(VENV)/.installed-dev
 	@mkdir -p build && rm -f build/vllm-full.xml
 	-$(BIN)/pytest -m vllm_full --timeout 3600 --junitxml build/vllm-full.xml $(ARGS)
-	$(BIN)/python tools/vllm_full_log.py build/vllm-full.xml $(VLLM_FULL_LOG)
+	$(BIN)/pytest -m vllm_full --collect-only > build/vllm-full.txt
+	$(BIN)/python tools/vllm_full_log.py --expected build/vllm-full.txt build/vllm-full.xml $(VLLM_FULL_LOG)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests

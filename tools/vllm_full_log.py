@@ -1,12 +1,17 @@
-"""Turns the JUnit file of `make test-vllm-full` into the log that is kept: `python tools/vllm_full_log.py JUNIT LOG`.
+"""Turns JUnit files of `make test-vllm-full` into the log that is kept: `python tools/vllm_full_log.py [options] JUNIT... LOG`.
 
-Results and durations of every test, versions and hardware. Exit code 1 when a test failed, 2 when none was run.
+Results and durations of every test, versions and hardware. A run of over an hour may be done in parts: several files make one
+log that names every part with its commit and time. Of a test that was run in several parts the last result counts; the
+earlier ones stay in the log. `--expected FILE` has the lines of `pytest -m vllm_full --collect-only`, so that tests that
+no part has run are listed too. Exit code 1 when a test failed or was not run, 2 when none was run.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +26,52 @@ __all__ = ["log_of", "main"]
 _ENDS = ("failure", "error", "skipped")
 
 
-def log_of(junit: str) -> dict[str, Any]:
-    """What the log says of these results."""
-    root = ElementTree.fromstring(junit)  # noqa: S314 - written by our own pytest
-    tests = [_test(case) for case in root.iter("testcase")]
+def log_of(junits: list[str], expected: list[str]) -> dict[str, Any]:
+    """What the log says of these results, and of the tests that should have been run."""
+    roots = [ElementTree.fromstring(junit) for junit in junits]  # noqa: S314 - written by our own pytest
+    tests = _joined([[_test(case) for case in root.iter("testcase")] for root in roots])
+    not_run = sorted({_short(line) for line in expected} - {test["test"] for test in tests})
     counts = {end: sum(test["result"] == end for test in tests) for end in ("passed", *_ENDS)}
     return {
         "command": "make test-vllm-full",
         "version": kvbaton.__version__,
         "vllm": VLLM_VERSION,
-        "ok": bool(counts["passed"]) and not counts["failure"] and not counts["error"],
+        "ok": bool(counts["passed"]) and not (counts["failure"] or counts["error"] or not_run),
         "seconds": round(sum(test["seconds"] for test in tests), 1),
-        "counts": counts,
+        "counts": {**counts, "not run": len(not_run)},
         "hardware": describe_hardware(),
+        "parts": [_part(root) for root in roots],
+        "not_run": not_run,
         "tests": tests,
     }
+
+
+def _joined(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every test once, as its last part has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, part in enumerate(parts):
+        for test in part:
+            before = found.pop(test["test"], None)
+            found[test["test"]] = test | {"part": number}
+            if before is not None:
+                earlier = {key: before[key] for key in ("part", "result", "said") if key in before}
+                found[test["test"]]["earlier"] = [*before.get("earlier", ()), earlier]
+    return list(found.values())
+
+
+def _part(root: ElementTree.Element) -> dict[str, Any]:
+    """One run: when, at which commit, and what came of it then."""
+    suite = root.find("testsuite")
+    began = "" if suite is None else suite.get("timestamp", "")
+    commits = [each.get("value", "") for each in root.iter("property") if each.get("name") == "commit"]
+    counts = Counter(_test(case)["result"] for case in root.iter("testcase"))
+    return {"began": began, "commit": commits[0] if commits else "", "counts": dict(counts)}
+
+
+def _short(name: str) -> str:
+    """A test by its file's name, without directories."""
+    path, _, test = name.strip().partition("::")
+    return f"{Path(path).stem}::{test}"
 
 
 def _test(case: ElementTree.Element) -> dict[str, Any]:
@@ -50,12 +86,17 @@ def _test(case: ElementTree.Element) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Write the log, and say in a line what is in it."""
-    junit, log = map(Path, arguments)
-    content = log_of(junit.read_text())
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    parser = argparse.ArgumentParser(description="turn JUnit files of make test-vllm-full into the log that is kept")
+    parser.add_argument("--expected", type=Path, help="what pytest -m vllm_full --collect-only printed")
+    parser.add_argument("junit", type=Path, nargs="+")
+    parser.add_argument("log", type=Path)
+    given = parser.parse_args(arguments)
+    lines = given.expected.read_text().splitlines() if given.expected else []
+    content = log_of([path.read_text() for path in given.junit], [line for line in lines if "::" in line])
+    given.log.parent.mkdir(parents=True, exist_ok=True)
+    given.log.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     counts = ", ".join(f"{count} {name}" for name, count in content["counts"].items() if count)
-    sys.stdout.write(f"{log}: {counts or 'no test was run'}, {content['seconds']:g} s\n")
+    sys.stdout.write(f"{given.log}: {counts or 'no test was run'}, {content['seconds']:g} s\n")
     return 0 if content["ok"] else 1 if content["tests"] else 2
 
 

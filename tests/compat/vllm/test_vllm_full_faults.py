@@ -20,7 +20,8 @@ from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
-pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
+pytest_plugins = ["vllm_fixtures"]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
 
 LIMITS = {"transfer_timeout": 10, "defer_timeout": 12, "stop_timeout": 2, "retry": 0.5}
 BLOCKS = 40
@@ -118,12 +119,6 @@ async def assert_goes_on(client: Client, survivor: Server, seed: object) -> None
     assert_equal(await client.alone(prompt), await client.alone(prompt, url=survivor.url))
 
 
-async def use_every_block(client: Client, server: Server) -> None:
-    """Let plain requests write to every block of a server."""
-    prompts = [prompt_of(3, f"filler {index}") for index in range(2 * BLOCKS)]
-    await asyncio.gather(*(client.alone(prompt, 2, server.url) for prompt in prompts))
-
-
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_client_that_leaves_its_target_frees_both_sides(pair: Pair, stage: Stage) -> None:
     async def send(client: Client) -> None:
@@ -166,7 +161,7 @@ def test_one_side_stands_still_for_longer_than_every_deadline(pair: Pair, side: 
         stopped.signal(signal.SIGSTOP)
         try:
             await assert_goes_on(client, survivor, f"pause {side}")
-            await use_every_block(client, survivor)
+            await client.write_to_blocks(survivor, BLOCKS)
         finally:
             stopped.signal(signal.SIGCONT)
         await scene.assert_no_wrong_answer()
@@ -193,36 +188,5 @@ def test_one_side_ends(pair: Pair, side: str, how: str) -> None:
         ending.restart()
         await client.assert_serves(prompt_of(140, f"after {side} was {how}"), prompt_of(20, f"after {side} was {how}"))
         await asyncio.to_thread(pair.wait_idle)
-
-    together(pair, send)
-
-
-def test_blocks_that_were_used_again_are_read_and_never_served(pair: Pair) -> None:
-    """The source gives up, its blocks are overwritten, and only then does the target read them.
-
-    That the bytes are those of somebody else is the control: a target that asked nobody would have served them.
-    """
-    if pair.mode is Mode.PUSH:
-        pytest.skip("cached prefixes are not moved again; the pull pair has none")
-
-    async def send(client: Client) -> None:
-        prompt = prompt_of(120, "reused")
-        with pair.decode.holding("delay", "0.1"):
-            single, right = await client.alone(prompt), await client.hand_off(prompt)
-        assert_equal(single, right)
-        true_bytes = pair.decode.read()
-        delay_s = LIMITS["defer_timeout"] + 6
-        with pair.decode.holding("delay", str(delay_s)), pair.decode.holding("silent"):
-            late = asyncio.create_task(client.hand_off(prompt, transfer_id="mute.source.over+refused+stopped.reused"))
-            await client.until(lambda: any(line.startswith("moving") for line in pair.decode.held()[-3:]), "copies are held up")
-            await client.until(pair.prefill.is_idle, "the source to give up", 60)
-            await use_every_block(client, pair.prefill)
-            await client.until(lambda: len(pair.decode.read()) > len(true_bytes), "the target to read", 60)
-        read = pair.decode.read()[len(true_bytes) :]
-        assert not set(read) & set(true_bytes), "these are not the bytes of the prompt"
-        given = await asyncio.wait_for(late, 120)
-        assert given.record["recomputed"]
-        assert_equal(single, given)
-        await asyncio.to_thread(pair.wait_idle, 60)
 
     together(pair, send)

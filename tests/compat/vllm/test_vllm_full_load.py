@@ -15,7 +15,7 @@ from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(2400)]
 
 LIMITS = {"transfer_timeout": 30, "defer_timeout": 40}
 NEAR_TIES = 0.02

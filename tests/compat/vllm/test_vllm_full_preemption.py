@@ -16,7 +16,7 @@ from vllm_servers import Server, Wanted, servers
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
 
 BLOCKS = "20"
 LIMITS = {"transfer_timeout": 90, "defer_timeout": 120}

@@ -11,7 +11,8 @@ from vllm_servers import Wanted, servers
 
 from kvbaton.core.handoff import Mode
 
-pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(5400)]
+pytest_plugins = ["vllm_fixtures"]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(5400)]
 
 RELEASE = "0.31.0"
 LENGTHS = (1, 5, 127, 128, 129, 300, 600)

@@ -19,7 +19,7 @@ from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
 
 LIMITS = {"transfer_timeout": 10, "defer_timeout": 12, "stop_timeout": 2, "retry": 0.5}
 

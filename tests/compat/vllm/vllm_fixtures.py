@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from vllm_servers import Server, Wanted, starting
@@ -10,7 +12,15 @@ from vllm_stand import VllmStand, stand
 
 from kvbaton.core.handoff import Mode
 
-__all__ = ["single", "standing"]
+__all__ = ["noted_commit", "single", "standing"]
+
+
+@pytest.fixture(scope="session")
+def noted_commit(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """Note in the JUnit file which commit is tested, and whether something was changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    record_testsuite_property("commit", found.stdout.strip() or "unknown")
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,11 @@ class Client:
             assert each.record["bytes_moved"] == each.record["bytes_planned"]
             assert_equal(await self.alone(prompt, tokens), each)
 
+    async def write_to_blocks(self, server: Server, blocks: int) -> None:
+        """Let plain requests write to every block of a server that has so many."""
+        prompts = [prompt_of(3, f"filler {index}") for index in range(2 * blocks)]
+        await asyncio.gather(*(self.alone(prompt, 2, server.url) for prompt in prompts))
+
     async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         """Wait, while requests go on."""
         give_up_at = asyncio.get_running_loop().time() + timeout_s

@@ -43,7 +43,10 @@ _METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server to start. `holds` gives it the connector that stands still on command; `kv_role` overrides that of `role`."""
+    """A server to start. `holds` gives it the connector that stands still on command; `kv_role` overrides that of `role`.
+
+    With `lease_s` it keeps blocks for so long only, whatever its settings make it promise.
+    """
 
     name: str
     role: str
@@ -56,6 +59,7 @@ class Wanted:
     routers: tuple[str, ...] = ()
     holds: bool = False
     kv_role: str = ""
+    lease_s: float = 0.0
 
 
 class Server:
@@ -186,6 +190,8 @@ def starting(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Serv
         started = []
         for each in wanted:
             hold = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-hold-")))
+            if each.lease_s:
+                (hold / "lease").write_text(str(each.lease_s))
             server = _server(each, options, ports, hold)
             parts.callback(server.end)
             server.begin()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,19 @@ FAILED = '<testcase classname="tests.compat.test_a" name="test_two" time="2"><fa
 SKIPPED = '<testcase classname="tests.compat.test_a" name="test_three" time="0"><skipped message="cannot install"/></testcase>'
 
 
-def run(tmp_path: Path, *cases: str) -> tuple[int, dict[str, object]]:
-    junit, log = tmp_path / "junit.xml", tmp_path / "kept" / "log.json"
-    junit.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "vllm_full_log.py"), str(junit), str(log)], check=False)
+def run(tmp_path: Path, *cases: str) -> tuple[int, dict[str, Any]]:
+    return run_parts(tmp_path, "".join(cases))
+
+
+def run_parts(tmp_path: Path, *parts: str, expected: str = "") -> tuple[int, dict[str, Any]]:
+    log, names = tmp_path / "kept" / "log.json", tmp_path / "expected"
+    names.write_text(expected)
+    files = [tmp_path / f"junit-{index}.xml" for index in range(len(parts))]
+    for file, cases in zip(files, parts, strict=True):
+        commit = f'<properties><property name="commit" value="of {file.stem}"/></properties>'
+        file.write_text(f'<testsuites><testsuite timestamp="then">{commit}{cases}</testsuite></testsuites>')
+    command = [sys.executable, str(ROOT / "tools" / "vllm_full_log.py"), "--expected", str(names), *map(str, files), str(log)]
+    done = subprocess.run(command, check=False)
     return done.returncode, json.loads(log.read_text())
 
 
@@ -26,8 +36,8 @@ def test_results_durations_versions_and_hardware_are_kept(tmp_path: Path) -> Non
     code, log = run(tmp_path, PASSED, SKIPPED)
     assert code == 0
     assert log["tests"] == [
-        {"test": "test_a::test_one[push]", "result": "passed", "seconds": 1.5},
-        {"test": "test_a::test_three", "result": "skipped", "seconds": 0.0, "said": "cannot install"},
+        {"test": "test_a::test_one[push]", "result": "passed", "seconds": 1.5, "part": 0},
+        {"test": "test_a::test_three", "result": "skipped", "seconds": 0.0, "said": "cannot install", "part": 0},
     ]
     assert log["ok"]
     assert log["vllm"]
@@ -38,4 +48,27 @@ def test_results_durations_versions_and_hardware_are_kept(tmp_path: Path) -> Non
 def test_it_is_an_error_when_a_test_failed_or_none_was_run(tmp_path: Path, cases: tuple[str, ...], expected: int) -> None:
     code, log = run(tmp_path, *cases)
     assert code == expected
+    assert not log["ok"]
+
+
+def test_of_several_parts_the_last_result_counts_and_the_earlier_ones_stay(tmp_path: Path) -> None:
+    mended = '<testcase classname="tests.compat.test_a" name="test_two" time="3"/>'
+    code, log = run_parts(tmp_path, PASSED + FAILED, mended)
+    assert code == 0
+    assert [part["commit"] for part in log["parts"]] == ["of junit-0", "of junit-1"]
+    assert log["tests"][1] == {
+        "test": "test_a::test_two",
+        "result": "passed",
+        "seconds": 3.0,
+        "part": 1,
+        "earlier": [{"part": 0, "result": "failure", "said": "wrong"}],
+    }
+
+
+def test_a_test_that_no_part_has_run_is_named(tmp_path: Path) -> None:
+    code, log = run_parts(
+        tmp_path, PASSED, expected="tests/compat/test_a.py::test_one[push]\ntests/compat/test_a.py::test_two\n"
+    )
+    assert code == 1
+    assert log["not_run"] == ["test_a::test_two"]
     assert not log["ok"]

@@ -3,8 +3,10 @@
 Hand-offs say in their transfer id what is to happen to them: `mute.SIDE.KIND.NAME` lets that side (`source`, `target`)
 swallow its messages of that kind about this hand-off, for good. Files in the directory `$KVBATON_HOLD` do the rest: while
 `stall` is there, copies that are posted do not complete; with `drop`, nothing is copied; with `corrupt`, one byte of each
-copy is flipped; with `delay`, copies begin so many seconds later; with `silent`, heartbeats are swallowed. What was held up
-is noted in the file `held`, one line each, and so is every retraction; `read` has a digest of what each delayed batch brought.
+copy is flipped; with `delay`, copies begin so many seconds later; with `silent`, heartbeats are swallowed, with `mute` every
+message about a hand-off. A `lease` that is there at the start says for how many seconds this instance keeps blocks, whatever
+its card promises. What was held up is noted in the file `held`, one line each, and so is every retraction; `read` has a digest
+of what each delayed batch brought.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.config import Limits
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Heartbeat, Message, Retracted
+from kvbaton.discovery.messages import InstanceType
 from kvbaton.engines.vllm.connector import KVBatonConnector
-from kvbaton.engines.vllm.instance import WorkerInstance
+from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
 from kvbaton.engines.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm.tensors import RegisteredCache
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Region, Ticket, Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
@@ -41,6 +48,8 @@ class _HeldSockets(ControlSockets):
         if isinstance(message, Heartbeat) and (self._directory / "silent").exists():
             return
         key = getattr(message, "key", None)
+        if key is not None and (self._directory / "mute").exists():
+            return
         kind = str(message.__struct_config__.tag)
         if key is not None and _is_muted(key.transfer_id, kind):
             _note(self._directory / "held", f"{kind} {key.transfer_id}")
@@ -103,7 +112,24 @@ def _note(path: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
+class _HastySettings(ConnectorSettings, frozen=True):
+    """Promises what it was told to promise, and keeps less."""
+
+    @property
+    def limits(self) -> Limits:
+        """What this instance really does."""
+        lease_s = float((_directory() / "lease").read_text())
+        return Limits(lease_s / 2, lease_s, self.stop_timeout, self.retry)
+
+
 class _HeldInstance(WorkerInstance):
+    def __init__(
+        self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelName, registers_as: InstanceType | None
+    ) -> None:
+        if (_directory() / "lease").exists():
+            settings = _HastySettings(**msgspec.structs.asdict(settings))
+        super().__init__(settings, cache, model, registers_as)
+
     def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
         """Sockets that swallow."""
         return _HeldSockets(_directory(), incarnation, settings)
