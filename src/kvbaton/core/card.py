@@ -70,10 +70,22 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> None:
     for source_rank, target_rank in zip(source.ranks, target.ranks, strict=True):
         try:
             pair_layouts(source_rank.layout, target_rank.layout)
+            _check_same_cut(source_rank.layout, target_rank.layout)
         except Incompatible as error:
             if ours is target:
                 raise
             raise Incompatible(error.field, error.theirs, error.ours) from error
+
+
+def _check_same_cut(source: Layout, target: Layout) -> None:
+    """Refuse ranks of the same number that do not hold the same part of the model."""
+    for index, (theirs, ours) in enumerate(zip(source.groups, target.groups, strict=True)):
+        for field in ("layers", "tokens"):
+            if getattr(ours, field) != getattr(theirs, field):
+                raise Incompatible(f"layout group {index} {field}", getattr(ours, field), getattr(theirs, field))
+        for mine, other in zip(ours.planes, theirs.planes, strict=True):
+            if mine.heads != other.heads:
+                raise Incompatible(f"layout group {index} plane {mine.name} heads", mine.heads, other.heads)
 
 
 _NAMES = {"fingerprint": "model"}

@@ -92,7 +92,7 @@ def test_every_rank_is_checked(rank: int) -> None:
     ranks[rank] = other
     ours, theirs = _card(ranks=(fine, fine)), _card(ranks=tuple(ranks))
     refusal = _refusal(theirs, ours, ours)
-    assert (refusal.field, refusal.ours, refusal.theirs) == ("layout group 0 head_size", 3, 8)
+    assert (refusal.field, refusal.ours, refusal.theirs) == ("layout group 0 (full) plane k head_size", 3, 8)
 
 
 def test_a_layout_difference_names_ours_first_at_the_source_too() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.aux_area import AuxArea
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
 
@@ -65,7 +65,7 @@ class PagedCache:
         """Describe the region: one group of all layers with full attention."""
         layers, planes, blocks, block_tokens, heads, head_size = self.data.shape
         layer_stride, plane_stride, block_stride, token_stride, head_stride, element_bytes = self.data.strides
-        group = Group(
+        group = uniform_group(
             kind="full",
             layers=tuple(range(layers)),
             planes=planes,
