@@ -197,10 +197,10 @@ class Group(msgspec.Struct, frozen=True):
         )
 
     def _plane_end(self, plane: Plane) -> int:
-        if not plane.head_count:
+        if not (plane.head_count and plane.layer_offsets):
             return 0
         reach = sum((axis.count - 1) * axis.stride for axis in self.axes(plane))
-        return max(plane.layer_offsets, default=0) + reach + plane.element_bytes
+        return max(plane.layer_offsets) + reach + plane.element_bytes
 
     def problem(self, region_bytes: int) -> str:
         """What is wrong with this description of a part of a region of that size; empty when nothing is."""

@@ -16,7 +16,18 @@ import numpy.typing as npt
 from kvbaton.core.layout import Group, HeadRange, Layout, Plane
 from kvbaton.errors import Incompatible
 
-__all__ = ["GroupPair", "Pair", "Piece", "PlaneShare", "Share", "channel_offsets", "common_heads", "join_runs", "pair_layouts"]
+__all__ = [
+    "GroupPair",
+    "Pair",
+    "Piece",
+    "PlaneShare",
+    "Share",
+    "channel_offsets",
+    "check_groups",
+    "common_heads",
+    "join_runs",
+    "pair_layouts",
+]
 
 Numbers = npt.NDArray[np.int64]
 
@@ -79,10 +90,7 @@ class Pair:
 
 def pair_layouts(source: Layout, target: Layout, share: Share | None = None) -> Pair:
     """Intersect two layouts, or the `share` of a leg between them; raises Incompatible with the field and both values."""
-    if len(source.groups) != len(target.groups):
-        raise Incompatible("layout groups", _kinds(target), _kinds(source))
-    for index, (theirs, ours) in enumerate(zip(source.groups, target.groups, strict=True)):
-        _check_group(index, theirs, ours)
+    check_groups(source, target)
     for layout, mine in ((target, True), (source, False)):
         if problem := layout.problem():
             raise Incompatible("layout", problem if mine else "fine", "fine" if mine else problem)
@@ -91,6 +99,14 @@ def pair_layouts(source: Layout, target: Layout, share: Share | None = None) -> 
         shares = _everything(index, theirs, ours) if share is None else [each for each in share if each.group == index]
         groups.append(GroupPair(theirs, ours, tuple(_pieces(index, theirs, ours, shares))))
     return Pair(source, target, tuple(groups))
+
+
+def check_groups(source: Layout, target: Layout) -> None:
+    """Refuse layouts of other models: groups, kinds, planes, types and sizes; raises Incompatible with both values."""
+    if len(source.groups) != len(target.groups):
+        raise Incompatible("layout groups", _kinds(target), _kinds(source))
+    for index, (theirs, ours) in enumerate(zip(source.groups, target.groups, strict=True)):
+        _check_group(index, theirs, ours)
 
 
 def _kinds(layout: Layout) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Protocol, TypeVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -13,20 +15,26 @@ from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane, TokenSpli
 
 __all__ = [
     "Case",
+    "Choose",
+    "Drawn",
     "GroupModel",
     "PlaneModel",
+    "Rolled",
     "Side",
     "cases",
     "compact_group",
     "draw_blocks",
     "draw_group",
     "draw_model",
+    "draw_sizes",
     "element_offset",
     "held_tokens",
     "is_needed",
     "layout_of",
     "reshaped",
 ]
+
+T = TypeVar("T")
 
 Element = tuple[int, int, int, int, int, int]
 """Group, plane, layer, token (0 for a state), global head, channel."""
@@ -153,6 +161,60 @@ class Case:
         return wanted
 
 
+class Choose(Protocol):
+    """Who makes the choices of a generated layout."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A number between two, both included."""
+
+    def one_of(self, values: Sequence[T]) -> T:
+        """One of these."""
+
+    def order(self, values: Sequence[T]) -> list[T]:
+        """All of these in any order."""
+
+    def flip(self) -> bool:
+        """Either."""
+
+
+class Drawn:
+    """Choices that Hypothesis makes, and can make simpler when something fails."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def one_of(self, values: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(values))
+
+    def order(self, values: Sequence[T]) -> list[T]:
+        return self._draw(st.permutations(values))
+
+    def flip(self) -> bool:
+        return self._draw(st.booleans())
+
+
+class Rolled:
+    """Choices by a seed, for what is too large to be made simpler."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def one_of(self, values: Sequence[T]) -> T:
+        return self._random.choice(values)
+
+    def order(self, values: Sequence[T]) -> list[T]:
+        return self._random.sample(values, len(values))
+
+    def flip(self) -> bool:
+        return self._random.random() < 0.5
+
+
 @dataclass(frozen=True)
 class PlaneModel:
     """One plane as the model has it, whoever holds which heads."""
@@ -177,84 +239,90 @@ class GroupModel:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any pair of ranks of the same model, whatever each holds, and any request in them."""
-    models = [draw_model(draw) for _ in range(draw(st.integers(1, 2)))]
-    total = draw(st.integers(0, 12))
-    tokens = total if draw(st.booleans()) else draw(st.integers(0, total))
-    first_token = draw(st.integers(0, tokens))
-    source, target = (_draw_side(draw, models, total) for _ in range(2))
+    choose = Drawn(draw)
+    models = [draw_model(choose) for _ in range(choose.integer(1, 2))]
+    total = choose.integer(0, 12)
+    tokens = total if choose.flip() else choose.integer(0, total)
+    first_token = choose.integer(0, tokens)
+    source, target = (_draw_side(choose, models, total) for _ in range(2))
     return Case(source, target, first_token, tokens, total)
 
 
-def draw_model(draw: st.DrawFn) -> GroupModel:
+def draw_model(choose: Choose) -> GroupModel:
     """A group of any kind, with as many layers, heads and channels as are enough to go wrong."""
-    kind = draw(st.sampled_from(["full", "sliding", "latent", "index", "conv", "ssm"]))
-    layers = tuple(draw(st.permutations(range(draw(st.integers(1, 3))))))
-    heads, size, width = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 2]))
+    kind = choose.one_of(["full", "sliding", "latent", "index", "conv", "ssm"])
+    layers = tuple(choose.order(range(choose.integer(1, 3))))
+    heads, size, width = choose.integer(1, 4), choose.integer(1, 4), choose.one_of([1, 2])
     if kind == "latent":
         return GroupModel(kind, layers, (PlaneModel("latent", width, 1, size),))
     if kind == "index":
         return GroupModel(kind, layers, (PlaneModel("k", 1, 1, size), PlaneModel("scale", width, 1, 1)))
     if kind in ("conv", "ssm"):
-        states = (PlaneModel("conv", width, 2 * heads, size), PlaneModel("ssm", 2, heads, draw(st.integers(1, 3))))
-        return GroupModel(kind, layers, states[: draw(st.integers(1, 2))], is_state=True)
-    window = draw(st.integers(1, 9)) if kind == "sliding" else 0
+        states = (PlaneModel("conv", width, 2 * heads, size), PlaneModel("ssm", 2, heads, choose.integer(1, 3)))
+        return GroupModel(kind, layers, states[: choose.integer(1, 2)], is_state=True)
+    window = choose.integer(1, 9) if kind == "sliding" else 0
     planes = tuple(PlaneModel(name, width, heads, size) for name in ("k", "v"))
     return GroupModel(kind, layers, planes, window)
 
 
-def _draw_side(draw: st.DrawFn, models: Sequence[GroupModel], total: int) -> Side:
+def _draw_side(choose: Choose, models: Sequence[GroupModel], total: int) -> Side:
     groups: list[Group] = []
     lists: list[tuple[int, ...]] = []
     end = 0
     for model in models:
-        heads = [draw_heads(draw, plane.total_heads) for plane in model.planes]
-        layers = tuple(layer for layer in model.layers if draw(st.integers(0, 4))) or model.layers[:1]
+        heads = [draw_heads(choose, plane.total_heads) for plane in model.planes]
+        layers = tuple(layer for layer in model.layers if choose.integer(0, 4)) or model.layers[:1]
         group, ids = draw_group(
-            draw, model, layers, heads, draw_split(draw) if not model.is_state else TokenSplit(), total, end
+            choose, model, layers, heads, draw_split(choose) if not model.is_state else TokenSplit(), total, end
         )
         end = max(end, group.end)
         groups.append(group)
         lists.append(ids)
-    return Side(Layout(end + draw(st.integers(0, 5)), tuple(groups)), tuple(lists))
+    return Side(Layout(end + choose.integer(0, 5), tuple(groups)), tuple(lists))
 
 
-def draw_heads(draw: st.DrawFn, total: int) -> tuple[HeadRange, ...]:
+def draw_heads(choose: Choose, total: int) -> tuple[HeadRange, ...]:
     """All heads, some in one range, or two ranges in any order."""
-    first, end = sorted(draw(st.lists(st.integers(0, total), min_size=2, max_size=2)))
-    if draw(st.booleans()) or first == end:
+    first, end = sorted([choose.integer(0, total), choose.integer(0, total)])
+    if choose.flip() or first == end:
         return (HeadRange(0, total),)
-    middle = draw(st.integers(first, end))
+    middle = choose.integer(first, end)
     parts = [HeadRange(first, middle - first), HeadRange(middle, end - middle)]
-    return tuple(draw(st.permutations([part for part in parts if part.count])))
+    return tuple(choose.order([part for part in parts if part.count]))
 
 
-def draw_split(draw: st.DrawFn) -> TokenSplit:
+def draw_split(choose: Choose) -> TokenSplit:
     """All tokens mostly, or those of one of several context-parallel ranks."""
-    size = draw(st.sampled_from([1, 1, 1, 2, 3]))
-    return TokenSplit(draw(st.integers(0, size - 1)), size, draw(st.integers(0, 3)))
+    size = choose.one_of([1, 1, 1, 2, 3])
+    return TokenSplit(choose.integer(0, size - 1), size, choose.integer(0, 3))
+
+
+def draw_sizes(choose: Choose) -> tuple[int, int]:
+    """Tokens per page and pages per block."""
+    return choose.integer(1, 4), choose.integer(1, 3) if choose.integer(0, 2) == 0 else 1
 
 
 def draw_group(
-    draw: st.DrawFn,
+    choose: Choose,
     model: GroupModel,
     layers: tuple[int, ...],
     heads: Sequence[tuple[HeadRange, ...]],
     split: TokenSplit,
     total: int,
     start: int,
+    sizes: tuple[int, int] | None = None,
 ) -> tuple[Group, tuple[int, ...]]:
-    """Lay a group out in any way from `start` on, and draw the blocks of a request in it."""
-    page = draw(st.integers(1, 4))
-    pages = draw(st.integers(1, 3)) if draw(st.integers(0, 2)) == 0 else 1
+    """Lay a group out in any way from `start` on, and draw the blocks of a request in it; `sizes` are as of `draw_sizes`."""
+    page, pages = sizes or draw_sizes(choose)
     block_tokens = 0 if model.is_state else page * pages
     slots = 1 if model.is_state else -(-len(held_tokens(split, block_tokens, total)) // block_tokens)
-    ids, blocks = draw_blocks(draw, slots, exactly=model.is_state)
+    ids, blocks = draw_blocks(choose, slots, exactly=model.is_state)
     counts = {"layer": len(layers), "block": blocks, "page": pages, "token": page}
     if model.is_state:
         counts |= {"page": 1, "token": 1}
     alike = all(plane == model.planes[0] or _sizes(plane) == _sizes(model.planes[0]) for plane in model.planes)
-    together = alike and len(set(heads)) == 1 and draw(st.booleans())
-    planes = (_together if together else _apart)(draw, model, heads, counts, start)
+    together = alike and len(set(heads)) == 1 and choose.flip()
+    planes = (_together if together else _apart)(choose, model, heads, counts, start)
     group = Group(
         kind=model.kind,
         layers=layers,
@@ -273,19 +341,19 @@ def _sizes(plane: PlaneModel) -> tuple[int, int, int]:
 
 
 def _together(
-    draw: st.DrawFn, model: GroupModel, heads: Sequence[tuple[HeadRange, ...]], counts: dict[str, int], start: int
+    choose: Choose, model: GroupModel, heads: Sequence[tuple[HeadRange, ...]], counts: dict[str, int], start: int
 ) -> tuple[Plane, ...]:
     """Planes as one more axis of the same memory: halves of it, of each block, of each token, or of each head."""
-    return _placed(draw, model.planes, heads[0], counts | {"plane": len(model.planes)}, start)
+    return _placed(choose, model.planes, heads[0], counts | {"plane": len(model.planes)}, start)
 
 
 def _apart(
-    draw: st.DrawFn, model: GroupModel, heads: Sequence[tuple[HeadRange, ...]], counts: dict[str, int], start: int
+    choose: Choose, model: GroupModel, heads: Sequence[tuple[HeadRange, ...]], counts: dict[str, int], start: int
 ) -> tuple[Plane, ...]:
     """Each plane in memory of its own."""
     planes: list[Plane] = []
     for plane, own in zip(model.planes, heads, strict=True):
-        planes += _placed(draw, (plane,), own, counts | {"plane": 1}, start)
+        planes += _placed(choose, (plane,), own, counts | {"plane": 1}, start)
         start = max(start, _end(planes[-1], counts))
     return tuple(planes)
 
@@ -294,21 +362,21 @@ def _end(plane: Plane, counts: dict[str, int]) -> int:
     strides = {"block": plane.block_stride, "page": plane.page_stride, "token": plane.token_stride}
     reach = sum((counts[name] - 1) * stride for name, stride in strides.items())
     reach += (plane.head_count - 1) * plane.head_stride + sum((axis.count - 1) * axis.stride for axis in plane.channels)
-    return max(plane.layer_offsets) + reach + plane.element_bytes
+    return max(plane.layer_offsets, default=0) + reach + plane.element_bytes
 
 
 def _placed(
-    draw: st.DrawFn, planes: Sequence[PlaneModel], heads: tuple[HeadRange, ...], counts: dict[str, int], start: int
+    choose: Choose, planes: Sequence[PlaneModel], heads: tuple[HeadRange, ...], counts: dict[str, int], start: int
 ) -> tuple[Plane, ...]:
     model = planes[0]
-    channels = _draw_channels(draw, model.head_size)
+    channels = _draw_channels(choose, model.head_size)
     counts = counts | {"head": sum(each.count for each in heads)} | {f"c{index}": n for index, n in enumerate(channels)}
     size, strides = model.element_bytes, {}
-    for name in _draw_order(draw, counts, len(channels)):
-        strides[name] = size + draw(st.sampled_from([0, 0, 0, 0, 1, 7]))
-        size = strides[name] * counts[name]
-    first = start + draw(st.integers(0, 3))
-    places = draw(st.permutations(range(counts["layer"])))
+    for name in _draw_order(choose, counts, len(channels)):
+        strides[name] = size + choose.one_of([0, 0, 0, 0, 1, 7])
+        size = strides[name] * max(1, counts[name])
+    first = start + choose.integer(0, 3)
+    places = choose.order(range(counts["layer"]))
     return tuple(
         Plane(
             name=plane.name,
@@ -327,13 +395,13 @@ def _placed(
     )
 
 
-def _draw_channels(draw: st.DrawFn, head_size: int) -> tuple[int, ...]:
+def _draw_channels(choose: Choose, head_size: int) -> tuple[int, ...]:
     divisors = [size for size in range(1, head_size + 1) if head_size % size == 0]
-    inner = draw(st.sampled_from([head_size, head_size, *divisors]))
+    inner = choose.one_of([head_size, head_size, *divisors])
     return (head_size,) if inner == head_size else (head_size // inner, inner)
 
 
-def _draw_order(draw: st.DrawFn, counts: dict[str, int], channels: int) -> list[str]:
+def _draw_order(choose: Choose, counts: dict[str, int], channels: int) -> list[str]:
     """From the innermost axis outwards: as engines have it, or any order at all."""
     inner = [f"c{index}" for index in reversed(range(channels))]
     known = [
@@ -344,17 +412,17 @@ def _draw_order(draw: st.DrawFn, counts: dict[str, int], channels: int) -> list[
         [*inner, "plane", "token", "head", "page", "block", "layer"],
         [*inner, "head", "token", "page", "plane", "layer", "block"],
     ]
-    kind = draw(st.integers(0, 8))
-    return known[kind] if kind < len(known) else draw(st.permutations(list(counts)))
+    kind = choose.integer(0, 8)
+    return known[kind] if kind < len(known) else choose.order(list(counts))
 
 
-def draw_blocks(draw: st.DrawFn, slots: int, *, exactly: bool = False) -> tuple[tuple[int, ...], int]:
+def draw_blocks(choose: Choose, slots: int, *, exactly: bool = False) -> tuple[tuple[int, ...], int]:
     """Block ids of a request: any, consecutive, or the same backwards; sometimes more than needed. And how many there are."""
-    blocks = draw(st.integers(max(1, slots), slots + 4))
-    kind = draw(st.sampled_from(["any", "consecutive", "reversed"]))
-    count = slots if exactly else draw(st.integers(slots, blocks))
+    blocks = choose.integer(max(1, slots), slots + 4)
+    kind = choose.one_of(["any", "consecutive", "reversed"])
+    count = slots if exactly else choose.integer(slots, blocks)
     if kind == "any":
-        return tuple(draw(st.permutations(range(blocks)))[:count]), blocks
-    first = draw(st.integers(0, blocks - count))
+        return tuple(choose.order(range(blocks))[:count]), blocks
+    first = choose.integer(0, blocks - count)
     ids = tuple(range(first, first + count))
     return (ids if kind == "consecutive" else ids[::-1]), blocks
