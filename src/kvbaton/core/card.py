@@ -7,10 +7,12 @@ import msgspec
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
-from kvbaton.core.plan import pair_layouts
-from kvbaton.errors import Incompatible
+from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.pair import pair_layouts
+from kvbaton.core.topology import Shape, instance_problem
+from kvbaton.errors import ConfigError, Incompatible
 
-__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible"]
+__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "check_layouts"]
 
 PROTOCOL = 1
 """Version of the control protocol; peers of another one are refused by name."""
@@ -67,25 +69,32 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> None:
         raise Incompatible("source hold_s must be longer than target give_up_s; it", here, there)
     if len(source.ranks) != len(target.ranks):
         raise Incompatible("number of ranks", len(ours.ranks), len(theirs.ranks))
-    for source_rank, target_rank in zip(source.ranks, target.ranks, strict=True):
-        try:
-            pair_layouts(source_rank.layout, target_rank.layout)
-            _check_same_cut(source_rank.layout, target_rank.layout)
-        except Incompatible as error:
-            if ours is target:
-                raise
-            raise Incompatible(error.field, error.theirs, error.ours) from error
+    try:
+        check_layouts(source, target)
+    except Incompatible as error:
+        if ours is target:
+            raise
+        raise Incompatible(error.field, error.theirs, error.ours) from error
 
 
-def _check_same_cut(source: Layout, target: Layout) -> None:
-    """Refuse ranks of the same number that do not hold the same part of the model."""
-    for index, (theirs, ours) in enumerate(zip(source.groups, target.groups, strict=True)):
-        for field in ("layers", "tokens"):
-            if getattr(ours, field) != getattr(theirs, field):
-                raise Incompatible(f"layout group {index} {field}", getattr(ours, field), getattr(theirs, field))
-        for mine, other in zip(ours.planes, theirs.planes, strict=True):
-            if mine.heads != other.heads:
-                raise Incompatible(f"layout group {index} plane {mine.name} heads", mine.heads, other.heads)
+def check_layouts(source: Card, target: Card) -> Meeting:
+    """Which ranks meet; raises Incompatible, the target's value first, for instances that are not whole or do not fit."""
+    here, there = (_instance_problem(card) for card in (target, source))
+    if here or there:
+        raise Incompatible("what the ranks hold", here or "whole", there or "whole")
+    sources, targets = ([rank.layout for rank in card.ranks] for card in (source, target))
+    meeting = arrange(sources, targets)
+    for leg in meeting.legs:
+        pair_layouts(sources[leg.source], targets[leg.target], leg.share)
+    return meeting
+
+
+def _instance_problem(card: Card) -> str:
+    try:
+        shape = Shape.parse(card.shape)
+    except ConfigError as error:
+        return str(error)
+    return instance_problem(shape, [rank.layout for rank in card.ranks])
 
 
 _NAMES = {"fingerprint": "model"}

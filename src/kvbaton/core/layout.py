@@ -32,6 +32,7 @@ __all__ = [
     "Layout",
     "Plane",
     "TokenSplit",
+    "numbers_text",
     "uniform_group",
 ]
 
@@ -219,7 +220,7 @@ class Group(msgspec.Struct, frozen=True):
         if not (0 <= split.rank < split.size and split.interleave >= 0):
             return f"token split {split.rank} of {split.size} by {split.interleave}"
         if len(set(self.layers)) < len(self.layers):
-            return f"a layer twice in {_numbers(self.layers)}"
+            return f"a layer twice in {numbers_text(self.layers)}"
         return ""
 
     def _plane_problem(self, plane: Plane) -> str:
@@ -274,15 +275,15 @@ def _describe(index: int, group: Group) -> Iterable[str]:
         _describe_split(group.tokens) if group.tokens.size > 1 else "",
         "moved whole" if group.whole_blocks else "",
     ]
-    kind = f"  group {index} {group.kind}: layers {_numbers(group.layers)}, {group.blocks} blocks of {size}"
+    kind = f"  group {index} {group.kind}: layers {numbers_text(group.layers)}, {group.blocks} blocks of {size}"
     yield ", ".join([kind, *filter(None, extras)])
     for plane in group.planes:
-        heads = " + ".join(_numbers(range(each.start, each.end)) for each in plane.heads) or "none"
+        heads = " + ".join(numbers_text(range(each.start, each.end)) for each in plane.heads) or "none"
         yield f"    {plane.name}: {plane.dtype}, heads {heads} of {plane.total_heads}, {plane.head_size} elements each"
         channels = " x ".join(f"{axis.count} by {axis.stride}" for axis in plane.channels)
         yield (
             f"      bytes from block to block {plane.block_stride}, page {plane.page_stride}, token {plane.token_stride}, "
-            f"head {plane.head_stride}; elements {channels}; layers at {_numbers(plane.layer_offsets)}"
+            f"head {plane.head_stride}; elements {channels}; layers at {numbers_text(plane.layer_offsets)}"
         )
 
 
@@ -291,7 +292,7 @@ def _describe_split(split: TokenSplit) -> str:
     return f"tokens of rank {split.rank} of {split.size}, {how}"
 
 
-def _numbers(values: Sequence[int]) -> str:
+def numbers_text(values: Sequence[int]) -> str:
     """`0-3` for neighbours, `0, 64 .. 448` for equal steps, else the numbers, or how many there are."""
     if len(values) < 3:
         return ", ".join(map(str, values)) or "none"

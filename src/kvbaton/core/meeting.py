@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit
+from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit, numbers_text
 from kvbaton.core.pair import PlaneShare, Share, check_groups, common_heads
 from kvbaton.errors import Incompatible
 
@@ -57,6 +57,7 @@ def arrange(sources: Sequence[Layout], targets: Sequence[Layout]) -> Meeting:
         check_groups(source, targets[0])
     for target in targets:
         check_groups(sources[0], target)
+    _check_layers(sources, targets)
     shares: _Shares = defaultdict(set)
     for number in range(len(targets[0].groups) if targets else 0):
         for plane in range(len(targets[0].groups[number].planes)):
@@ -64,6 +65,14 @@ def arrange(sources: Sequence[Layout], targets: Sequence[Layout]) -> Meeting:
                 shares, (number, plane), [each.groups[number] for each in sources], [each.groups[number] for each in targets]
             )
     return Meeting(tuple(_legs(shares)))
+
+
+def _check_layers(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
+    """Both instances hold the same layers of every group."""
+    for number, group in enumerate(targets[0].groups):
+        ours, theirs = (sorted({layer for each in side for layer in each.groups[number].layers}) for side in (targets, sources))
+        if ours != theirs:
+            raise Incompatible(f"layout group {number} ({group.kind}) layers", numbers_text(ours), numbers_text(theirs))
 
 
 def _share_out(shares: _Shares, where: _Where, sources: Sequence[Group], targets: Sequence[Group]) -> None:
@@ -159,8 +168,8 @@ def _check_covered(shares: _Shares, where: _Where, sources: Sequence[Group], tar
             own = group.planes[plane]
             raise Incompatible(
                 f"layout group {number} ({group.kind}) plane {own.name} of target rank {rank}, in heads times layers,",
-                f"{needed} needed (layers {list(group.layers)})",
-                f"{got[rank]} held by the source (layers {sorted({layer for each in sources for layer in each.layers})})",
+                f"{needed} needed",
+                f"{got[rank]} held",
             )
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbaton.core.layout import Group, HeadRange, Layout
+from kvbaton.core.layout import Group, HeadRange, Layout, numbers_text
 from kvbaton.errors import ConfigError
 
 __all__ = [
@@ -200,22 +200,21 @@ def _stage_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
         layers = layouts[number].layers
         for other in range(number, number + shape.tp * shape.cp):
             if layouts[other].layers != layers:
-                return (
-                    f"ranks {number} and {other} of stage {pp} hold layers {_shown(layers)} and {_shown(layouts[other].layers)}"
-                )
+                its = numbers_text(layouts[other].layers)
+                return f"ranks {number} and {other} of stage {pp} hold layers {numbers_text(layers)} and {its}"
         if layers and layers in first_of:
-            return f"stages {first_of[layers]} and {pp} are the same: both hold layers {_shown(layers)}"
+            return f"stages {first_of[layers]} and {pp} are the same: both hold layers {numbers_text(layers)}"
         first_of[layers] = pp
     for (one, first), (two, second) in itertools.combinations(first_of.items(), 2):
         if both := sorted(set(one) & set(two)):
-            return f"stages {first} and {second} overlap in layers {_shown(both)}"
+            return f"stages {first} and {second} overlap in layers {numbers_text(both)}"
     return ""
 
 
 def _layer_problem(layouts: Sequence[Layout]) -> str:
     held = {layer for layout in layouts for layer in layout.layers}
     missing = sorted(set(range(max(held, default=-1) + 1)) - held)
-    return f"no rank holds layers {_shown(missing)}: there is a gap in the layers" if missing else ""
+    return f"no rank holds layers {numbers_text(missing)}: there is a gap in the layers" if missing else ""
 
 
 def _heads_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
@@ -257,9 +256,3 @@ def _split_problem(layouts: Sequence[Layout]) -> str:
         if lacking:
             return f"group {number}: no rank holds the tokens of context-parallel rank {min(lacking)} of {size}"
     return ""
-
-
-def _shown(layers: Sequence[int]) -> str:
-    if len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1:
-        return f"{layers[0]}-{layers[-1]}"
-    return ", ".join(map(str, layers)) or "none"

@@ -43,7 +43,7 @@ def _meet(choose: Choose) -> Meet:
         shape = Shape(pp=choose.integer(1, 2), tp=choose.one_of(_sizes(models)), cp=choose.one_of([1, 1, 1, 2]))
         instances.append(draw_instance(choose, models, shape, choose.integer(0, 3), total))
     cuts = sorted({0, total, *(choose.integer(0, total) for _ in range(2))})
-    return Meet(*instances, cuts if total else [0, 0], total)
+    return Meet(instances[0], instances[1], cuts if total else [0, 0], total)
 
 
 def _differences(target: Instance, found: list[Memory], total: int) -> int:
@@ -143,7 +143,11 @@ def test_ranks_of_the_same_token_split_meet_only_their_own_kind() -> None:
 
 
 REFUSED = {
-    "layers": (compact_instance("tp1", 2, layers=3), compact_instance("tp1", 2, layers=4), "8 needed"),
+    "layers": (
+        compact_instance("tp1", 2, layers=3),
+        compact_instance("tp1", 2, layers=4),
+        "layers is '0-3' here and '0-2' there",
+    ),
     "heads": (compact_instance("tp1", 2), compact_instance("tp1", 4), "total_heads is 4 here and 2 there"),
     "head size": (compact_instance("tp1", 2, head_size=3), compact_instance("tp1", 2), "head_size is 2 here and 3 there"),
     "kind": (compact_instance("tp1", 2, kind="sliding"), compact_instance("tp1", 2), "kind is 'full' here and 'sliding' there"),

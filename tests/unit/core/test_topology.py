@@ -106,7 +106,7 @@ class TestVllmRow16:
     whole: Mapping[tuple[int, int], str] = {(pp, tp): f"{pp}.{tp}" for pp in range(2) for tp in range(2)}
 
     def test_all_workers_make_one_list_in_the_order_of_numbers(self) -> None:
-        parts = [{at: each} for at, each in reversed(self.whole.items())]
+        parts = [{at: each} for at, each in sorted(self.whole.items(), reverse=True)]
         assert collect_ranks(self.shape, [None, *parts, {}]) == ("0.0", "0.1", "1.0", "1.1")
 
     def test_without_pipelines_nothing_changes(self) -> None:
