@@ -117,12 +117,10 @@ def _piece_runs(piece: Piece, source: Places, target: Places, counts: Numbers) -
     at = _in_order(at)
     if not piece.joins_tokens:
         at = _each_token(piece, at)
-    if len(piece.runs) == 1:
-        runs = at * np.array([1, 1, piece.runs[0, 2]]) + piece.runs[0] * np.array([1, 1, 0])
-    else:
-        runs = (at[:, None] * np.array([1, 1, 0]) + piece.runs[None] * np.array([1, 1, 0])).reshape(-1, 3)
-        runs[:, 2] = (at[:, None, 2] * piece.runs[None, :, 2]).reshape(-1)
-    return join_runs(_in_order(runs))
+    runs = _sums(piece.runs[None], at[:, None, :2])
+    if piece.joins_tokens:
+        runs[:, 2] *= np.repeat(at[:, 2], len(piece.runs)) if len(piece.runs) > 1 else at[:, 2]
+    return join_runs(_in_order(runs) if len(piece.runs) > 1 else runs)
 
 
 def _in_order(runs: Numbers) -> Numbers:
@@ -149,8 +147,18 @@ def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
     slots = piece.slots
     if layers is not None:
         slots = slots[(piece.slot_layers >= layers.start) & (piece.slot_layers < layers.stop)]
-    bases = np.zeros((len(slots), 3), np.int64)
-    bases[:, :2] = slots
     if piece.slots_in_block and len(slots) > 1:
-        return join_runs(_in_order((in_layer[:, None] + bases[None]).reshape(-1, 3))).view(np.uint64)
-    return (bases[:, None] + in_layer[None]).reshape(-1, 3).view(np.uint64)
+        runs = _sums(in_layer[:, None], slots[None])
+        return join_runs(_in_order(runs)).view(np.uint64)
+    return _sums(in_layer[None], slots[:, None]).view(np.uint64)
+
+
+def _sums(runs: Numbers, offsets: Numbers) -> Numbers:
+    """Every run at every pair of offsets, with the axes as they come; column by column, which is several times as fast."""
+    out = np.empty((max(len(runs), len(offsets)), max(runs.shape[1], offsets.shape[1]), 3), np.int64)
+    if not (len(runs) and len(offsets)):
+        return out[:0].reshape(-1, 3)
+    for column in range(2):
+        np.add(runs[:, :, column], offsets[:, :, column], out=out[:, :, column])
+    out[:, :, 2] = runs[:, :, 2]
+    return out.reshape(-1, 3)

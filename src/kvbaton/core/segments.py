@@ -51,9 +51,10 @@ def segments_of(source: Group, target: Group, first_token: int, end_token: int, 
     low_target, high_target = _stretch(target, total_tokens)
     low, high = max(first_token, low, low_target), min(end_token, high, high_target)
     starts = _starts(_grain(source), _grain(target), low, high)
-    counts = np.diff(starts, append=high) if len(starts) else starts
-    held = _holds(source.tokens, starts) & _holds(target.tokens, starts)
-    if not held.all():
+    counts = np.empty_like(starts)
+    counts[:-1], counts[-1:] = starts[1:] - starts[:-1], high - starts[-1:]
+    if source.tokens.size > 1 or target.tokens.size > 1:
+        held = _holds(source.tokens, starts) & _holds(target.tokens, starts)
         starts, counts = starts[held], counts[held]
     return Segments(_local(source, starts, total_tokens), _local(target, starts, total_tokens), counts)
 
@@ -154,10 +155,9 @@ def _block_ids(side: str, group: Group, ids: tuple[int, ...], wanted: Numbers) -
         listed = np.array(ids[first:last], np.int64)
     except OverflowError:
         raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
-    steps = np.diff(wanted)
     places = wanted - first
-    needed = listed if len(steps) == 0 or steps.max() <= 1 else listed[np.unique(places)]
-    _check_ids(side, group, needed)
+    has_gaps = bool((wanted[1:] - wanted[:-1] > 1).any())
+    _check_ids(side, group, listed[np.unique(places)] if has_gaps else listed)
     return listed[places]
 
 
