@@ -19,7 +19,7 @@ help:
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
-	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
+	@echo "make diagrams   the generated parts of the documents, anew"
 	@echo "make clean      remove the virtual environment and caches of tools"
 
 $(VENV)/bin/python:
@@ -72,6 +72,7 @@ format: $(VENV)/.installed-dev
 
 diagrams: $(VENV)/.installed
 	$(BIN)/python tools/diagrams.py
+	$(BIN)/python tools/layout_pictures.py
 
 bench: $(VENV)/.installed
 	@for name in $(BENCH); do echo "== kvbaton bench $$name"; $(BIN)/kvbaton bench $$name $(ARGS) || exit $$?; done
