@@ -222,5 +222,5 @@ class SourceEffects:
             return
         record.open_legs = dict.fromkeys(range(self._ranks_count), record.leg)
         for rank in range(self._ranks_count):
-            start = LegOpen(record.leg, record.target, rank, grant.executor, grant.epoch, grant.blocks, grant.cached_tokens)
+            start = LegOpen(record.leg, record.target, grant.executor, grant.epoch, grant.blocks, grant.cached_tokens)
             self._ranks.open_leg(rank, start)

@@ -60,8 +60,8 @@ class TargetChecks(TargetEffects):
         """
         if record.pull is None or (record.executor is Executor.SOURCE_WRITES and not self.sums_wanted):
             return ""
-        layers = [layer for group in self._card.ranks[0].layout.groups for layer in group.layers]
-        whole = Span(0, 0, record.pull.tokens, min(layers, default=0), max(layers, default=-1) + 1)
+        layers = self._card.layers
+        whole = Span(0, 0, record.pull.tokens, layers.start, layers.stop)
         return span_problem(record.spans.values(), whole)
 
     def is_complete(self, record: TargetRecord) -> bool:

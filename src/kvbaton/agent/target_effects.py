@@ -149,7 +149,7 @@ class TargetEffects:
         for rank in self._card.ranks:
             if rank.rank not in record.open_legs:
                 record.open_legs[rank.rank] = record.leg
-                self._ranks.open_leg(rank.rank, self._leg_open(record, record.pull, record.source, rank.rank))
+                self._ranks.open_leg(rank.rank, self._leg_open(record, record.pull, record.source))
             self._ranks.move(rank.rank, record.leg, record.source_blocks, new)
 
     def drop_spans(self, record: TargetRecord) -> None:
@@ -251,8 +251,8 @@ class TargetEffects:
         record.retry_s = self._limits.retry
         record.retry_at = now + record.retry_s
 
-    def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation, rank: int) -> LegOpen:
-        return LegOpen(record.leg, source, rank, record.executor, record.epoch, pull.blocks, pull.cached_tokens)
+    def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation) -> LegOpen:
+        return LegOpen(record.leg, source, record.executor, record.epoch, pull.blocks, pull.cached_tokens, pull.tokens)
 
     def _note_answer(self, source: Incarnation, record: TargetRecord) -> None:
         """A source has answered something new: everything that it was asked earlier is answered, or lost."""

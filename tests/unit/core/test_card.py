@@ -49,8 +49,8 @@ def test_numbers_of_blocks_may_differ() -> None:
     [
         ({"protocol": PROTOCOL + 1}, "protocol", str(PROTOCOL + 1)),
         ({"fingerprint": "beef", "model": "tiny:1"}, "model", "tiny:1 (beef)"),
-        ({"shape": "tp2"}, "shape", "tp2"),
-        ({"ranks": ()}, "number of ranks", 0),
+        ({"shape": "tp2"}, "what the ranks hold", "1 ranks where shape tp2 has 2"),
+        ({"ranks": ()}, "what the ranks hold", "0 ranks where shape tp1 has 1"),
     ],
 )
 def test_a_difference_is_refused_with_the_field_and_both_values(
