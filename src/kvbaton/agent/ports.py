@@ -120,6 +120,8 @@ class SumAsk:
     spans: tuple[Span, ...]
     cached_tokens: int
     integrity: Integrity
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,10 +129,8 @@ class TargetEffects:
         mode, cached = record.wanted.mode, record.pull.cached_tokens
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
-        integrity = self._settings.integrity
-        grant = Grant(
-            record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, integrity, record.aux_way
-        )
+        how = (self._settings.integrity, record.aux_way, record.pull.tokens)
+        grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, *how)
         self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:
