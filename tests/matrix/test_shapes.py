@@ -36,6 +36,13 @@ def test_another_model_is_refused_with_both_values() -> None:
     assert "tiny-gqa2:1 (" in run.stderr
 
 
+def test_checksums_need_equal_shapes() -> None:
+    check_all_well(*verify("tiny-mamba", "tp2", "tp2", "--integrity", "full", requests=3))
+    run = verify_text("tiny-gqa2", "tp2", "tp1", "--integrity", "full", requests=1)
+    assert run.returncode == 2
+    assert "is 'tp1' here and 'tp2' there" in run.stderr
+
+
 def test_a_model_that_cannot_be_cut_so_is_refused_with_both_values() -> None:
     run = verify_text("tiny-gqa6", "tp4", "tp2")
     assert run.returncode == 2

@@ -30,7 +30,7 @@ class _InstantRanks:
     def executor(self) -> Executor:
         return Executor.TARGET_READS
 
-    def connect(self, card: Card, ours: Card) -> None:
+    def connect(self, card: Card) -> None:
         pass
 
     def disconnect(self, incarnation: Incarnation) -> None:

@@ -70,10 +70,7 @@ class LegId:
 
 @dataclass(frozen=True, slots=True)
 class LegOpen:
-    """What one rank needs to know before it can move anything of a leg; the blocks of the source come with each move.
-
-    A rank has one leg per hand-off, over all ranks of the peer that hold something for it.
-    """
+    """What one rank needs to know before it can move anything of a leg; the blocks of the source come with each move."""
 
     leg: LegId
     peer: Incarnation
@@ -81,8 +78,8 @@ class LegOpen:
     epoch: int
     target_blocks: BlockLists
     cached_tokens: int
-    tokens: int = 0
-    """How long the whole sequence is: windows are counted from its end, and states travel with its last tokens."""
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +120,8 @@ class SumAsk:
     spans: tuple[Span, ...]
     cached_tokens: int
     integrity: Integrity
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +198,8 @@ class Ranks(Protocol):
     def executor(self) -> Executor:
         """Who executes the copies into this instance's memory, by the promise of its transport."""
 
-    def connect(self, card: Card, ours: Card) -> None:
-        """Make every rank of `ours` able to reach the ranks of `card`; raises TransportError or Incompatible."""
+    def connect(self, card: Card) -> None:
+        """Make every rank able to reach the ranks of `card`; raises TransportError or Incompatible."""
 
     def disconnect(self, incarnation: Incarnation) -> None:
         """Forget a peer that is gone for good; what is posted to it fails."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,12 +25,13 @@ from kvbaton.agent.ports import (
     SumAsk,
 )
 from kvbaton.agent.summing import Summer
-from kvbaton.core.card import Card, Endpoint, RankCard
+from kvbaton.core.card import Card, Endpoint
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
 from kvbaton.core.meeting import arrange
-from kvbaton.core.plan import BlockRuns, Pair, Runs, pair_layouts, plan_blocks, plan_layers
+from kvbaton.core.pair import Pair, pair_layouts
+from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
@@ -62,17 +63,37 @@ class _Leg:
     known: set[int] = field(default_factory=set)
     """Numbers of all spans that were ever to be moved."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
-    plans: dict[PeerRank, BlockRuns] = field(default_factory=dict)
+    plans: tuple[BlockRuns, ...] = ()
+    """One per route."""
 
     @property
     def is_drained(self) -> bool:
         return not any(moving.open or moving.unposted for moving in self.moving.values())
 
 
-class RankAgent:
-    """Owns the legs of one rank. Batches are bounded in size, so that a long span stops promptly.
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What this rank exchanges with one rank of a peer."""
 
-    `patience_s` is how long a transport whose queue is full may take nothing before the legs that wait for it fail.
+    peer: PeerRank
+    pair: Pair
+
+
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """Every rank of a peer that this rank has a session with; from which it reads what, and to which it writes what."""
+
+    peers: tuple[PeerRank, ...]
+    reads: tuple[_Route, ...]
+    writes: tuple[_Route, ...]
+
+
+class RankAgent:
+    """Owns the legs of one rank; a leg here is all that this rank exchanges with the ranks of one peer that it meets.
+
+    `instance` has the layouts of all ranks of this instance, this one's among them at `rank`; without it this is the only one.
+    Batches are bounded in size, so that a long span stops promptly. `patience_s` is how long a transport whose queue is full
+    may take nothing before the legs that wait for it fail.
     """
 
     table: LegTable = LEG
@@ -88,8 +109,10 @@ class RankAgent:
         patience_s: float,
         memory: Memory | None = None,
         unfenced_writes: bool = False,
+        instance: Sequence[Layout] = (),
     ) -> None:
         self.rank = rank
+        self._instance = tuple(instance) or (layout,)
         self._unfenced_writes = unfenced_writes
         self._layout = layout
         self._transport = transport
@@ -100,8 +123,7 @@ class RankAgent:
         self._memory = memory
         self._aux_reads: dict[Ticket, AuxAsk] = {}
         self._summer = Summer(rank, layout, memory, report)
-        self._pairs: dict[Executor, dict[PeerRank, Pair]] = {executor: {} for executor in Executor}
-        self._met: set[Incarnation] = set()
+        self._routes: dict[Incarnation, _Routes] = {}
         self._unreachable: dict[Incarnation, str] = {}
         self.legs: dict[LegId, _Leg] = {}
         self._owners: dict[Ticket, tuple[LegId, int]] = {}
@@ -118,56 +140,49 @@ class RankAgent:
         writes = may_write and Direction.WRITE in transport.directions
         return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
 
-    def connect(self, card: Card, ours: Card) -> None:
-        """Make the ranks of a peer reachable that have something for this rank of `ours`, or want something of it.
+    def connect(self, card: Card) -> None:
+        """Make the ranks of a peer reachable that this one meets; raises TransportError or Incompatible.
 
-        Raises TransportError or Incompatible; what is asked for afterwards fails with the same words.
+        What is to be moved with it afterwards fails with the same words.
         """
         self._unreachable.pop(card.incarnation, None)
         try:
-            self._connect(card, ours)
+            self._connect(card)
         except KVBatonError as error:
             if len(self._unreachable) >= _MAX_UNREACHABLE:
                 self._unreachable.clear()
             self._unreachable[card.incarnation] = str(error)
             raise
-        self._met.add(card.incarnation)
 
-    def _connect(self, card: Card, ours: Card) -> None:
-        mine, theirs = ([rank.layout for rank in each.ranks] for each in (ours, card))
-        reads = {leg.source: leg.share for leg in arrange(theirs, mine).of_target(self.rank)}
-        writes = {leg.target: leg.share for leg in arrange(mine, theirs).of_source(self.rank)}
-        for number in sorted(reads.keys() | writes.keys()):
-            rank_card = card.ranks[number]
-            peer = PeerRank(card.incarnation, rank_card.rank)
-            self._transport.connect(peer, self._endpoint(rank_card))
-            if number in reads:
-                pair = pair_layouts(rank_card.layout, self._layout, reads[number])
-                self._pairs[Executor.TARGET_READS][peer] = pair
-            if number in writes:
-                pair = pair_layouts(self._layout, rank_card.layout, writes[number])
-                self._pairs[Executor.SOURCE_WRITES][peer] = pair
+    def _connect(self, card: Card) -> None:
+        theirs = [rank.layout for rank in card.ranks]
+        reads = arrange(theirs, self._instance).of_target(self.rank)
+        writes = arrange(self._instance, theirs).of_source(self.rank)
+        peers = [PeerRank(card.incarnation, rank.rank) for rank in card.ranks]
+        met = {leg.source for leg in reads} | {leg.target for leg in writes} | ({0} if self.rank == 0 else set())
+        routes = _Routes(
+            tuple(peers[rank] for rank in sorted(met)),
+            tuple(_Route(peers[leg.source], pair_layouts(theirs[leg.source], self._layout, leg.share)) for leg in reads),
+            tuple(_Route(peers[leg.target], pair_layouts(self._layout, theirs[leg.target], leg.share)) for leg in writes),
+        )
+        for rank in sorted(met):
+            self._reach(peers[rank], card.ranks[rank].endpoints)
+        self._routes[card.incarnation] = routes
 
-    def _endpoint(self, rank_card: RankCard) -> Endpoint:
-        for endpoint in rank_card.endpoints:
+    def _reach(self, peer: PeerRank, endpoints: tuple[Endpoint, ...]) -> None:
+        for endpoint in endpoints:
             if endpoint.transport == self._transport.name:
-                return endpoint
-        offered = ", ".join(endpoint.transport for endpoint in rank_card.endpoints) or "none"
+                self._transport.connect(peer, endpoint)
+                return
+        offered = ", ".join(endpoint.transport for endpoint in endpoints) or "none"
         raise TransportError(f"no common transport: {self._transport.name} here, {offered} there")
 
     def disconnect(self, incarnation: Incarnation) -> None:
         """Forget a peer; what is in flight to it completes with an error."""
-        for peer in self._ranks_of(incarnation):
-            for pairs in self._pairs.values():
-                pairs.pop(peer, None)
+        routes = self._routes.pop(incarnation, None)
+        for peer in routes.peers if routes is not None else ():
             self._transport.revoke(peer)
-        self._unreachable.pop(incarnation, None)
-        self._met.discard(incarnation)
         self._offer_again(at_once=True)
-
-    def _ranks_of(self, incarnation: Incarnation) -> list[PeerRank]:
-        known = {peer for pairs in self._pairs.values() for peer in pairs if peer.incarnation == incarnation}
-        return sorted(known)
 
     def revoke(self, incarnation: Incarnation, epoch: int) -> None:
         """Tear the session with a peer down, and report that; nothing is done where the transport cannot fence a peer.
@@ -176,9 +191,9 @@ class RankAgent:
         """
         if self._transport.late_writes is LateWrites.UNFENCED:
             return
-        peers = self._ranks_of(incarnation) or [PeerRank(incarnation, self.rank)]
+        routes = self._routes.get(incarnation)
         self.disconnect(incarnation)
-        for peer in peers:
+        for peer in routes.peers if routes is not None else (PeerRank(incarnation, self.rank),):
             self._transport.revoke(peer)
             if isinstance(self._transport, FencingTransport):
                 self._transport.fence_peer(peer, epoch)
@@ -276,23 +291,16 @@ class RankAgent:
     def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         moving = leg.moving[spans[0].number] = _Moving(spans)
         try:
-            plans = [(peer, self._plan(peer, leg, source_blocks, spans)) for peer in self._peers_of(leg)]
+            plans = self._plan(leg, source_blocks, spans)
+            parts = [(peer, Part(leg.start.leg, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
+            moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
             self._fail(leg, str(error))
         else:
-            parts = [(peer, Part(leg.start.leg, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
-            moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
             for peer, part in parts:
                 if leg.state is LegState.OPEN:
                     self._backlog.add(peer, part, self._clock())
         self._finish(leg, moving)
-
-    def _peers_of(self, leg: _Leg) -> list[PeerRank]:
-        """The ranks at the other end of a leg, if any; raises TransportError when the peer is out of reach."""
-        peer = leg.start.peer
-        if peer not in self._met:
-            raise TransportError(self._unreachable.get(peer, f"the ranks of {peer} are not connected"))
-        return [each for each in self._pairs[leg.start.executor] if each.incarnation == peer]
 
     def _post_part(self, peer: PeerRank, part: Part) -> None:
         """Post one batch; raises QueueFull. Another error fails the leg, and what is left of that is not posted."""
@@ -333,18 +341,21 @@ class RankAgent:
         self._step(leg, LegEvent.ERROR)
         self._settle(leg)
 
-    def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
-        """The runs of spans; what is the same for all layers is worked out once for those that follow each other."""
+    def _plan(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+        """The runs of spans by peer; what is the same for all layers is worked out once for those that follow each other."""
         start = leg.start
-        pair = self._pairs[start.executor][peer]
+        known = self._routes.get(start.peer)
+        if known is None:
+            raise TransportError(self._unreachable.get(start.peer, f"{start.peer} is not connected"))
+        routes = known.reads if start.executor is Executor.TARGET_READS else known.writes
         first, end = max(spans[0].first_token, start.cached_tokens), spans[0].end_token
         if leg.plan_of != (source_blocks, first, end):
-            leg.plans.clear()
+            leg.plans = tuple(
+                plan_blocks(route.pair, source_blocks, start.target_blocks, first, end, start.total_tokens) for route in routes
+            )
             leg.plan_of = (source_blocks, first, end)
-        if peer not in leg.plans:
-            total = start.tokens or end
-            leg.plans[peer] = plan_blocks(pair, source_blocks, start.target_blocks, first, end, total)
-        return plan_layers(pair, leg.plans[peer], range(spans[0].first_layer, spans[-1].end_layer))
+        layers = range(spans[0].first_layer, spans[-1].end_layer)
+        return [(route.peer, plan_layers(route.pair, plan, layers)) for route, plan in zip(routes, leg.plans, strict=True)]
 
     def _complete(self, leg: _Leg, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)

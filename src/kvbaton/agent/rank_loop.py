@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
@@ -30,22 +30,32 @@ _ORDERS_PER_TURN = 256
 
 
 class RankLoop:
-    """Runs one rank agent until `close`, or until its coordinator is gone."""
+    """Runs one rank agent until `close`, or until its coordinator is gone.
+
+    `instance` has the layouts of all ranks of the instance, this one's among them at `rank`.
+    """
 
     def __init__(
-        self, rank: int, layout: Layout, transport: Transport, channel: Channel, patience_s: float, memory: memoryview
+        self,
+        rank: int,
+        instance: Sequence[Layout],
+        transport: Transport,
+        channel: Channel,
+        patience_s: float,
+        memory: memoryview,
     ) -> None:
         self._transport = transport
         self._channel = channel
         self._reports: list[RankReport] = []
         self.agent = RankAgent(
             rank,
-            layout,
+            instance[rank],
             transport,
             self._reports.append,
             clock=time.monotonic,
             patience_s=patience_s,
             memory=RegionMemory(memory),
+            instance=instance,
         )
         self.errors_total = 0
         self._stopping = threading.Event()

@@ -46,10 +46,9 @@ __all__ = [
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """Make the ranks of this card reachable for those of ours."""
+    """Make the ranks of this card reachable."""
 
     card: Card
-    ours: Card
 
 
 class Disconnect(msgspec.Struct, frozen=True, tag=True):
@@ -153,7 +152,7 @@ def carry_out(agent: RankAgent, order: Order) -> None:
     """Let a rank agent do what an order says."""
     match order:
         case Connect():
-            agent.connect(order.card, order.ours)
+            agent.connect(order.card)
         case Disconnect():
             agent.disconnect(order.incarnation)
         case Revoke():

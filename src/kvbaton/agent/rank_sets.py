@@ -122,9 +122,9 @@ class LocalRanks:
         """Who copies into this rank's memory."""
         return self.agent.executor
 
-    def connect(self, card: Card, ours: Card) -> None:
+    def connect(self, card: Card) -> None:
         """Tell the agent."""
-        self.agent.connect(card, ours)
+        self.agent.connect(card)
 
     def disconnect(self, incarnation: Incarnation) -> None:
         """Tell the agent."""
@@ -227,9 +227,9 @@ class RemoteRanks:
         for channel in self._channels:
             channel.close()
 
-    def connect(self, card: Card, ours: Card) -> None:
+    def connect(self, card: Card) -> None:
         """Tell every rank; one that cannot reach its peers says so when it is to move something."""
-        self._tell_all(Connect(card, ours))
+        self._tell_all(Connect(card))
 
     def disconnect(self, incarnation: Incarnation) -> None:
         """Tell every rank."""

@@ -125,25 +125,12 @@ class TargetEffects:
         """Tell the source that the blocks are there."""
         if record.pull is None:
             return
-        writes = record.executor is Executor.SOURCE_WRITES
-        blocks, tokens = (record.pull.blocks, record.pull.tokens) if writes else ((), 0)
+        blocks = record.pull.blocks if record.executor is Executor.SOURCE_WRITES else ()
         mode, cached = record.wanted.mode, record.pull.cached_tokens
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
-        integrity = self._settings.integrity
-        grant = Grant(
-            record.key,
-            record.grant,
-            prompt,
-            mode,
-            record.executor,
-            record.epoch,
-            blocks,
-            cached,
-            integrity,
-            record.aux_way,
-            tokens,
-        )
+        how = (self._settings.integrity, record.aux_way, record.pull.tokens)
+        grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, *how)
         self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:

@@ -59,12 +59,15 @@ class Card(msgspec.Struct, frozen=True):
     @property
     def layers(self) -> range:
         """From the first to the last layer that any rank holds."""
-        held = {layer for rank in self.ranks for layer in rank.layout.layers}
+        held = [layer for rank in self.ranks for group in rank.layout.groups for layer in group.layers]
         return range(min(held, default=0), max(held, default=-1) + 1)
 
 
-def check_compatible(source: Card, target: Card, *, ours: Card) -> None:
-    """Refuse a pair that cannot hand off; `ours` is the one of the two that asks, and is named first in the error."""
+def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
+    """Which ranks meet. Refuses a pair that cannot hand off; `ours` is the one that asks, and is named first in the error.
+
+    Shapes may differ: what counts is that each instance is whole, and that both hold the same model.
+    """
     theirs = source if ours is target else target
     for field in ("protocol", "fingerprint"):
         if getattr(ours, field) != getattr(theirs, field):
@@ -74,7 +77,7 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> None:
         here, there = (hold, give_up) if ours is source else (give_up, hold)
         raise Incompatible("source hold_s must be longer than target give_up_s; it", here, there)
     try:
-        check_layouts(source, target)
+        return check_layouts(source, target)
     except Incompatible as error:
         if ours is target:
             raise

@@ -77,9 +77,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Target to source: these blocks are yours to fill, in this epoch; the first `cached_tokens` tokens I have already.
 
-    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` and `tokens`, the
-    length of the whole sequence, are only told to a source that is to write. `integrity` is how much of it the source is to
-    sum, `aux_way` how the aux record is to travel.
+    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
+    source that is to write. `integrity` is how much of it the source is to sum, `aux_way` how
+    the aux record is to travel. `tokens` is the length of the whole sequence, 0 where that is not said.
     """
 
     key: HandoffKey

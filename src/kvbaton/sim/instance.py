@@ -103,9 +103,9 @@ class _Ranks:
     def executor(self) -> Executor:
         return self._instance.agents[0].executor
 
-    def connect(self, card: Card, ours: Card) -> None:
+    def connect(self, card: Card) -> None:
         for agent in self._instance.agents:
-            agent.connect(card, ours)
+            agent.connect(card)
 
     def disconnect(self, incarnation: Incarnation) -> None:
         for agent in self._instance.agents:
@@ -188,6 +188,7 @@ class SimInstance:
                 patience_s=cluster.limits.transfer_timeout,
                 memory=transport.memory,
                 unfenced_writes=cluster.unfenced_writes,
+                instance=(layout,) * shape.ranks,
             )
             for rank, transport in enumerate(self.transports)
         ]

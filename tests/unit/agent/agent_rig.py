@@ -146,8 +146,7 @@ class ScriptedRanks:
     aux_asks: list[AuxAsk] = field(default_factory=list)
     dropped_sums: list[tuple[int, Side, HandoffKey]] = field(default_factory=list)
 
-    def connect(self, card: Card, ours: Card) -> None:
-        del ours
+    def connect(self, card: Card) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.connected.append(card.incarnation)

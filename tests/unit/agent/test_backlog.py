@@ -119,8 +119,7 @@ class Ranks:
         self.clock = Clock()
         self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=self.clock, patience_s=PATIENCE_S)
         rank = RankCard(0, LAYOUT, (self.source.endpoint(),))
-        ours = msgspec.structs.replace(card_of("target"), ranks=(rank,))
-        self.agent.connect(msgspec.structs.replace(card_of("source"), ranks=(rank,)), ours)
+        self.agent.connect(msgspec.structs.replace(card_of("source"), ranks=(rank,)))
 
     def close(self) -> None:
         self.transport.close()

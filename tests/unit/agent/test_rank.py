@@ -64,7 +64,7 @@ class Rig:
         self.transport = FaultyTransport(inner, region, Faults())
         self.reports: list[RankReport] = []
         self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=time.monotonic, patience_s=30.0)
-        self.agent.connect(card_with("source", self.source.endpoint()), card_with("target"))
+        self.agent.connect(card_with("source", self.source.endpoint()))
 
     def close(self) -> None:
         self.transport.close()
@@ -199,7 +199,7 @@ def test_a_leg_that_nobody_opened_is_stopped_at_once_and_cannot_move(rig: Rig) -
 
 def test_a_peer_without_a_common_transport_is_refused_with_both(rig: Rig) -> None:
     with pytest.raises(TransportError, match="memory here, tcp, nixl there"):
-        rig.agent.connect(card_with("other", Endpoint("tcp", 1, {}), Endpoint("nixl", 1, {})), card_with("target"))
+        rig.agent.connect(card_with("other", Endpoint("tcp", 1, {}), Endpoint("nixl", 1, {})))
 
 
 class Scripted:
@@ -265,7 +265,7 @@ def scripted(transport: Scripted, *, unfenced_writes: bool = False) -> tuple[Ran
     reports: list[RankReport] = []
     clock = Clock()
     agent = RankAgent(0, LAYOUT, transport, reports.append, clock=clock, patience_s=30.0, unfenced_writes=unfenced_writes)
-    agent.connect(card_with("source", transport.endpoint()), card_with("target"))
+    agent.connect(card_with("source", transport.endpoint()))
     return agent, reports
 
 

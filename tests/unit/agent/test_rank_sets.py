@@ -70,12 +70,11 @@ class Rig:
         transport = MemoryTransport(Region.of(self.memory), hub, TransportSettings(incarnation=TARGET))
         here, there = channel_pair()
         self.channel = Channel(here, "rank 0")
-        self.loop = RankLoop(0, LAYOUT, transport, Channel(there, "the coordinator"), 5.0, self.memory.data)
+        self.loop = RankLoop(0, [LAYOUT], transport, Channel(there, "the coordinator"), 5.0, self.memory.data)
         self.lost: list[str] = []
         self.ranks = RemoteRanks([self.channel], "memory", self.loop.agent.executor, self.lost.append)
         rank = RankCard(0, LAYOUT, (self.source.endpoint(),))
         self.card = msgspec.structs.replace(card_of(SOURCE), incarnation=SOURCE, ranks=(rank,))
-        self.ours = msgspec.structs.replace(self.card, incarnation=TARGET)
         self.loop.start()
 
     def wait(self, is_there: Callable[[], bool]) -> None:
@@ -102,7 +101,7 @@ def open_leg(rig: Rig) -> None:
 
 
 def test_a_leg_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
-    rig.ranks.connect(rig.card, rig.ours)
+    rig.ranks.connect(rig.card)
     open_leg(rig)
     rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
     rig.wait(lambda: bool(rig.ranks.reports))
@@ -126,7 +125,7 @@ def test_sums_and_stops_come_back_too(rig: Rig) -> None:
 
 def test_an_order_that_fails_is_told_when_its_peer_is_used_and_the_rank_goes_on(rig: Rig) -> None:
     nowhere = msgspec.structs.replace(rig.card, ranks=(RankCard(0, LAYOUT, ()),))
-    rig.ranks.connect(nowhere, rig.ours)
+    rig.ranks.connect(nowhere)
     open_leg(rig)
     rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
     rig.wait(lambda: bool(rig.ranks.reports))

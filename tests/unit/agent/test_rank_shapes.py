@@ -1,9 +1,9 @@
-"""Legs with several ranks of a peer: instances of different shapes, each rank with its own memory and agent."""
+"""Rank agents of instances with different shapes: each target rank gathers what it holds from the sources it meets."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -11,200 +11,136 @@ import numpy.typing as npt
 import pytest
 from agent_rig import card_of, key_of
 
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, RankReport
+from kvbaton.agent.ports import LegId, LegMoved, LegOpen, RankReport
 from kvbaton.agent.rank import RankAgent
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Span
 from kvbaton.core.layout import Layout, uniform_group
-from kvbaton.core.topology import head_range, stage_layers
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, Endpoint, LateWrites, PeerRank, Ticket
+from kvbaton.core.topology import Shape, head_range, stage_layers
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from watching import wait_until
 
-LAYERS, HEADS, SIZE, BLOCKS, BLOCK_TOKENS = 4, 4, 2, 8, 4
-TOKENS = 11
-SOURCE_BLOCKS, TARGET_BLOCKS = ((5, 0, 3),), ((1, 6, 2),)
-LEG = LegId(key_of("shapes"), 1, 1)
-SOURCE, TARGET = Incarnation("source"), Incarnation("target")
-POISON = 7777.0
+LAYERS, TOKENS, BLOCKS, BLOCK_TOKENS = 4, 8, 3, 4
+LEG = LegId(key_of("k"), 1, 1)
+IDS = ((2, 0),)
+POISON = 0xEE
 
-
-Memories = dict[PeerRank, memoryview]
-
-
-class Direct:
-    """Copies at once and in both directions, between memories that all ranks share; or, as a control, not at all."""
-
-    name, late_writes, directions, wakeup_fd = "direct", LateWrites.REVOCABLE, frozenset(Direction), -1
-
-    def __init__(self, memories: Memories, me: PeerRank, *, drops: bool) -> None:
-        self._memories, self._me, self._drops = memories, me, drops
-        self._done: list[Completion] = []
-
-    def endpoint(self) -> Endpoint:
-        return Endpoint("direct", len(self._memories[self._me]), {})
-
-    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
-        assert endpoint.region_bytes == len(self._memories[peer])
-
-    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        del after
-        ends = (batch.peer, self._me) if batch.direction is Direction.READ else (self._me, batch.peer)
-        theirs, ours = (self._memories[end] for end in ends)
-        for source, target, count in [] if self._drops else batch.runs.tolist():
-            ours[target : target + count] = theirs[source : source + count]
-        self._done.append(Completion(Ticket(len(self._done)), batch.wire_bytes))
-        return Ticket(len(self._done) - 1)
-
-    def poll(self) -> list[Completion]:
-        return self._done
-
-    def cancel(self, ticket: Ticket) -> None:
-        raise AssertionError(ticket)
-
-    def revoke(self, peer: PeerRank) -> None:
-        raise AssertionError(peer)
-
-    def close(self) -> None:
-        return
+Memory = npt.NDArray[np.uint8]
 
 
-class Rank:
-    """One rank: its part of the layers and heads, filled with numbers that say what they are, or with poison."""
+def rank_layout(shape: Shape, number: int, total_heads: int) -> Layout:
+    """(layer, plane, block, head, token), one byte per head and token."""
+    at = shape.at(number)
+    layers, own = tuple(stage_layers(LAYERS, shape.pp, at.pp)), head_range(total_heads, shape.tp, at.tp)
+    block = own.count * BLOCK_TOKENS
+    group = uniform_group(
+        kind="full",
+        layers=layers,
+        planes=2,
+        blocks=BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+        head_start=own.start,
+        heads=own.count,
+        total_heads=total_heads,
+        head_size=1,
+        dtype="uint8",
+        element_bytes=1,
+        layer_offsets=tuple(2 * BLOCKS * block * index for index in range(len(layers))),
+        plane_stride=BLOCKS * block,
+        block_stride=block,
+        token_stride=1,
+        head_stride=BLOCK_TOKENS,
+    )
+    return Layout(2 * BLOCKS * block * len(layers), (group,))
 
-    def __init__(self, memories: Memories, name: Incarnation, cut: tuple[int, int, int, int], *, drops: bool) -> None:
-        pp, pp_size, tp, tp_size = cut
-        self.number = pp * tp_size + tp
-        self.layers, self.heads = stage_layers(LAYERS, pp_size, pp), head_range(HEADS, tp_size, tp)
-        shape = (len(self.layers), 2, BLOCKS, BLOCK_TOKENS, self.heads.count, SIZE)
-        self.data: npt.NDArray[np.float32] = np.full(shape, POISON, np.float32)
-        me = PeerRank(name, self.number)
-        memories[me] = self.data.reshape(-1).view(np.uint8).data
-        self.transport = Direct(memories, me, drops=drops)
-        self.reports: list[RankReport] = []
-        self.layout = self._layout()
-        self.agent = RankAgent(
-            self.number, self.layout, self.transport, self.reports.append, clock=time.monotonic, patience_s=30.0
+
+class Ranks:
+    """The memory and transports of an instance, and its card."""
+
+    def __init__(self, name: str, text: str, total_heads: int, hub: MemoryHub) -> None:
+        shape = Shape.parse(text)
+        self.layouts = [rank_layout(shape, number, total_heads) for number in range(shape.ranks)]
+        self.memories = [np.full(layout.region_bytes, POISON, np.uint8) for layout in self.layouts]
+        self.transports = [
+            MemoryTransport(Region.of(memory), hub, TransportSettings(incarnation=Incarnation(name)))
+            for memory in self.memories
+        ]
+        cards = tuple(
+            RankCard(number, layout, (transport.endpoint(),))
+            for number, (layout, transport) in enumerate(zip(self.layouts, self.transports, strict=True))
         )
+        self.card: Card = msgspec.structs.replace(card_of(name), shape=text, ranks=cards)
 
     def fill(self) -> None:
-        self.data[...] = POISON + 1
-        self.data[:, :, self._places(SOURCE_BLOCKS)[0], self._places(SOURCE_BLOCKS)[1]] = self.expected()
+        """Let every byte of the request say what it is, in every rank that holds it."""
+        for layout, memory in zip(self.layouts, self.memories, strict=True):
+            (group,) = layout.groups
+            for number, plane in enumerate(group.planes):
+                for index, token, head in np.ndindex(len(group.layers), TOKENS, plane.head_count):
+                    at = plane.layer_offsets[index] + IDS[0][token // BLOCK_TOKENS] * plane.block_stride
+                    at += token % BLOCK_TOKENS * plane.token_stride + head * plane.head_stride
+                    whole = ((group.layers[index] * 2 + number) * TOKENS + token) * 8 + plane.heads[0].start + head
+                    memory[at] = whole % 223
 
-    def expected(self) -> npt.NDArray[np.float32]:
-        """(layer, plane, token, head, channel) as one number."""
-        heads = range(self.heads.start, self.heads.end)
-        axes = np.ix_(self.layers, range(2), range(TOKENS), heads, range(SIZE))
-        scaled = [axis * scale for axis, scale in zip(axes, (10_000, 1_000, 20, 4, 1), strict=True)]
-        return np.asarray(sum(scaled[1:], start=scaled[0]), np.float32)
-
-    def landed(self) -> npt.NDArray[np.float32]:
-        blocks, tokens = self._places(TARGET_BLOCKS)
-        values: npt.NDArray[np.float32] = self.data[:, :, blocks, tokens]
-        return values
-
-    def _places(self, lists: tuple[tuple[int, ...], ...]) -> tuple[Any, Any]:
-        tokens = np.arange(TOKENS)
-        return np.array(lists[0])[tokens // BLOCK_TOKENS], tokens % BLOCK_TOKENS
-
-    def _layout(self) -> Layout:
-        layer, plane, block, token, head, _ = self.data.strides
-        group = uniform_group(
-            kind="full",
-            layers=tuple(self.layers),
-            planes=2,
-            blocks=BLOCKS,
-            block_tokens=BLOCK_TOKENS,
-            head_start=self.heads.start,
-            heads=self.heads.count,
-            total_heads=HEADS,
-            head_size=SIZE,
-            dtype="float32",
-            element_bytes=4,
-            layer_offsets=tuple(place * layer for place in range(len(self.layers))),
-            plane_stride=plane,
-            block_stride=block,
-            token_stride=token,
-            head_stride=head,
-        )
-        return Layout(self.data.nbytes, (group,))
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
 
 
-class Instance:
-    def __init__(self, memories: Memories, name: Incarnation, pp: int, tp: int, *, drops: bool = False) -> None:
-        self.ranks = [Rank(memories, name, (stage, pp, rank, tp), drops=drops) for stage in range(pp) for rank in range(tp)]
-        cards = tuple(RankCard(rank.number, rank.layout, (rank.transport.endpoint(),)) for rank in self.ranks)
-        shape = f"pp{pp},tp{tp}"
-        self.card: Card = msgspec.structs.replace(card_of(name), incarnation=name, ranks=cards, shape=shape)
-
-    def connect(self, other: Instance) -> None:
-        for rank in self.ranks:
-            rank.agent.connect(other.card, self.card)
+CASES = [
+    ("tp2", "tp4", 8), ("tp4", "tp2", 8), ("tp3", "tp2", 6), ("tp1", "tp4", 2), ("tp2", "tp8", 4), ("tp4", "tp1", 2),
+    ("pp2", "pp1", 4), ("pp1", "pp2", 4), ("pp2,tp2", "tp4", 4), ("tp4", "pp2,tp2", 4),
+]  # fmt: skip
 
 
-def hand_over(source: Instance, target: Instance, executor: Executor) -> list[RankReport]:
-    """Move everything in spans of two layers and two chunks; what the ranks that copy report."""
-    for one, other in ((source, target), (target, source)):
-        one.connect(other)
-    movers, peer = (target, SOURCE) if executor is Executor.TARGET_READS else (source, TARGET)
-    spans = tuple(
-        Span(number, *tokens, first, first + 2)
-        for number, (tokens, first) in enumerate((tokens, first) for tokens in ((0, 8), (8, TOKENS)) for first in (0, 2))
-    )
-    for rank in movers.ranks:
-        rank.agent.open_leg(LegOpen(LEG, peer, executor, 0, TARGET_BLOCKS, 0, TOKENS))
-        rank.agent.move(LEG, SOURCE_BLOCKS, spans)
-        rank.agent.poll()
-    return [report for rank in movers.ranks for report in rank.reports]
+@pytest.fixture(params=CASES, ids=str)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, Ranks, Ranks]]:
+    """A source with content, a target with poison, and what the target should become."""
+    prefill, decode, heads = request.param
+    hub = MemoryHub()
+    ranks = Ranks("source", prefill, heads, hub), Ranks("target", decode, heads, hub), Ranks("wanted", decode, heads, hub)
+    ranks[0].fill()
+    ranks[2].fill()
+    yield ranks
+    for each in ranks:
+        each.close()
 
 
-SHAPES = [
-    ((1, 2), (1, 4)),
-    ((1, 4), (1, 1)),
-    ((1, 8), (1, 2)),
-    ((1, 2), (1, 8)),
-    ((2, 1), (1, 2)),
-    ((2, 2), (1, 4)),
-    ((1, 4), (2, 2)),
-]
+def gather(source: Ranks, target: Ranks, spans: tuple[Span, ...]) -> list[RankReport]:
+    """Let every rank of the target read these spans; returns the reports when each rank has moved each."""
+    reports: list[RankReport] = []
+    agents = [
+        RankAgent(rank, layout, transport, reports.append, clock=time.monotonic, patience_s=30.0, instance=target.layouts)
+        for rank, (layout, transport) in enumerate(zip(target.layouts, target.transports, strict=True))
+    ]
+    for agent in agents:
+        agent.connect(source.card)
+        start = LegOpen(LEG, source.card.incarnation, Executor.TARGET_READS, 1, IDS, 0, TOKENS)
+        agent.open_leg(start)
+        agent.move(LEG, IDS, spans)
+
+    def all_moved() -> bool:
+        for agent in agents:
+            agent.poll()
+        return len(reports) == len(agents) * len(spans)
+
+    wait_until(all_moved, "every rank to have every span")
+    return reports
 
 
-@pytest.mark.parametrize("executor", list(Executor))
-@pytest.mark.parametrize(("prefill", "decode"), SHAPES)
-def test_every_rank_gets_its_part_and_nothing_twice(
-    prefill: tuple[int, int], decode: tuple[int, int], executor: Executor
-) -> None:
-    memories: Memories = {}
-    source, target = Instance(memories, SOURCE, *prefill), Instance(memories, TARGET, *decode)
-    for rank in source.ranks:
-        rank.fill()
-    reports = hand_over(source, target, executor)
-    assert [report for report in reports if not isinstance(report, LegMoved)] == []
-    for rank in target.ranks:
-        np.testing.assert_array_equal(rank.landed(), rank.expected())
-    needed = sum(rank.expected().size * 4 for rank in target.ranks)
-    moved = [(report.bytes_planned, report.bytes_moved) for report in reports if isinstance(report, LegMoved)]
-    assert (sum(planned for planned, _ in moved), sum(done for _, done in moved)) == (needed, needed)
+def test_every_rank_of_the_target_gets_what_it_holds(pair: tuple[Ranks, Ranks, Ranks]) -> None:
+    source, target, wanted = pair
+    spans = (Span(0, 0, 5, 0, LAYERS), Span(1, 5, TOKENS, 0, 2), Span(2, 5, TOKENS, 2, LAYERS))
+    moved = [report for report in gather(source, target, spans) if isinstance(report, LegMoved)]
+    assert len(moved) == len(spans) * len(target.layouts)
+    for found, expected in zip(target.memories, wanted.memories, strict=True):
+        assert np.array_equal(found, expected)
+    needed = sum(TOKENS * len(layout.groups[0].layers) * layout.groups[0].token_bytes for layout in target.layouts)
+    assert sum(report.bytes_moved for report in moved) == needed
 
 
-def test_control_without_the_copies_the_poison_stays() -> None:
-    memories: Memories = {}
-    source, target = Instance(memories, SOURCE, 1, 2), Instance(memories, TARGET, 1, 4, drops=True)
-    for rank in source.ranks:
-        rank.fill()
-    hand_over(source, target, Executor.TARGET_READS)
-    assert all((rank.landed() == POISON).all() for rank in target.ranks)
-
-
-def test_a_peer_out_of_reach_is_told_when_something_is_to_be_moved() -> None:
-    memories: Memories = {}
-    source, target = Instance(memories, SOURCE, 1, 2), Instance(memories, TARGET, 1, 1)
-    agent = target.ranks[0].agent
-    nowhere = msgspec.structs.replace(
-        source.card, ranks=tuple(msgspec.structs.replace(rank, endpoints=()) for rank in source.card.ranks)
-    )
-    with pytest.raises(Exception, match="no common transport"):
-        agent.connect(nowhere, target.card)
-    agent.open_leg(LegOpen(LEG, SOURCE, Executor.TARGET_READS, 0, TARGET_BLOCKS, 0, TOKENS))
-    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, TOKENS, 0, LAYERS),))
-    (report,) = target.ranks[0].reports
-    assert isinstance(report, LegFailed)
-    assert "no common transport" in report.reason
+def test_control_a_layer_that_is_left_out_is_seen(pair: tuple[Ranks, Ranks, Ranks]) -> None:
+    source, target, wanted = pair
+    gather(source, target, (Span(0, 0, TOKENS, 0, LAYERS - 1),))
+    assert any(not np.array_equal(found, expected) for found, expected in zip(target.memories, wanted.memories, strict=True))

@@ -10,7 +10,6 @@ from caches import compact_group, layout_of, reshaped
 
 from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.layout import HeadRange
 from kvbaton.errors import Incompatible
 
 
@@ -38,15 +37,6 @@ def test_a_fitting_pair_passes_on_both_sides() -> None:
     source, target = _card(incarnation=Incarnation("a1")), _card(incarnation=Incarnation("b2"))
     check_compatible(source, target, ours=source)
     check_compatible(source, target, ours=target)
-
-
-def test_shapes_may_differ() -> None:
-    halves = [layout_of(reshaped(compact_group(heads=1), total_heads=2, heads=(HeadRange(head, 1),))) for head in range(2)]
-    cut = _card(shape="tp2", ranks=tuple(RankCard(rank, half, ()) for rank, half in enumerate(halves)))
-    whole = _card(ranks=(RankCard(0, layout_of(compact_group(heads=2)), ()),))
-    for source, target in ((cut, whole), (whole, cut)):
-        check_compatible(source, target, ours=source)
-        check_compatible(source, target, ours=target)
 
 
 def test_numbers_of_blocks_may_differ() -> None:

@@ -176,3 +176,17 @@ def test_what_differs_is_named_with_both_values() -> None:
     missing = {where: value for where, value in ours.items() if where != (0, 1)}
     assert "is missing at the target and 00000001 at the source" in sums_problem(spans, range(2), missing, ours)
     assert "missing at the source" in sums_problem(spans, range(2), ours, missing)
+
+
+def test_windows_and_states_are_summed_as_they_are_moved() -> None:
+    window = msgspec.structs.replace(compact_group(layers=1, planes=1, heads=1), window=5)
+    state = msgspec.structs.replace(compact_group(layers=1, planes=1, heads=1, block_tokens=1), block_tokens=0, page_tokens=0)
+    layout = layout_of(window, state)
+    blocks = ((0, 1, 2), (3,))
+
+    def sizes(first: int, end: int) -> int:
+        span = Span(0, first, end, 0, 1)
+        return int(plan_pieces(layout, blocks, KEY, span, 0, Integrity.FULL, 12)[:, 1].sum())
+
+    token = window.token_bytes
+    assert [sizes(0, 6), sizes(6, 11), sizes(11, 12)] == [0, 4 * token, token + state.token_bytes]

@@ -16,7 +16,7 @@ from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import Incarnation, Integrity
+from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
@@ -25,7 +25,6 @@ from kvbaton.engines.embedded.bodies import Body, BodySettings, make_body
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.server import make_app, start_server
 from kvbaton.engines.embedded.shaped.setup import RankTransport
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.observe.records import About
@@ -91,8 +90,6 @@ class _Instance:
     ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
         body = make_body(_body_settings(settings, incarnation), parts, say, lost)
-        if not isinstance(body.loaded, LoadedModel) and settings.handoff.integrity is not Integrity.OFF:
-            raise ConfigError(f"integrity is {settings.handoff.integrity} and {settings.model} has no checksums yet; use off")
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         card = _card(settings, body, incarnation)
         self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))

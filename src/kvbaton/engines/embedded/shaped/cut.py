@@ -25,6 +25,11 @@ class Cut:
         """The number of this rank in its instance: stage after stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
+    def all(self) -> tuple[Cut, ...]:
+        """Every rank of this instance, by its number."""
+        ranks = ((pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
+        return tuple(Cut(pp, self.pp_size, tp, self.tp_size) for pp, tp in ranks)
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank looks tokens up."""

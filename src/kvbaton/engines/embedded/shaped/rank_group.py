@@ -69,7 +69,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
     @property
     def cuts(self) -> tuple[Cut, ...]:
         """Every rank, by its number."""
-        return tuple(Cut(pp, self.pp_size, tp, self.tp_size) for pp in range(self.pp_size) for tp in range(self.tp_size))
+        return Cut(0, self.pp_size, 0, self.tp_size).all()
 
 
 class _Rank:
