@@ -7,7 +7,7 @@ ARGS ?=
 BENCH ?= engine handoff serve
 VLLM_FULL_LOG ?= benchmarks/vllm-full/$(shell uname -m)-$(shell nproc)core.json
 
-.PHONY: help up test test-sim test-e2e test-compat test-vllm test-vllm-full check format bench diagrams clean
+.PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-vllm-full check format bench diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,11 +16,12 @@ help:
 	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
 	@echo "make test-compat  embedded instances under the real vllm-router (the first time: 100 MB to install)"
+	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about an hour on two cores)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
-	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
+	@echo "make diagrams   the generated parts of the documents, anew"
 	@echo "make clean      remove the virtual environment and caches of tools"
 
 $(VENV)/bin/python:
@@ -45,7 +46,7 @@ up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not e2e and not sim and not vllm and not vllm_full and not compat" $(ARGS)
+	$(BIN)/pytest -m "not e2e and not sim and not vllm and not vllm_full and not compat and not matrix" $(ARGS)
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest -m sim $(ARGS)
@@ -55,6 +56,9 @@ test-e2e: $(VENV)/.installed-dev
 
 test-compat: $(VENV)/.installed-dev
 	$(BIN)/pytest -m compat --timeout 600 $(ARGS)
+
+test-matrix: $(VENV)/.installed-dev
+	$(BIN)/pytest -m matrix --timeout 600 $(ARGS)
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/pytest -m vllm --timeout 1800 $(ARGS)
@@ -77,6 +81,7 @@ format: $(VENV)/.installed-dev
 
 diagrams: $(VENV)/.installed
 	$(BIN)/python tools/diagrams.py
+	$(BIN)/python tools/layout_pictures.py
 
 bench: $(VENV)/.installed
 	@for name in $(BENCH); do echo "== kvbaton bench $$name"; $(BIN)/kvbaton bench $$name $(ARGS) || exit $$?; done

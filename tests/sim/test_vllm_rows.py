@@ -169,10 +169,10 @@ class TestRow18:
     @every_flow
     def test_row_18_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
         class Lenient(SimRank):
-            def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
+            def _plan(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
                 known = len(leg.start.target_blocks[0])
                 cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
-                return super()._plan(peer, leg, source_blocks, cut)
+                return super()._plan(leg, source_blocks, cut)
 
         assert play(make(flow), self._listing(-1, Lenient), prepare=disturbed).rules == {"foreign byte"}
 

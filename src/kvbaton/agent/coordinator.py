@@ -15,7 +15,7 @@ from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, check_compatible
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Integrity, Span
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -66,6 +66,7 @@ class Coordinator:
     ) -> None:
         self.card = card
         self._limits = limits
+        self._integrity = settings.integrity
         self._clock = clock
         self._control = control
         self._ranks = ranks
@@ -102,8 +103,8 @@ class Coordinator:
 
     def offer(self, offer: Offer) -> None:
         """A prefill is complete."""
-        layers = [layer for group in self.card.ranks[0].layout.groups for layer in group.layers]
-        self.source.offer(offer, lambda: Span(0, 0, offer.tokens, min(layers, default=0), max(layers, default=-1) + 1))
+        layers = self.card.layers
+        self.source.offer(offer, lambda: Span(0, 0, offer.tokens, layers.start, layers.stop))
 
     def expect_source(self, wanted: SourceWanted) -> None:
         """A request for a hand-off was admitted. A card of another incarnation than the expected one is asked for anew."""
@@ -290,7 +291,10 @@ class Coordinator:
     def _admit(self, card: Card, via: ControlAddress | None) -> None:
         """Check a card before anything of it is used, then make its ranks reachable."""
         source, target = (self.card, card) if via is None else (card, self.card)
-        check_compatible(source, target, ours=self.card)
+        meeting = check_compatible(source, target, ours=self.card)
+        if via is not None and self._integrity is not Integrity.OFF and not meeting.is_rank_by_rank:
+            field = "shape, which has to be the same where checksums are on,"
+            raise Incompatible(field, target.shape, source.shape)
         known = self._peers.card(card.incarnation)
         if known is None:
             idle = self._peers.make_room(self.source.peers() | self.target.peers())

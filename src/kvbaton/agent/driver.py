@@ -18,23 +18,21 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted, SpansReady
-from kvbaton.agent.ports import AuxAsk, LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.process import is_gone
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.agent.stats import AgentStats
-from kvbaton.agent.summing import RegionMemory
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.messages import Message
-from kvbaton.core.timeline import Observer, Side, nobody
+from kvbaton.core.timeline import Observer, nobody
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "RanksDriver"]
 
 log = logging.getLogger(__name__)
 
@@ -61,98 +59,34 @@ class _Control:
         return is_gone(process)
 
 
-class _Ranks:
-    """The rank agents of an instance whose ranks all live in this process."""
-
-    def __init__(self, agents: Sequence[RankAgent]) -> None:
-        self._agents = agents
-
-    def connect(self, card: Card) -> None:
-        for agent in self._agents:
-            agent.connect(card)
-
-    def disconnect(self, incarnation: Incarnation) -> None:
-        for agent in self._agents:
-            agent.disconnect(incarnation)
-
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        for agent in self._agents:
-            agent.revoke(incarnation, epoch)
-
-    def reset_region(self, epoch: int) -> None:
-        for agent in self._agents:
-            agent.reset_region(epoch)
-
-    @property
-    def executor(self) -> Executor:
-        return self._agents[0].executor
-
-    def open_leg(self, rank: int, start: LegOpen) -> None:
-        self._agents[rank].open_leg(start)
-
-    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self._agents[rank].move(leg, source_blocks, spans)
-
-    def close_leg(self, rank: int, leg: LegId) -> None:
-        self._agents[rank].close_leg(leg)
-
-    def stop_leg(self, rank: int, leg: LegId) -> None:
-        self._agents[rank].stop_leg(leg)
-
-    def sum_spans(self, rank: int, ask: SumAsk) -> None:
-        self._agents[rank].sum_spans(ask)
-
-    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
-        self._agents[rank].drop_sums(side, key)
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        return self._agents[0].put_aux(offset, data)
-
-    def read_aux(self, ask: AuxAsk) -> None:
-        self._agents[0].read_aux(ask)
-
-
-class Driver(HandoffPort):
-    """Runs one instance with one rank. `news` is called, from the driver's thread, when `events` has something.
-
-    `memory` is the region that `transport` was made for; without it, or empty (the processor cannot see it), nothing can be
-    checked with checksums.
-    """
+class RanksDriver(HandoffPort):
+    """Runs one instance over `ranks`, wherever those live; `news` is called, from this thread, when `events` has something."""
 
     def __init__(
         self,
         card: Card,
-        layout: Layout,
-        transport: Transport,
+        ranks: RankSet,
         limits: Limits,
         sockets: ControlSockets,
         news: Callable[[], None],
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = nobody,
-        memory: memoryview | None = None,
     ) -> None:
         self.card = card
-        self._transport = transport
+        self._ranks = ranks
         self._sockets = sockets
         self._limits = limits
         self._level_at = time.monotonic()
         self._news = news
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
-        self._reports: deque[RankReport] = deque()
-        region = RegionMemory(memory) if memory else None
-        patience_s = limits.transfer_timeout
-        agent = RankAgent(
-            0, layout, transport, self._reports.append, clock=time.monotonic, patience_s=patience_s, memory=region
-        )
-        self._agents = [agent]
         self._coordinator = Coordinator(
             card,
-            transport.name,
+            ranks.transport_name,
             limits,
             time.monotonic,
             _Control(sockets),
-            _Ranks(self._agents),
+            ranks,
             self._events.append,
             settings,
             observe,
@@ -182,7 +116,7 @@ class Driver(HandoffPort):
         self._wake()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
-        self._transport.close()
+        self._ranks.close()
         self._sockets.close()
         os.close(self._wake_fd)
 
@@ -242,7 +176,7 @@ class Driver(HandoffPort):
             busy_s_total=self._busy_s,
             poll_s_total=self._poll_s,
             failures_total=_failures(source=source.failures_total, target=target.failures_total),
-            runs_total=sum(agent.runs_total for agent in self._agents),
+            runs_total=self._ranks.runs_total,
             peers=coordinator.peers,
             handshakes_total=coordinator.handshakes_total,
         )
@@ -282,13 +216,13 @@ class Driver(HandoffPort):
             log.exception("the agent goes on after an error of its own")
 
     def _wait(self) -> None:
-        self._sockets.wait(self._timeout_s(), [self._wake_fd, self._transport.wakeup_fd])
+        self._sockets.wait(self._timeout_s(), [self._wake_fd, *self._ranks.wakeups])
 
     def _timeout_s(self) -> float:
         """How long nothing has to be done unless somebody says something."""
-        if any(agent.has_work for agent in self._agents):
+        if self._ranks.has_work:
             return 0.0
-        deadlines = [self._coordinator.next_deadline(), *(agent.next_deadline() for agent in self._agents)]
+        deadlines = [self._coordinator.next_deadline(), *self._ranks.deadlines()]
         now = time.monotonic()
         return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
@@ -304,8 +238,7 @@ class Driver(HandoffPort):
         for address, reason in self._sockets.refusals():
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
         began = time.monotonic()
-        for agent in self._agents:
-            self._guarded(agent.poll)
+        self._guarded(self._ranks.poll)
         self._poll_s += time.monotonic() - began
         self._take_reports()
         self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames)))
@@ -348,8 +281,31 @@ class Driver(HandoffPort):
             self._guarded(partial(self._coordinator.spans_ready, each.key, each.blocks, each.spans))
 
     def _take_reports(self) -> None:
-        while self._reports:
-            self._guarded(partial(self._coordinator.on_rank, self._reports.popleft()))
+        while self._ranks.reports:
+            self._guarded(partial(self._coordinator.on_rank, self._ranks.reports.popleft()))
+
+
+class Driver(RanksDriver):
+    """Runs one instance with one rank, in this process. `news` is called, from its thread, when `events` has something.
+
+    `memory` is the region that `transport` was made for; without it, or empty (the processor cannot see it), nothing can be
+    checked with checksums.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        layout: Layout,
+        transport: Transport,
+        limits: Limits,
+        sockets: ControlSockets,
+        news: Callable[[], None],
+        settings: HandoffSettings = DEFAULT_HANDOFF,
+        observe: Observer = nobody,
+        memory: memoryview | None = None,
+    ) -> None:
+        ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory)
+        super().__init__(card, ranks, limits, sockets, news, settings, observe)
 
 
 def _failures(**sides: Counter[str]) -> Counter[tuple[str, str]]:

@@ -74,11 +74,12 @@ class LegOpen:
 
     leg: LegId
     peer: Incarnation
-    peer_rank: int
     executor: Executor
     epoch: int
     target_blocks: BlockLists
     cached_tokens: int
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class SumAsk:
     spans: tuple[Span, ...]
     cached_tokens: int
     integrity: Integrity
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,11 +25,13 @@ from kvbaton.agent.ports import (
     SumAsk,
 )
 from kvbaton.agent.summing import Summer
-from kvbaton.core.card import Card
+from kvbaton.core.card import Card, Endpoint
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
-from kvbaton.core.plan import BlockRuns, Pair, Runs, pair_layouts, plan_blocks, plan_layers
+from kvbaton.core.meeting import arrange
+from kvbaton.core.pair import Pair, pair_layouts
+from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
@@ -37,6 +39,7 @@ from kvbaton.transport.base import Batch, Completion, Direction, FencingTranspor
 __all__ = ["RankAgent"]
 
 _BATCH_BYTES = 4 << 20
+_MAX_UNREACHABLE = 4096
 
 
 @dataclass(slots=True)
@@ -60,21 +63,37 @@ class _Leg:
     known: set[int] = field(default_factory=set)
     """Numbers of all spans that were ever to be moved."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
-    plan: BlockRuns = ()
-
-    @property
-    def peer(self) -> PeerRank:
-        return PeerRank(self.start.peer, self.start.peer_rank)
+    plans: tuple[BlockRuns, ...] = ()
+    """One per route."""
 
     @property
     def is_drained(self) -> bool:
         return not any(moving.open or moving.unposted for moving in self.moving.values())
 
 
-class RankAgent:
-    """Owns the legs of one rank. Batches are bounded in size, so that a long span stops promptly.
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What this rank exchanges with one rank of a peer."""
 
-    `patience_s` is how long a transport whose queue is full may take nothing before the legs that wait for it fail.
+    peer: PeerRank
+    pair: Pair
+
+
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """Every rank of a peer that this rank has a session with; from which it reads what, and to which it writes what."""
+
+    peers: tuple[PeerRank, ...]
+    reads: tuple[_Route, ...]
+    writes: tuple[_Route, ...]
+
+
+class RankAgent:
+    """Owns the legs of one rank; a leg here is all that this rank exchanges with the ranks of one peer that it meets.
+
+    `instance` has the layouts of all ranks of this instance, this one's among them at `rank`; without it this is the only one.
+    Batches are bounded in size, so that a long span stops promptly. `patience_s` is how long a transport whose queue is full
+    may take nothing before the legs that wait for it fail.
     """
 
     table: LegTable = LEG
@@ -90,8 +109,10 @@ class RankAgent:
         patience_s: float,
         memory: Memory | None = None,
         unfenced_writes: bool = False,
+        instance: Sequence[Layout] = (),
     ) -> None:
         self.rank = rank
+        self._instance = tuple(instance) or (layout,)
         self._unfenced_writes = unfenced_writes
         self._layout = layout
         self._transport = transport
@@ -102,7 +123,8 @@ class RankAgent:
         self._memory = memory
         self._aux_reads: dict[Ticket, AuxAsk] = {}
         self._summer = Summer(rank, layout, memory, report)
-        self._pairs: dict[PeerRank, tuple[Pair, Pair]] = {}
+        self._routes: dict[Incarnation, _Routes] = {}
+        self._unreachable: dict[Incarnation, str] = {}
         self.legs: dict[LegId, _Leg] = {}
         self._owners: dict[Ticket, tuple[LegId, int]] = {}
         self._completions: deque[Completion] = deque()
@@ -119,22 +141,46 @@ class RankAgent:
         return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
 
     def connect(self, card: Card) -> None:
-        """Make the peer's rank of the same number reachable; raises TransportError or Incompatible."""
-        rank_card = card.ranks[self.rank]
-        peer = PeerRank(card.incarnation, rank_card.rank)
-        pairs = pair_layouts(rank_card.layout, self._layout), pair_layouts(self._layout, rank_card.layout)
-        for endpoint in rank_card.endpoints:
+        """Make the ranks of a peer reachable that this one meets; raises TransportError or Incompatible.
+
+        What is to be moved with it afterwards fails with the same words.
+        """
+        self._unreachable.pop(card.incarnation, None)
+        try:
+            self._connect(card)
+        except KVBatonError as error:
+            if len(self._unreachable) >= _MAX_UNREACHABLE:
+                self._unreachable.clear()
+            self._unreachable[card.incarnation] = str(error)
+            raise
+
+    def _connect(self, card: Card) -> None:
+        theirs = [rank.layout for rank in card.ranks]
+        reads = arrange(theirs, self._instance).of_target(self.rank)
+        writes = arrange(self._instance, theirs).of_source(self.rank)
+        peers = [PeerRank(card.incarnation, rank.rank) for rank in card.ranks]
+        met = {leg.source for leg in reads} | {leg.target for leg in writes} | ({0} if self.rank == 0 else set())
+        routes = _Routes(
+            tuple(peers[rank] for rank in sorted(met)),
+            tuple(_Route(peers[leg.source], pair_layouts(theirs[leg.source], self._layout, leg.share)) for leg in reads),
+            tuple(_Route(peers[leg.target], pair_layouts(self._layout, theirs[leg.target], leg.share)) for leg in writes),
+        )
+        for rank in sorted(met):
+            self._reach(peers[rank], card.ranks[rank].endpoints)
+        self._routes[card.incarnation] = routes
+
+    def _reach(self, peer: PeerRank, endpoints: tuple[Endpoint, ...]) -> None:
+        for endpoint in endpoints:
             if endpoint.transport == self._transport.name:
                 self._transport.connect(peer, endpoint)
-                self._pairs[peer] = pairs
                 return
-        offered = ", ".join(endpoint.transport for endpoint in rank_card.endpoints) or "none"
+        offered = ", ".join(endpoint.transport for endpoint in endpoints) or "none"
         raise TransportError(f"no common transport: {self._transport.name} here, {offered} there")
 
     def disconnect(self, incarnation: Incarnation) -> None:
         """Forget a peer; what is in flight to it completes with an error."""
-        for peer in [peer for peer in self._pairs if peer.incarnation == incarnation]:
-            del self._pairs[peer]
+        routes = self._routes.pop(incarnation, None)
+        for peer in routes.peers if routes is not None else ():
             self._transport.revoke(peer)
         self._offer_again(at_once=True)
 
@@ -145,11 +191,12 @@ class RankAgent:
         """
         if self._transport.late_writes is LateWrites.UNFENCED:
             return
+        routes = self._routes.get(incarnation)
         self.disconnect(incarnation)
-        peer = PeerRank(incarnation, self.rank)
-        self._transport.revoke(peer)
-        if isinstance(self._transport, FencingTransport):
-            self._transport.fence_peer(peer, epoch)
+        for peer in routes.peers if routes is not None else (PeerRank(incarnation, self.rank),):
+            self._transport.revoke(peer)
+            if isinstance(self._transport, FencingTransport):
+                self._transport.fence_peer(peer, epoch)
         self._report(PeerFenced(incarnation, epoch, self.rank))
 
     def reset_region(self, epoch: int) -> None:
@@ -244,15 +291,15 @@ class RankAgent:
     def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         moving = leg.moving[spans[0].number] = _Moving(spans)
         try:
-            runs = self._plan(leg.peer, leg, source_blocks, spans)
-            parts = [Part(leg.start.leg, spans[0].number, part) for part in _batches(runs)]
-            moving.planned, moving.unposted = int(runs[:, 2].sum()), len(parts)
+            plans = self._plan(leg, source_blocks, spans)
+            parts = [(peer, Part(leg.start.leg, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
+            moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
             self._fail(leg, str(error))
         else:
-            for part in parts:
+            for peer, part in parts:
                 if leg.state is LegState.OPEN:
-                    self._backlog.add(leg.peer, part, self._clock())
+                    self._backlog.add(peer, part, self._clock())
         self._finish(leg, moving)
 
     def _post_part(self, peer: PeerRank, part: Part) -> None:
@@ -294,18 +341,21 @@ class RankAgent:
         self._step(leg, LegEvent.ERROR)
         self._settle(leg)
 
-    def _plan(self, peer: PeerRank, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> Runs:
-        """The runs of spans; what is the same for all layers is worked out once for those that follow each other."""
+    def _plan(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+        """The runs of spans by peer; what is the same for all layers is worked out once for those that follow each other."""
         start = leg.start
-        pairs = self._pairs.get(peer)
-        if pairs is None:
-            raise TransportError(f"rank {peer.rank} of {peer.incarnation} is not connected")
-        pair = pairs[0] if start.executor is Executor.TARGET_READS else pairs[1]
+        known = self._routes.get(start.peer)
+        if known is None:
+            raise TransportError(self._unreachable.get(start.peer, f"{start.peer} is not connected"))
+        routes = known.reads if start.executor is Executor.TARGET_READS else known.writes
         first, end = max(spans[0].first_token, start.cached_tokens), spans[0].end_token
         if leg.plan_of != (source_blocks, first, end):
-            leg.plan = plan_blocks(pair, source_blocks, start.target_blocks, first, end)
+            leg.plans = tuple(
+                plan_blocks(route.pair, source_blocks, start.target_blocks, first, end, start.total_tokens) for route in routes
+            )
             leg.plan_of = (source_blocks, first, end)
-        return plan_layers(pair, leg.plan, range(spans[0].first_layer, spans[-1].end_layer))
+        layers = range(spans[0].first_layer, spans[-1].end_layer)
+        return [(route.peer, plan_layers(route.pair, plan, layers)) for route, plan in zip(routes, leg.plans, strict=True)]
 
     def _complete(self, leg: _Leg, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)

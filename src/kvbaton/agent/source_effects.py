@@ -112,7 +112,8 @@ class SourceEffects:
                 self._ranks.move(rank, record.leg, record.blocks, unmoved)
         if grant.integrity is not Integrity.OFF and (unsummed := tuple(record.spans[record.summing :])):
             record.summing = len(record.spans)
-            ask = SumAsk(record.leg, Side.SOURCE, record.blocks, unsummed, grant.cached_tokens, grant.integrity)
+            total = grant.tokens or None
+            ask = SumAsk(record.leg, Side.SOURCE, record.blocks, unsummed, grant.cached_tokens, grant.integrity, total)
             for rank in range(self._ranks_count):
                 self._ranks.sum_spans(rank, ask)
 
@@ -221,6 +222,7 @@ class SourceEffects:
         if record.open_legs or record.target is None:
             return
         record.open_legs = dict.fromkeys(range(self._ranks_count), record.leg)
+        what = (grant.blocks, grant.cached_tokens, grant.tokens or None)
+        start = LegOpen(record.leg, record.target, grant.executor, grant.epoch, *what)
         for rank in range(self._ranks_count):
-            start = LegOpen(record.leg, record.target, rank, grant.executor, grant.epoch, grant.blocks, grant.cached_tokens)
             self._ranks.open_leg(rank, start)

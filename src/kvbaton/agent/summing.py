@@ -74,7 +74,8 @@ class Summer:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                pieces = plan_pieces(self._layout, ask.blocks, ask.leg.key, span, ask.cached_tokens, ask.integrity)
+                tokens = (span, ask.cached_tokens, ask.integrity, ask.total_tokens)
+                pieces = plan_pieces(self._layout, ask.blocks, ask.leg.key, *tokens)
             except KVBatonError as error:
                 self._report(LegSummed(ask.leg, ask.side, self._rank, span.number, 0, f"checksum: {error}"))
             else:

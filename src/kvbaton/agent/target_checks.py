@@ -38,9 +38,10 @@ class TargetChecks(TargetEffects):
 
     def _ask_for_sums(self, record: TargetRecord, ranks: Collection[int], spans: tuple[Span, ...]) -> None:
         if record.pull is not None:
-            blocks, cached = record.pull.blocks, record.pull.cached_tokens
+            pull, integrity = record.pull, self._settings.integrity
+            ask = SumAsk(record.leg, Side.TARGET, pull.blocks, spans, pull.cached_tokens, integrity, pull.tokens)
             for rank in ranks:
-                self._ranks.sum_spans(rank, SumAsk(record.leg, Side.TARGET, blocks, spans, cached, self._settings.integrity))
+                self._ranks.sum_spans(rank, ask)
 
     def is_summed(self, record: TargetRecord) -> bool:
         """Whether every span of every rank was summed here, or need not be."""
@@ -60,8 +61,8 @@ class TargetChecks(TargetEffects):
         """
         if record.pull is None or (record.executor is Executor.SOURCE_WRITES and not self.sums_wanted):
             return ""
-        layers = [layer for group in self._card.ranks[0].layout.groups for layer in group.layers]
-        whole = Span(0, 0, record.pull.tokens, min(layers, default=0), max(layers, default=-1) + 1)
+        layers = self._card.layers
+        whole = Span(0, 0, record.pull.tokens, layers.start, layers.stop)
         return span_problem(record.spans.values(), whole)
 
     def is_complete(self, record: TargetRecord) -> bool:

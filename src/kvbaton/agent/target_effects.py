@@ -129,10 +129,8 @@ class TargetEffects:
         mode, cached = record.wanted.mode, record.pull.cached_tokens
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
-        integrity = self._settings.integrity
-        grant = Grant(
-            record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, integrity, record.aux_way
-        )
+        how = (self._settings.integrity, record.aux_way, record.pull.tokens)
+        grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, *how)
         self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:
@@ -149,7 +147,7 @@ class TargetEffects:
         for rank in self._card.ranks:
             if rank.rank not in record.open_legs:
                 record.open_legs[rank.rank] = record.leg
-                self._ranks.open_leg(rank.rank, self._leg_open(record, record.pull, record.source, rank.rank))
+                self._ranks.open_leg(rank.rank, self._leg_open(record, record.pull, record.source))
             self._ranks.move(rank.rank, record.leg, record.source_blocks, new)
 
     def drop_spans(self, record: TargetRecord) -> None:
@@ -251,8 +249,8 @@ class TargetEffects:
         record.retry_s = self._limits.retry
         record.retry_at = now + record.retry_s
 
-    def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation, rank: int) -> LegOpen:
-        return LegOpen(record.leg, source, rank, record.executor, record.epoch, pull.blocks, pull.cached_tokens)
+    def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation) -> LegOpen:
+        return LegOpen(record.leg, source, record.executor, record.epoch, pull.blocks, pull.cached_tokens, pull.tokens)
 
     def _note_answer(self, source: Incarnation, record: TargetRecord) -> None:
         """A source has answered something new: everything that it was asked earlier is answered, or lost."""

@@ -109,6 +109,44 @@ def handoff(
 
 
 @bench_app.command
+def plan(
+    *,
+    tokens: int = 8192,
+    layers: int = 80,
+    rounds: int = 15,
+    vllm: Path | None = None,
+    sglang: Path | None = None,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """From block lists to runs, beside the planning code of vLLM and SGLang on the same lists.
+
+    Exits with 1 when more, or less, is planned than the targets need.
+
+    Parameters
+    ----------
+    tokens
+        tokens of the request.
+    layers
+        layers of the model.
+    rounds
+        how often each plan is made; medians are shown, every round is kept.
+    vllm
+        a Python interpreter that has vLLM; without it vLLM is left out.
+    sglang
+        a Python interpreter that has SGLang; without it SGLang is left out.
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+    from kvbaton.bench.plan import PlanBench, run_plan_bench
+
+    bench = PlanBench(tokens, layers, rounds, vllm=vllm, sglang=sglang)
+    return _finish("plan", run_plan_bench(bench, _progress), bench.described(), out, json)
+
+
+@bench_app.command
 def serve(
     *,
     engine: EngineName = "embedded",

@@ -40,7 +40,9 @@ def serve(
     max_sequences: int = 64,
     threads: int | None = None,
     poison: bool = False,
+    shape: str = "tp1",
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
+    drop: Annotated[str, Parameter(show=False)] = "",
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
     trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
@@ -53,7 +55,8 @@ def serve(
     role
         prefill and decode instances hand caches over; `both` answers clients by itself.
     model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+        `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of some kind of cache:
+        `tiny-gqa2`, `-gqa4`, `-gqa6`, `-gqa8`, `-mqa`, `-mla`, `-swa`, `-mamba`, `-nsa`.
     host
         where to listen for HTTP and control messages.
     port
@@ -79,6 +82,8 @@ def serve(
         BLAS threads; all cores when not given.
     poison
         fill blocks with a pattern before they are handed over, so that a missing byte shows.
+    shape
+        into how many ranks the model is cut, each a process: `tp2`, `pp2,tp2`, ...; for the small models only.
     verbose
         log more.
     """
@@ -86,6 +91,7 @@ def serve(
     _share_cores(threads)
     from kvbaton.cli.running import run_server, set_up_logging
     from kvbaton.config import parse_limits, parse_trust
+    from kvbaton.core.topology import Shape
     from kvbaton.discovery.advertise import advertised_host, numeric_host
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
@@ -117,6 +123,8 @@ def serve(
         trust=trusted,
         handoff=handing,
         drop_writes=drop_writes,
+        shape=Shape.parse(shape),
+        drop=drop,
     )
     log = logging.getLogger("kvbaton")
     if (role == "both") == bool(router):

@@ -67,7 +67,7 @@ def up(
         show everything that the parts log.
     """
     from kvbaton.config import CLUSTER_KEY_VARIABLE, parse_trust
-    from kvbaton.engines.embedded.weights import load_model
+    from kvbaton.engines.embedded.models import find_model
     from kvbaton.errors import ConfigError
     from kvbaton.launch.fleet import Fleet
     from kvbaton.launch.local import new_cluster_key, router_part
@@ -79,7 +79,7 @@ def up(
     console = Console()
     check_port_free(host, port, "--port")
     say = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
-    served = load_model(model, progress=say).name
+    served = find_model(model, progress=say).name
     ports = PortPicker()
     discovery_port = ports.pick()
     parse_trust(None, os.environ)

@@ -35,6 +35,10 @@ def verify(
     longest_prompt: int = 1500,
     seed: int = 0,
     drop_writes: bool = False,
+    prefill_shape: str = "tp1",
+    decode_shape: str = "tp1",
+    drop: str = "",
+    decode_model: str = "",
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -53,7 +57,8 @@ def verify(
     transport
         how cache bytes travel: `local` or `tcp`.
     model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
+        `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model such as `tiny-mamba`; see
+        `kvbaton serve --help`.
     prefill
         how many prefill instances.
     decode
@@ -66,6 +71,15 @@ def verify(
         of the prompts.
     drop_writes
         the control: move no bytes, leave the poison in. Must exit with 1.
+    prefill_shape
+        how the prefill instances are cut: `tp2`, `pp2,tp2`, ...; for the small models only.
+    decode_shape
+        how the decode instances are cut.
+    drop
+        a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `latent`,
+        `full`, `layer:N` or `head:N`. Must exit with 1.
+    decode_model
+        a control: another model for the decode instances. They must refuse, with exit code 2.
     json
         print one JSON object instead of a table.
     """
@@ -89,6 +103,10 @@ def verify(
         longest_prompt=longest_prompt,
         seed=seed,
         drop_writes=drop_writes,
+        prefill_shape=prefill_shape,
+        decode_shape=decode_shape,
+        drop=drop,
+        decode_model=decode_model,
         handoff=handoff_settings(handoff),
     )
     report = _run(settings)

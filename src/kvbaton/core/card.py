@@ -7,10 +7,12 @@ import msgspec
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
-from kvbaton.core.plan import pair_layouts
-from kvbaton.errors import Incompatible
+from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.pair import pair_layouts
+from kvbaton.core.topology import Shape, instance_problem
+from kvbaton.errors import ConfigError, Incompatible
 
-__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible"]
+__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "check_layouts"]
 
 PROTOCOL = 1
 """Version of the control protocol; peers of another one are refused by name."""
@@ -54,26 +56,52 @@ class Card(msgspec.Struct, frozen=True):
     give_up_s: float
     protocol: int = PROTOCOL
 
+    @property
+    def layers(self) -> range:
+        """From the first to the last layer that any rank holds."""
+        held = [layer for rank in self.ranks for group in rank.layout.groups for layer in group.layers]
+        return range(min(held, default=0), max(held, default=-1) + 1)
 
-def check_compatible(source: Card, target: Card, *, ours: Card) -> None:
-    """Refuse a pair that cannot hand off; `ours` is the one of the two that asks, and is named first in the error."""
+
+def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
+    """Which ranks meet. Refuses a pair that cannot hand off; `ours` is the one that asks, and is named first in the error.
+
+    Shapes may differ: what counts is that each instance is whole, and that both hold the same model.
+    """
     theirs = source if ours is target else target
-    for field in ("protocol", "fingerprint", "shape"):
+    for field in ("protocol", "fingerprint"):
         if getattr(ours, field) != getattr(theirs, field):
             raise Incompatible(_NAMES.get(field, field), _shown(ours, field), _shown(theirs, field))
     if not source.hold_s > target.give_up_s:
         hold, give_up = f"hold_s {source.hold_s}", f"give_up_s {target.give_up_s}"
         here, there = (hold, give_up) if ours is source else (give_up, hold)
         raise Incompatible("source hold_s must be longer than target give_up_s; it", here, there)
-    if len(source.ranks) != len(target.ranks):
-        raise Incompatible("number of ranks", len(ours.ranks), len(theirs.ranks))
-    for source_rank, target_rank in zip(source.ranks, target.ranks, strict=True):
-        try:
-            pair_layouts(source_rank.layout, target_rank.layout)
-        except Incompatible as error:
-            if ours is target:
-                raise
-            raise Incompatible(error.field, error.theirs, error.ours) from error
+    try:
+        return check_layouts(source, target)
+    except Incompatible as error:
+        if ours is target:
+            raise
+        raise Incompatible(error.field, error.theirs, error.ours) from error
+
+
+def check_layouts(source: Card, target: Card) -> Meeting:
+    """Which ranks meet; raises Incompatible, the target's value first, for instances that are not whole or do not fit."""
+    here, there = (_instance_problem(card) for card in (target, source))
+    if here or there:
+        raise Incompatible("what the ranks hold", here or "whole", there or "whole")
+    sources, targets = ([rank.layout for rank in card.ranks] for card in (source, target))
+    meeting = arrange(sources, targets)
+    for leg in meeting.legs:
+        pair_layouts(sources[leg.source], targets[leg.target], leg.share)
+    return meeting
+
+
+def _instance_problem(card: Card) -> str:
+    try:
+        shape = Shape.parse(card.shape)
+    except ConfigError as error:
+        return str(error)
+    return instance_problem(shape, [rank.layout for rank in card.ranks])
 
 
 _NAMES = {"fingerprint": "model"}

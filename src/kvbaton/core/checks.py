@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span
-from kvbaton.core.layout import Group, Layout
-from kvbaton.core.plan import block_ids
+from kvbaton.core.layout import Group, Layout, Plane
+from kvbaton.core.pair import channel_offsets, join_runs
+from kvbaton.core.segments import Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
 __all__ = ["ONE_IN", "PIECE_TOKENS", "Pieces", "SpanSum", "Sums", "plan_pieces", "sums_problem"]
@@ -44,12 +45,21 @@ class SpanSum(msgspec.Struct, frozen=True, array_like=True):
 
 
 def plan_pieces(
-    layout: Layout, blocks: BlockLists, key: HandoffKey, span: Span, cached_tokens: int, integrity: Integrity
+    layout: Layout,
+    blocks: BlockLists,
+    key: HandoffKey,
+    span: Span,
+    cached_tokens: int,
+    integrity: Integrity,
+    total_tokens: int | None = None,
 ) -> Pieces:
-    """The pieces of this rank's region that are summed for `span`; raises RangeError for what does not exist."""
+    """The pieces of this rank's region that are summed for `span`; raises RangeError for what does not exist.
+
+    `total_tokens` is the length of the whole sequence, the end of the span unless told.
+    """
     if len(blocks) != len(layout.groups):
         raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(layout.groups)}")
-    first = max(span.first_token, cached_tokens)
+    first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
     wanted = range(span.first_layer, span.end_layer)
     held = sorted(
         (layer, number, index)
@@ -57,21 +67,74 @@ def plan_pieces(
         for index, layer in enumerate(group.layers)
         if layer in wanted
     )
-    if integrity is Integrity.OFF or first >= span.end_token or not held:
+    if integrity is Integrity.OFF or not held:
         return np.empty((0, 2), np.int64)
-    ids = {number: _ids(layout.groups[number], blocks[number], first, span.end_token) for _, number, _ in held}
-    parts = []
-    for layer, number, index in held:
-        group = layout.groups[number]
-        low, high = group.reach(first, span.end_token)
-        seed = f"{key} {span.number} {layer}"
-        ranges = (np.array([low]), np.array([high])) if integrity is Integrity.FULL else _sampled(seed, low, high)
-        parts.append(_over_planes(group, index, _in_plane(group, ids[number], low // group.block_tokens, *ranges)))
+    parts = [
+        _layer_pieces(layout.groups[number], index, blocks[number], (first, span.end_token, total), seed)
+        for layer, number, index in held
+        for seed in [f"{key} {span.number} {layer}" if integrity is Integrity.SAMPLED else ""]
+    ]
     return np.concatenate(parts)
 
 
-def _ids(group: Group, ids: tuple[int, ...], first: int, end: int) -> npt.NDArray[np.int64]:
-    return block_ids("own", group, ids, first // group.block_tokens, -(-end // group.block_tokens))
+def _layer_pieces(group: Group, layer: int, ids: tuple[int, ...], tokens: tuple[int, int, int], seed: str) -> Pieces:
+    """Pieces of all planes of one layer; sampled with a `seed`."""
+    first, end = group.needed(*tokens)
+    if group.is_state:
+        rows, spread = _state_rows(group, ids) if tokens[1] == tokens[2] else _NO_ROWS, True
+    elif first >= end:
+        return np.empty((0, 2), np.int64)
+    else:
+        check_list("own", group, ids, tokens[1], tokens[2])
+        starts, ends = _sampled(seed, first, end) if seed else (np.array([first]), np.array([end]))
+        rows, spread = _token_rows(group, ids, starts, ends, tokens[2]), False
+    return np.concatenate([_plane_pieces(plane, layer, rows, spread) for plane in group.planes if plane.head_count])
+
+
+_Rows = tuple[Places, npt.NDArray[np.int64]]
+_NO_ROWS: _Rows = (Places(*(np.empty(0, np.int64),) * 3), np.empty(0, np.int64))
+
+
+def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
+    zero = np.zeros(1, np.int64)
+    return Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1
+
+
+def _token_rows(
+    group: Group, ids: tuple[int, ...], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int
+) -> _Rows:
+    """Where stretches of tokens lie, cut at the edges of pages, and how many tokens each has."""
+    if group.tokens.size > 1:
+        own = segments_of(group, group, int(starts[0]), int(ends[-1]), total)
+        return block_places("own", group, ids, own.source), own.counts
+    size = group.page_tokens
+    owner, page = _spread(starts // size, -(-ends // size))
+    low, high = np.maximum(starts[owner], page * size), np.minimum(ends[owner], (page + 1) * size)
+    return block_places("own", group, ids, low), high - low
+
+
+def _plane_pieces(plane: Plane, layer: int, rows: _Rows, is_state: bool) -> Pieces:
+    places, counts = rows
+    at = places.blocks * plane.block_stride + places.pages * plane.page_stride + places.tokens * plane.token_stride
+    at = at + plane.layer_offsets[layer]
+    pieces = _token_pieces(plane)
+    if len(pieces) == 1 and pieces[0, 1] == plane.token_stride and not is_state:
+        return np.stack([at + pieces[0, 0], counts * plane.token_stride], axis=1)
+    owner, token = _spread(np.zeros_like(counts), counts)
+    offsets = (at[owner] + token * plane.token_stride)[:, None] + pieces[:, 0]
+    return np.stack([offsets.reshape(-1), np.tile(pieces[:, 1], len(owner))], axis=1)
+
+
+def _token_pieces(plane: Plane) -> Pieces:
+    """(offset, bytes) of one token: heads by their number in the model, then channels."""
+    channels = np.zeros(1, np.int64) if plane.is_channel_contiguous else channel_offsets(plane)
+    starts = np.cumsum([0, *(each.count for each in plane.heads)])
+    order = sorted(range(len(plane.heads)), key=lambda index: plane.heads[index].start)
+    heads = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
+    offsets = (heads[:, None] * plane.head_stride + channels).reshape(-1)
+    sizes = np.full(len(offsets), plane.head_bytes // len(channels), np.int64)
+    joined = join_runs(np.stack([offsets, offsets, sizes], axis=1))
+    return joined[:, 1:]
 
 
 def _sampled(seed: str, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -82,39 +145,12 @@ def _sampled(seed: str, first: int, end: int) -> tuple[npt.NDArray[np.int64], np
     return np.maximum(starts, first), np.minimum(starts + PIECE_TOKENS, end)
 
 
-def _in_plane(
-    group: Group,
-    ids: npt.NDArray[np.int64],
-    first_block: int,
-    starts: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-) -> Pieces:
-    """Pieces within one plane of one layer: one per block of each range of tokens, or per head where heads lie apart."""
-    size = group.block_tokens
-    owner, block = _spread(starts // size, -(-ends // size))
-    low = np.maximum(starts[owner], block * size)
-    high = np.minimum(ends[owner], (block + 1) * size)
-    at = ids[block - first_block] * group.block_stride - block * size * group.token_stride
-    if group.is_token_contiguous:
-        return np.stack([at + low * group.token_stride, (high - low) * group.token_bytes], axis=1)
-    piece, token = _spread(low, high)
-    heads = np.arange(group.heads, dtype=np.int64) * group.head_stride
-    offsets = ((at[piece] + token * group.token_stride)[:, None] + heads).reshape(-1)
-    return np.stack([offsets, np.full(len(offsets), group.head_bytes, np.int64)], axis=1)
-
-
 def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Every number from each of `firsts` up to its end, with the index of the range it came from."""
     counts = ends - firsts
     owner = np.repeat(np.arange(len(firsts)), counts)
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     return owner, firsts[owner] + within
-
-
-def _over_planes(group: Group, layer: int, in_plane: Pieces) -> Pieces:
-    bases = np.zeros((group.planes, 1, 2), np.int64)
-    bases[:, 0, 0] = group.layer_offsets[layer] + np.arange(group.planes) * group.plane_stride
-    return (bases + in_plane[None]).reshape(-1, 2)
 
 
 def sums_problem(spans: Iterable[Span], ranks: Iterable[int], ours: Sums, theirs: Sums) -> str:

@@ -1,85 +1,240 @@
-"""What a rank's cache memory looks like: groups of layers, their blocks, and where each byte of them lies."""
+"""What a rank's cache memory looks like: groups of layers, their blocks, and where each byte of them lies.
+
+A group is a block table: layers that get the same blocks. A plane is one tensor per layer of a group: the keys, the values, a
+latent, the scales of an index, a Mamba state. Every engine's memory is described by the strides of its planes alone, so that
+no axis order, padding or nesting is a special case; `docs/layouts.md` has pictures.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-__all__ = ["Group", "Layout"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-_MAX_REGION_BYTES = 1 << 62
+__all__ = [
+    "CONV",
+    "FULL",
+    "INDEX",
+    "LATENT",
+    "MAX_REGION_BYTES",
+    "SLIDING",
+    "SSM",
+    "Axis",
+    "Group",
+    "HeadRange",
+    "Layout",
+    "Plane",
+    "TokenSplit",
+    "numbers_text",
+    "uniform_group",
+]
+
+MAX_REGION_BYTES = 1 << 62
+"""Offsets are counted in 64 bits; no region may be larger."""
+
+FULL = "full"
+"""Keys and values of every token."""
+SLIDING = "sliding"
+"""Keys and values of the last tokens."""
+LATENT = "latent"
+"""The compressed keys and values of multi-head latent attention."""
+INDEX = "index"
+"""Index keys of sparse attention."""
+CONV = "conv"
+"""State of a Mamba convolution."""
+SSM = "ssm"
+"""State of a Mamba state space model."""
+
+
+class Axis(msgspec.Struct, frozen=True, array_like=True):
+    """So many elements, each so many bytes after the one before."""
+
+    count: int
+    stride: int
+
+
+class HeadRange(msgspec.Struct, frozen=True, array_like=True):
+    """`count` of the model's heads (or channels, where those are shared out), from `start` on."""
+
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The first head after these."""
+        return self.start + self.count
+
+
+class TokenSplit(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens of a sequence rank `rank` of `size` context-parallel ranks holds.
+
+    With `interleave`, ranks take turns of so many tokens. Without, each holds one stretch of whole blocks, as even as can be,
+    the first ranks one block more.
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave: int = 0
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One tensor per layer. All strides and offsets are bytes; offsets count from the start of the registered region.
+
+    The element of (layer, block, token, head, channel) lies at `layer_offsets[layer] + block*block_stride +
+    token//page_tokens*page_stride + token%page_tokens*token_stride + head*head_stride` plus the channel's place in `channels`,
+    with `layer` counted within the group's layers and `head` within the `heads` that this rank holds, range after range.
+    `channels` are the axes of one head, outermost first; nearly always one axis without gaps.
+    """
+
+    name: str
+    dtype: str
+    element_bytes: int
+    heads: tuple[HeadRange, ...]
+    total_heads: int
+    channels: tuple[Axis, ...]
+    layer_offsets: tuple[int, ...]
+    block_stride: int
+    page_stride: int
+    token_stride: int
+    head_stride: int
+
+    @property
+    def head_count(self) -> int:
+        """How many heads this rank holds."""
+        return sum(each.count for each in self.heads)
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head of one token."""
+        return math.prod(axis.count for axis in self.channels)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token."""
+        return self.head_size * self.element_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer, all heads of this rank."""
+        return self.head_count * self.head_bytes
+
+    @property
+    def is_channel_contiguous(self) -> bool:
+        """Whether the elements of a head lie side by side."""
+        return _is_dense([axis for axis in self.channels if axis.count > 1], self.element_bytes)
+
+    @property
+    def is_token_contiguous(self) -> bool:
+        """Whether the tokens of a page lie side by side, so that any span of them is one run."""
+        heads_packed = self.head_count == 1 or self.head_stride == self.head_bytes
+        return heads_packed and self.is_channel_contiguous and self.token_stride == self.token_bytes
+
+    def alike(self, other: Plane) -> bool:
+        """Whether both have the same strides and heads, whatever they hold and wherever they lie."""
+        names = ("element_bytes", "heads", "channels", "block_stride", "page_stride", "token_stride", "head_stride")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table. All strides and offsets are bytes from the start of the registered region.
+    """Layers that share one block table.
 
-    The byte of (layer, plane, block, token, head) lies at
-    `layer_offsets[layer] + plane*plane_stride + block*block_stride + token*token_stride + head*head_stride`,
-    with `layer` counted within `layers` and `head` within the `heads` that this rank holds. Layers may lie anywhere.
+    A block holds `block_tokens` tokens, in kernel pages of `page_tokens` each; with 0 it holds the state of a whole request,
+    and each request has one. Only the last `window` tokens of a sequence are of use, or all with 0.
     With `whole_blocks` only the engine knows what lies where inside a block, so blocks are never moved in part; the strides
     then say no more than which bytes a block has.
     """
 
     kind: str
     layers: tuple[int, ...]
-    planes: int
     blocks: int
     block_tokens: int
-    head_start: int
-    heads: int
-    total_heads: int
-    head_size: int
-    dtype: str
-    element_bytes: int
-    layer_offsets: tuple[int, ...]
-    plane_stride: int
-    block_stride: int
-    token_stride: int
-    head_stride: int
+    page_tokens: int
+    planes: tuple[Plane, ...]
+    window: int = 0
+    tokens: TokenSplit = TokenSplit()
     whole_blocks: bool = False
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of one head of one token in one plane."""
-        return self.head_size * self.element_bytes
+    def is_state(self) -> bool:
+        """Whether a block holds the state of a request, whatever its length."""
+        return self.block_tokens == 0
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one plane of one layer, all heads of this rank."""
-        return self.heads * self.head_bytes
+        """Bytes of one token (or state) in one layer, all planes and heads of this rank."""
+        return sum(plane.token_bytes for plane in self.planes)
 
-    @property
-    def is_token_contiguous(self) -> bool:
-        """Whether the tokens of a block lie side by side, so that any span of them is one run."""
-        heads_packed = self.heads == 1 or self.head_stride == self.head_bytes
-        return heads_packed and self.token_stride == self.token_bytes
-
-    @property
-    def is_head_contiguous(self) -> bool:
-        """Whether the tokens of one head of a block lie side by side."""
-        return self.token_stride == self.head_bytes
-
-    def reach(self, first_token: int, end_token: int) -> tuple[int, int]:
-        """The tokens that have to be moved so that these are: up to the edges of their blocks where those are moved whole."""
-        size = self.block_tokens if self.whole_blocks else 1
+    def needed(self, first_token: int, end_token: int, total_tokens: int) -> tuple[int, int]:
+        """Which of these tokens have to be moved: those in the window, up to the edges of blocks that are moved whole."""
+        if self.window:
+            first_token = max(first_token, total_tokens - self.window)
+        if first_token >= end_token:
+            return end_token, end_token
+        turns = self.tokens.size if self.tokens.interleave else 1
+        size = self.block_tokens * turns if self.whole_blocks else 1
         return first_token // size * size, -(-end_token // size) * size
 
     @property
     def end(self) -> int:
         """First byte after the last one of this group, strides being positive."""
-        counts = (self.planes, self.blocks, self.block_tokens, self.heads)
-        reach = sum((count - 1) * stride for count, stride in zip(counts, self._strides, strict=True))
-        return max(self.layer_offsets, default=0) + reach + self.head_bytes
+        return max((self._plane_end(plane) for plane in self.planes), default=0)
 
-    def is_within(self, region_bytes: int) -> bool:
-        """Whether every byte of this group lies in a region of that size, and offsets in it can be counted in 64 bits."""
-        is_countable = min(self.layer_offsets, default=0) >= 0 and min(self._strides) >= 0
-        return is_countable and max(self._strides) <= _MAX_REGION_BYTES and self.end <= min(region_bytes, _MAX_REGION_BYTES)
+    def axes(self, plane: Plane) -> tuple[Axis, ...]:
+        """Every axis of one layer of a plane."""
+        pages, page = (self.block_tokens // self.page_tokens, self.page_tokens) if not self.is_state else (1, 1)
+        return (
+            Axis(self.blocks, plane.block_stride),
+            Axis(pages, plane.page_stride),
+            Axis(page, plane.token_stride),
+            Axis(plane.head_count, plane.head_stride),
+            *plane.channels,
+        )
 
-    @property
-    def _strides(self) -> tuple[int, ...]:
-        return self.plane_stride, self.block_stride, self.token_stride, self.head_stride
+    def _plane_end(self, plane: Plane) -> int:
+        if not (plane.head_count and plane.layer_offsets):
+            return 0
+        reach = sum((axis.count - 1) * axis.stride for axis in self.axes(plane))
+        return max(plane.layer_offsets) + reach + plane.element_bytes
+
+    def problem(self, region_bytes: int) -> str:
+        """What is wrong with this description of a part of a region of that size; empty when nothing is."""
+        return (
+            self._size_problem()
+            or next(filter(None, (self._plane_problem(plane) for plane in self.planes)), "")
+            or ("" if self.end <= min(region_bytes, MAX_REGION_BYTES) else f"bytes up to {self.end} of {region_bytes}")
+        )
+
+    def _size_problem(self) -> str:
+        if self.blocks < 0 or self.block_tokens < 0 or self.window < 0:
+            return f"{self.blocks} blocks of {self.block_tokens} tokens, window {self.window}"
+        if not self.is_state and (self.page_tokens < 1 or self.block_tokens % self.page_tokens):
+            return f"pages of {self.page_tokens} tokens in blocks of {self.block_tokens}"
+        split = self.tokens
+        if not (0 <= split.rank < split.size and split.interleave >= 0):
+            return f"token split {split.rank} of {split.size} by {split.interleave}"
+        if len(set(self.layers)) < len(self.layers):
+            return f"a layer twice in {numbers_text(self.layers)}"
+        return ""
+
+    def _plane_problem(self, plane: Plane) -> str:
+        if len(plane.layer_offsets) != len(self.layers):
+            return f"{plane.name}: layer_offsets {len(plane.layer_offsets)} for {len(self.layers)} layers"
+        if plane.element_bytes < 1 or plane.head_size < 1 or min(axis.count for axis in self.axes(plane)) < 0:
+            return f"{plane.name}: {plane.head_count} heads of {plane.head_size} elements of {plane.element_bytes} bytes"
+        if problem := _ranges_problem(plane.heads, plane.total_heads):
+            return f"{plane.name}: {problem}"
+        if min(plane.layer_offsets, default=0) < 0:
+            return f"{plane.name}: layer_offsets from {min(plane.layer_offsets)}"
+        return (
+            "" if _is_nested(self.axes(plane), plane.element_bytes) else f"{plane.name}: strides that overlap or are negative"
+        )
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -91,3 +246,137 @@ class Layout(msgspec.Struct, frozen=True):
     def fingerprint(self) -> str:
         """Short digest of everything in this layout; equal layouts have equal digests."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The global indices of all layers, in order, each once."""
+        return tuple(sorted({layer for group in self.groups for layer in group.layers}))
+
+    def problem(self) -> str:
+        """What is wrong with this description, with the number of the group; empty when nothing is."""
+        if self.region_bytes < 0:
+            return f"region_bytes {self.region_bytes}"
+        for index, group in enumerate(self.groups):
+            if problem := group.problem(self.region_bytes):
+                return f"group {index}: {problem}"
+        return ""
+
+    def describe(self) -> str:
+        """The whole layout in a few lines, for people."""
+        head = f"{self.region_bytes} bytes in {len(self.groups)} groups, fingerprint {self.fingerprint()}"
+        return "\n".join([head, *(line for index, group in enumerate(self.groups) for line in _describe(index, group))])
+
+
+def _describe(index: int, group: Group) -> Iterable[str]:
+    size = "state, one block per request" if group.is_state else f"{group.block_tokens} tokens"
+    extras = [
+        f"pages of {group.page_tokens} tokens" if group.page_tokens != group.block_tokens else "",
+        f"window of {group.window} tokens" if group.window else "",
+        _describe_split(group.tokens) if group.tokens.size > 1 else "",
+        "moved whole" if group.whole_blocks else "",
+    ]
+    kind = f"  group {index} {group.kind}: layers {numbers_text(group.layers)}, {group.blocks} blocks of {size}"
+    yield ", ".join([kind, *filter(None, extras)])
+    for plane in group.planes:
+        heads = " + ".join(numbers_text(range(each.start, each.end)) for each in plane.heads) or "none"
+        yield f"    {plane.name}: {plane.dtype}, heads {heads} of {plane.total_heads}, {plane.head_size} elements each"
+        channels = " x ".join(f"{axis.count} by {axis.stride}" for axis in plane.channels)
+        yield (
+            f"      bytes from block to block {plane.block_stride}, page {plane.page_stride}, token {plane.token_stride}, "
+            f"head {plane.head_stride}; elements {channels}; layers at {numbers_text(plane.layer_offsets)}"
+        )
+
+
+def _describe_split(split: TokenSplit) -> str:
+    how = f"turns of {split.interleave} tokens" if split.interleave else "one stretch each"
+    return f"tokens of rank {split.rank} of {split.size}, {how}"
+
+
+def numbers_text(values: Sequence[int]) -> str:
+    """`0-3` for neighbours, `0, 64 .. 448` for equal steps, else the numbers, or how many there are."""
+    if len(values) < 3:
+        return ", ".join(map(str, values)) or "none"
+    steps = {after - before for before, after in itertools.pairwise(values)}
+    if steps == {1}:
+        return f"{values[0]}-{values[-1]}"
+    if len(steps) == 1:
+        return f"{values[0]}, {values[1]} .. {values[-1]}"
+    return ", ".join(map(str, values)) if len(values) <= 8 else f"{values[0]}, {values[1]} and {len(values) - 2} others"
+
+
+def _ranges_problem(ranges: tuple[HeadRange, ...], total: int) -> str:
+    ordered = sorted((each.start, each.end) for each in ranges)
+    for (_, end), (start, _) in itertools.pairwise(ordered):
+        if start < end:
+            return f"head {start} twice"
+    if any(each.count < 0 for each in ranges) or (ordered and not (ordered[0][0] >= 0 and ordered[-1][1] <= total)):
+        return f"heads {[tuple(pair) for pair in ordered]} of {total}"
+    return ""
+
+
+def _is_dense(axes: Sequence[Axis], element_bytes: int) -> bool:
+    step = element_bytes
+    for axis in reversed(axes):
+        if axis.stride != step:
+            return False
+        step *= axis.count
+    return True
+
+
+def _is_nested(axes: Iterable[Axis], element_bytes: int) -> bool:
+    """Whether each axis steps over all that lies within it, so that no two elements share a byte."""
+    extent = element_bytes
+    for axis in sorted((axis for axis in axes if axis.count > 1), key=lambda axis: axis.stride):
+        if axis.stride < extent or axis.stride > MAX_REGION_BYTES or axis.count > MAX_REGION_BYTES:
+            return False
+        extent += (axis.count - 1) * axis.stride
+    return True
+
+
+def uniform_group(
+    *,
+    kind: str,
+    layers: tuple[int, ...],
+    planes: int,
+    blocks: int,
+    block_tokens: int,
+    head_start: int,
+    heads: int,
+    total_heads: int,
+    head_size: int,
+    dtype: str,
+    element_bytes: int,
+    layer_offsets: tuple[int, ...],
+    plane_stride: int,
+    block_stride: int,
+    token_stride: int,
+    head_stride: int,
+    whole_blocks: bool = False,
+) -> Group:
+    """A group whose planes (keys and values, or both in one) look alike and lie `plane_stride` bytes apart."""
+    names = ("k", "v") if planes == 2 else ("kv",) if planes == 1 else tuple(f"plane{index}" for index in range(planes))
+    each = tuple(
+        Plane(
+            name=name,
+            dtype=dtype,
+            element_bytes=element_bytes,
+            heads=(HeadRange(head_start, heads),),
+            total_heads=total_heads,
+            channels=(Axis(head_size, element_bytes),),
+            layer_offsets=tuple(offset + index * plane_stride for offset in layer_offsets),
+            block_stride=block_stride,
+            page_stride=0,
+            token_stride=token_stride,
+            head_stride=head_stride,
+        )
+        for index, name in enumerate(names)
+    )
+    return Group(
+        kind=kind,
+        layers=layers,
+        blocks=blocks,
+        block_tokens=block_tokens,
+        page_tokens=block_tokens,
+        planes=each,
+        whole_blocks=whole_blocks,
+    )

@@ -79,7 +79,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
     `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
     source that is to write. `integrity` is how much of it the source is to sum, `aux_way` how
-    the aux record is to travel.
+    the aux record is to travel. `tokens` is the length of the whole sequence, 0 where that is not said.
     """
 
     key: HandoffKey
@@ -92,6 +92,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     cached_tokens: Number
     integrity: Integrity = Integrity.OFF
     aux_way: AuxWay = AuxWay.CONTROL
+    tokens: Number = 0
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):

@@ -36,6 +36,8 @@ class InstanceOptions:
     """Lets the instances of this set-up know each other; travels in the environment, because everybody can read commands."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
     """How the instances hand over."""
+    shape: str = "tp1"
+    """How the instances are cut."""
 
 
 def kvbaton_command(*arguments: str) -> list[str]:
@@ -61,17 +63,27 @@ def instance_part(
         command += ["--router", router]
     for setting, value in msgspec.structs.asdict(options.handoff).items():
         command += [f"--{setting.replace('_', '-')}", value]
-    command += options.extra
+    command += [*options.extra, *(("--shape", options.shape) if options.shape != "tp1" else ())]
     url = f"http://127.0.0.1:{port}"
     environment = core_share(options.engines) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
     return Part(name, command, f"{url}/health", environment), url
 
 
-def pair_parts(prefill: int, decode: int, options: InstanceOptions, ports: PortPicker, discovery_port: int) -> list[Part]:
-    """`prefill` prefill and `decode` decode instances that register with the router at `discovery_port`."""
+def pair_parts(
+    prefill: int,
+    decode: int,
+    options: InstanceOptions,
+    ports: PortPicker,
+    discovery_port: int,
+    decode_options: InstanceOptions | None = None,
+) -> list[Part]:
+    """`prefill` prefill and `decode` decode instances that register with the router at `discovery_port`.
+
+    Decode instances have options of their own where those are given.
+    """
     routers = [f"127.0.0.1:{discovery_port}"]
     return [
-        instance_part(f"{role}-{index}", role, options, ports, routers)[0]
-        for role, count in (("prefill", prefill), ("decode", decode))
+        instance_part(f"{role}-{index}", role, own, ports, routers)[0]
+        for role, count, own in (("prefill", prefill, options), ("decode", decode, decode_options or options))
         for index in range(count)
     ]

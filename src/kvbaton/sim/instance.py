@@ -188,6 +188,7 @@ class SimInstance:
                 patience_s=cluster.limits.transfer_timeout,
                 memory=transport.memory,
                 unfenced_writes=cluster.unfenced_writes,
+                instance=(layout,) * shape.ranks,
             )
             for rank, transport in enumerate(self.transports)
         ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import Pieces
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.sim.world import World
 
 __all__ = ["FREED", "POISON", "BlockPool", "Cell", "RankMemory", "make_layout"]
@@ -38,7 +38,7 @@ FREED = Cell("freed", -1, -1, -1, -1)
 
 def make_layout(blocks: int, layers: int) -> Layout:
     """A layout in which one byte is one cell and one block is one token."""
-    group = Group(
+    group = uniform_group(
         kind="full",
         layers=tuple(range(layers)),
         planes=1,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvbaton.transport.base import (
     LateWrites,
     PeerRank,
     Region,
+    Runs,
     Ticket,
     Transport,
 )
@@ -34,6 +36,7 @@ class Faults:
     """What goes wrong.
 
     drop_writes: success is reported, nothing is moved
+    drop:        success is reported, and only what this leaves of the runs is moved
     refuse_posts: so many posts are refused, as if the queue were full
     fail_after:  so many more batches go well, every later one completes with an error (None: all go well)
     corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out
@@ -42,6 +45,7 @@ class Faults:
     """
 
     drop_writes: bool = False
+    drop: Callable[[Runs], Runs] | None = None
     refuse_posts: int = 0
     fail_after: int | None = None
     corrupt: bool = False
@@ -157,6 +161,8 @@ class FaultyTransport:
         faults, batch = posted.faults, posted.batch
         if faults.drop_writes or faults.stall or faults.fail_after == 0:
             batch = replace(batch, runs=np.empty((0, 3), np.uint64))
+        elif faults.drop is not None:
+            batch = replace(batch, runs=faults.drop(batch.runs))
         inner_ticket = self._inner.post(batch, _later(after, faults))
         self._posted[inner_ticket] = posted
         self._inner_tickets[posted.ticket] = inner_ticket

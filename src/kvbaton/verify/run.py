@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import aiohttp
 import msgspec
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
-from kvbaton.engines.embedded.weights import LoadedModel, load_model
-from kvbaton.errors import PeerError
+from kvbaton.core.topology import Shape
+from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.seams import EngineModel
+from kvbaton.engines.embedded.shaped.drops import check_drop
+from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
+from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, router_part
 from kvbaton.launch.ports import PortPicker
@@ -19,6 +23,7 @@ from kvbaton.launch.vllm import MAX_MODEL_TOKENS, vllm_pair_parts, vllm_part
 from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.verify.client import Reply, ask
 from kvbaton.verify.compare import compare
+from kvbaton.verify.fit import check_fit
 from kvbaton.verify.report import Report, RequestRow, make_report
 from kvbaton.verify.workload import make_prompts
 
@@ -26,6 +31,7 @@ __all__ = ["VerifySettings", "run_verify"]
 
 _HEALTHY_WITHIN_S = {"embedded": 180.0, "vllm": 900.0}
 _REQUEST_S = 900.0
+_REFUSAL = "incompatible peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,11 @@ class VerifySettings:
     longest_prompt: int = 1500
     seed: int = 0
     drop_writes: bool = False
+    prefill_shape: str = "tp1"
+    decode_shape: str = "tp1"
+    drop: str = ""
+    decode_model: str = ""
+    """Another model for the decode instances, which must then refuse; that of the others when empty."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
 
     @property
@@ -65,7 +76,8 @@ class _Servers:
 
 def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
-    loaded = load_model(settings.model, progress=say)
+    loaded = find_model(settings.model, progress=say)
+    _check_shapes(settings, loaded)
     context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)
     longest = min(settings.longest_prompt, context - settings.max_tokens)
     if longest < settings.longest_prompt:
@@ -76,10 +88,28 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
         servers = _start(fleet, settings, loaded, say)
         say(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+    _check_not_refused(rows)
     return make_report(settings.shown(), rows)
 
 
-def _start(fleet: Fleet, settings: VerifySettings, loaded: LoadedModel, say: Callable[[str], None]) -> _Servers:
+def _check_shapes(settings: VerifySettings, loaded: EngineModel) -> None:
+    """Raise ConfigError or Incompatible for models that cannot be cut as asked or do not fit, before anything is started."""
+    check_drop(settings.drop)
+    shapes = Shape.parse(settings.prefill_shape), Shape.parse(settings.decode_shape)
+    if isinstance(loaded, LoadedShaped):
+        decodes = load_shaped(settings.decode_model) if settings.decode_model else loaded
+        check_fit(loaded, shapes[0], decodes, shapes[1])
+    elif shapes != (Shape(), Shape()) or settings.decode_model:
+        raise ConfigError(f"model {settings.model} cannot be cut into shapes; use a small model such as tiny-gqa8")
+
+
+def _check_not_refused(rows: list[RequestRow]) -> None:
+    """Raise PeerRefused when the two instances do not fit together: then nothing was compared."""
+    if rows and all(row.verdict == "failed" and _REFUSAL in row.detail for row in rows):
+        raise PeerRefused(f"nothing was handed off: {rows[0].detail}")
+
+
+def _start(fleet: Fleet, settings: VerifySettings, loaded: EngineModel, say: Callable[[str], None]) -> _Servers:
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     make = _vllm_parts if settings.engine == "vllm" else _embedded_parts
@@ -92,17 +122,19 @@ def _start(fleet: Fleet, settings: VerifySettings, loaded: LoadedModel, say: Cal
 
 
 def _embedded_parts(
-    settings: VerifySettings, loaded: LoadedModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
+    settings: VerifySettings, loaded: EngineModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
 ) -> tuple[list[Part], str]:
     del loaded, say
-    extra = ("--poison", "--drop-writes") if settings.drop_writes else ("--poison",)
-    options = InstanceOptions(settings.model, settings.transport, settings.engines, extra, handoff=settings.handoff)
+    extra = ["--poison"] + ["--drop-writes"] * settings.drop_writes + (["--drop", settings.drop] if settings.drop else [])
+    options = InstanceOptions(settings.model, settings.transport, settings.engines, tuple(extra), handoff=settings.handoff)
     single, single_url = instance_part("single", "both", options, ports)
-    return [*pair_parts(settings.prefill, settings.decode, options, ports, discovery_port), single], single_url
+    prefill = replace(options, shape=settings.prefill_shape)
+    decode = replace(options, shape=settings.decode_shape, model=settings.decode_model or settings.model)
+    return [*pair_parts(settings.prefill, settings.decode, prefill, ports, discovery_port, decode), single], single_url
 
 
 def _vllm_parts(
-    settings: VerifySettings, loaded: LoadedModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
+    settings: VerifySettings, loaded: EngineModel, ports: PortPicker, discovery_port: int, say: Callable[[str], None]
 ) -> tuple[list[Part], str]:
     extra = {"poison": True, "drop_writes": settings.drop_writes}
     options = ready_vllm(settings.model, loaded.name, settings.transport, settings.engines, settings.handoff, say, extra)

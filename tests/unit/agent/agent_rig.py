@@ -28,7 +28,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Span, TransferId
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.core.messages import Message, decode, encode
 from kvbaton.core.timeline import Side
 
@@ -46,7 +46,7 @@ def key_of(name: str) -> HandoffKey:
 
 def layout_of_tokens(layers: int = 1, blocks: int = 16) -> Layout:
     """A layout with one token per block and one byte per token and layer."""
-    group = Group(
+    group = uniform_group(
         kind="full",
         layers=tuple(range(layers)),
         planes=1,

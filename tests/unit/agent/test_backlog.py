@@ -127,7 +127,7 @@ class Ranks:
 
     def move(self, name: str, *spans: Span) -> LegId:
         leg = LegId(key_of(name), 1, 1)
-        self.agent.open_leg(LegOpen(leg, Incarnation("source"), 0, Executor.TARGET_READS, 1, ((8, 2, 5, 11),), 0))
+        self.agent.open_leg(LegOpen(leg, Incarnation("source"), Executor.TARGET_READS, 1, ((8, 2, 5, 11),), 0))
         self.agent.move(leg, ((3, 9, 4, 1),), spans)
         return leg
 

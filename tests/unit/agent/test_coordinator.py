@@ -106,9 +106,9 @@ def test_a_leg_report_is_late_on_no_side_when_it_belongs_to_one() -> None:
     [
         ({"fingerprint": "beef"}, "tiny (f00d)", "tiny (beef)"),
         ({"protocol": 9}, "1", "9"),
-        ({"shape": "pp2"}, "tp2", "pp2"),
+        ({"shape": "pp2"}, "'whole'", "stages 0 and 1 are the same"),
         ({"hold_s": 5.0}, "give_up_s 30.0", "hold_s 5.0"),
-        ({"ranks": card_of("x").ranks}, "2", "1"),
+        ({"ranks": card_of("x").ranks}, "'whole'", "1 ranks where shape tp2 has 2"),
     ],
 )
 def test_a_card_that_does_not_fit_is_refused_with_both_values_on_both_sides(

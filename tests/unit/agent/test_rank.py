@@ -40,7 +40,7 @@ SOURCE_BLOCKS = ((3, 9, 4, 1),)
 TARGET_BLOCKS = ((8, 2, 5, 11),)
 LEG = LegId(key_of("k"), 1, 1)
 PEER = Incarnation("source")
-START = LegOpen(LEG, PEER, 0, Executor.TARGET_READS, 1, TARGET_BLOCKS, 0)
+START = LegOpen(LEG, PEER, Executor.TARGET_READS, 1, TARGET_BLOCKS, 0)
 WHOLE = Span(0, 0, 4, 0, LAYERS)
 
 ReportT = TypeVar("ReportT", bound=RankReport)
@@ -105,14 +105,14 @@ def test_a_span_arrives_where_it_belongs_and_nowhere_else(rig: Rig) -> None:
 
 
 def test_what_the_target_has_cached_is_not_moved(rig: Rig) -> None:
-    rig.agent.open_leg(LegOpen(LEG, PEER, 0, Executor.TARGET_READS, 1, TARGET_BLOCKS, 3))
+    rig.agent.open_leg(LegOpen(LEG, PEER, Executor.TARGET_READS, 1, TARGET_BLOCKS, 3))
     rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
     assert rig.wait_for(LegMoved).bytes_moved == LAYERS
     assert np.array_equal(rig.memory, rig.expected(range(3, 4), range(LAYERS)))
 
 
 def test_a_span_that_is_cached_altogether_is_moved_at_once(rig: Rig) -> None:
-    rig.agent.open_leg(LegOpen(LEG, PEER, 0, Executor.TARGET_READS, 1, TARGET_BLOCKS, 4))
+    rig.agent.open_leg(LegOpen(LEG, PEER, Executor.TARGET_READS, 1, TARGET_BLOCKS, 4))
     rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
     assert rig.reports == [LegMoved(LEG, 0, 0, 0, 0)]
     assert np.all(rig.memory == POISON)
@@ -292,7 +292,7 @@ def test_peers_write_only_where_they_can_be_fenced_or_somebody_asked_for_it(
 def test_a_source_that_writes_posts_the_same_runs_the_other_way_under_the_epoch_of_the_grant() -> None:
     transport = Fencing(LateWrites.REVOCABLE, BOTH)
     agent, _ = scripted(transport)
-    agent.open_leg(LegOpen(LEG, PEER, 0, Executor.SOURCE_WRITES, 5, TARGET_BLOCKS, 0))
+    agent.open_leg(LegOpen(LEG, PEER, Executor.SOURCE_WRITES, 5, TARGET_BLOCKS, 0))
     agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 1, 0, 1),))
     (batch,) = transport.posted.values()
     assert (batch.direction, batch.epoch, batch.peer) == (Direction.WRITE, 5, PeerRank(PEER, 0))

@@ -13,7 +13,7 @@ from kvbaton.agent.ports import LegId, LegSummed, SumAsk
 from kvbaton.agent.summing import RegionMemory, Summer
 from kvbaton.core.checks import Pieces
 from kvbaton.core.handoff import BlockLists, Integrity, Span
-from kvbaton.core.layout import Layout
+from kvbaton.core.layout import Axis, Layout
 from kvbaton.core.timeline import Side
 
 BLOCKS = 16
@@ -59,8 +59,9 @@ def test_a_span_is_summed_over_its_blocks_in_order() -> None:
 def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
     rows, mib = 64, 1 << 20
     (group,) = layout_of_tokens(1, rows).groups
-    names = ("head_size", "block_stride", "token_stride", "head_stride")
-    wide = msgspec.structs.replace(group, **dict.fromkeys(names, mib), plane_stride=rows * mib)
+    names = ("block_stride", "token_stride", "head_stride")
+    plane = msgspec.structs.replace(group.planes[0], channels=(Axis(mib, 1),), **dict.fromkeys(names, mib))
+    wide = msgspec.structs.replace(group, planes=(plane,))
     reports: list[LegSummed] = []
     memory = Slow()
     summer = Summer(0, Layout(rows * mib, (wide,)), memory, reports.append)

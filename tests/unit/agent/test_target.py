@@ -123,7 +123,7 @@ def outcomes(events: list[EngineEvent]) -> list[Outcome]:
 
 def test_a_read_is_granted_filled_confirmed_and_landed(rig: Rig) -> None:
     rig.grant()
-    assert rig.post.take() == [Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0)]
+    assert rig.post.take() == [Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0, tokens=TOKENS)]
     rig.announce(0, 1)
     assert {(move.rank, move.span, move.source_blocks) for move in rig.ranks.moves} == {
         (rank, span, SOURCE_BLOCKS) for rank in range(RANKS) for span in (0, 1)

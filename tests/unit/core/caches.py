@@ -1,16 +1,43 @@
-"""Layouts to plan with: a compact default, and generated ones with odd strides, padding and axis orders."""
+"""Layouts to plan with: a compact default, generated ones of every kind, and the oracle that goes element by element."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Protocol, TypeVar
 
 import msgspec
 from hypothesis import strategies as st
 
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane, TokenSplit, uniform_group
 
-__all__ = ["Case", "cases", "compact_group", "element_offset", "layout_of"]
+__all__ = [
+    "Case",
+    "Choose",
+    "Drawn",
+    "GroupModel",
+    "PlaneModel",
+    "Rolled",
+    "Side",
+    "cases",
+    "compact_group",
+    "draw_blocks",
+    "draw_group",
+    "draw_model",
+    "draw_sizes",
+    "element_offset",
+    "held_tokens",
+    "is_needed",
+    "layout_of",
+    "reshaped",
+]
+
+T = TypeVar("T")
+
+Element = tuple[int, int, int, int, int, int]
+"""Group, plane, layer, token (0 for a state), global head, channel."""
 
 
 def compact_group(
@@ -21,7 +48,7 @@ def compact_group(
     token_stride = heads * head_stride
     block_stride = block_tokens * token_stride
     plane_stride = blocks * block_stride
-    return Group(
+    return uniform_group(
         kind="full",
         layers=tuple(range(layers)),
         planes=planes,
@@ -41,109 +68,361 @@ def compact_group(
     )
 
 
+def reshaped(group: Group, **changes: object) -> Group:
+    """The group with these fields of all its planes changed."""
+    return msgspec.structs.replace(group, planes=tuple(msgspec.structs.replace(plane, **changes) for plane in group.planes))
+
+
 def layout_of(*groups: Group) -> Layout:
     """A layout of these groups in a region that just holds them."""
     return Layout(max((group.end for group in groups), default=0), groups)
 
 
-def element_offset(group: Group, layer: int, plane: int, block: int, token: int, head: int) -> int:
-    """Where one head of one token lies, straight from the definition in `Group`."""
-    at = group.layer_offsets[layer] + plane * group.plane_stride + block * group.block_stride
-    return at + token * group.token_stride + head * group.head_stride
+def element_offset(group: Group, plane: int, layer: int, block: int, token: int, head: int, channel: int) -> int:
+    """Where one element lies, straight from the definition in `Plane`; layer and head as this rank counts them."""
+    own = group.planes[plane]
+    page, within = divmod(token, group.page_tokens) if group.block_tokens else (0, 0)
+    at = own.layer_offsets[layer] + block * own.block_stride + page * own.page_stride + within * own.token_stride
+    at += head * own.head_stride
+    for axis in reversed(own.channels):
+        channel, digit = divmod(channel, axis.count)
+        at += digit * axis.stride
+    return at
+
+
+def held_tokens(split: TokenSplit, block_tokens: int, total: int) -> list[int]:
+    """The tokens of a sequence that a rank holds, in order; written down one by one."""
+    if split.interleave:
+        return [token for token in range(total) if token // split.interleave % split.size == split.rank]
+    sizes = [0] * split.size
+    for block in range(-(-total // block_tokens)):
+        sizes[block % split.size] += 1
+    first = sum(sizes[: split.rank]) * block_tokens
+    return [token for token in range(first, first + sizes[split.rank] * block_tokens) if token < total]
+
+
+def is_needed(group: Group, token: int, first: int, end: int, total: int) -> bool:
+    """Whether a token has to be moved."""
+    return first <= token < end and (not group.window or token >= total - group.window)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank: its layout, and the blocks of the request in it."""
+
+    layout: Layout
+    blocks: tuple[tuple[int, ...], ...]
+
+    def elements(self, first: int, end: int, total: int) -> Iterator[tuple[Element, int]]:
+        """Every element that belongs to these tokens, and where it lies."""
+        for number, group in enumerate(self.layout.groups):
+            for token, block, within in self._tokens(number, group, first, end, total):
+                for plane, own in enumerate(group.planes):
+                    heads = [head for each in own.heads for head in range(each.start, each.end)]
+                    for (index, layer), (place, head), channel in product(
+                        enumerate(group.layers), enumerate(heads), range(own.head_size)
+                    ):
+                        at = element_offset(group, plane, index, block, within, place, channel)
+                        yield (number, plane, layer, token, head, channel), at
+
+    def _tokens(self, number: int, group: Group, first: int, end: int, total: int) -> Iterator[tuple[int, int, int]]:
+        if group.is_state:
+            if end == total:
+                yield 0, self.blocks[number][0], 0
+            return
+        for place, token in enumerate(held_tokens(group.tokens, group.block_tokens, total)):
+            if is_needed(group, token, first, end, total):
+                yield token, self.blocks[number][place // group.block_tokens], place % group.block_tokens
+
+    def element_bytes(self, element: Element) -> int:
+        """How many bytes an element has."""
+        return self.layout.groups[element[0]].planes[element[1]].element_bytes
 
 
 @dataclass(frozen=True)
 class Case:
     """Two layouts of the same model, the blocks of one request on both sides, and which tokens to copy."""
 
-    source: Layout
-    target: Layout
-    source_blocks: tuple[tuple[int, ...], ...]
-    target_blocks: tuple[tuple[int, ...], ...]
+    source: Side
+    target: Side
     first_token: int
     tokens: int
+    total: int
 
     def copies(self) -> dict[int, int]:
         """The oracle: for every target byte that has to be written, the source byte it comes from, one by one."""
+        places = dict(self.source.elements(self.first_token, self.tokens, self.total))
         wanted: dict[int, int] = {}
-        for index, (source, target) in enumerate(zip(self.source.groups, self.target.groups, strict=True)):
-            axes = (range(len(source.layers)), range(source.planes), range(self.first_token, self.tokens), range(source.heads))
-            for layer, plane, token, head in product(*axes):
-                slot, within = divmod(token, source.block_tokens)
-                here = element_offset(target, layer, plane, self.target_blocks[index][slot], within, head)
-                there = element_offset(source, layer, plane, self.source_blocks[index][slot], within, head)
-                for byte in range(source.head_bytes):
+        for element, here in self.target.elements(self.first_token, self.tokens, self.total):
+            if element in places:
+                for byte in range(self.target.element_bytes(element)):
                     assert here + byte not in wanted
-                    wanted[here + byte] = there + byte
+                    wanted[here + byte] = places[element] + byte
         return wanted
+
+
+class Choose(Protocol):
+    """Who makes the choices of a generated layout."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A number between two, both included."""
+
+    def one_of(self, values: Sequence[T]) -> T:
+        """One of these."""
+
+    def order(self, values: Sequence[T]) -> list[T]:
+        """All of these in any order."""
+
+    def flip(self) -> bool:
+        """Either."""
+
+
+class Drawn:
+    """Choices that Hypothesis makes, and can make simpler when something fails."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def one_of(self, values: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(values))
+
+    def order(self, values: Sequence[T]) -> list[T]:
+        return self._draw(st.permutations(values))
+
+    def flip(self) -> bool:
+        return self._draw(st.booleans())
+
+
+class Rolled:
+    """Choices by a seed, for what is too large to be made simpler."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def one_of(self, values: Sequence[T]) -> T:
+        return self._random.choice(values)
+
+    def order(self, values: Sequence[T]) -> list[T]:
+        return self._random.sample(values, len(values))
+
+    def flip(self) -> bool:
+        return self._random.random() < 0.5
+
+
+@dataclass(frozen=True)
+class PlaneModel:
+    """One plane as the model has it, whoever holds which heads."""
+
+    name: str
+    element_bytes: int
+    total_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class GroupModel:
+    """One group as the model has it; a state where `is_state`."""
+
+    kind: str
+    layers: tuple[int, ...]
+    planes: tuple[PlaneModel, ...]
+    window: int = 0
+    is_state: bool = False
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any pair of layouts that fit together, and any request in them."""
-    block_tokens = draw(st.integers(1, 4))
-    tokens = draw(st.integers(0, 12))
-    first_token = draw(st.integers(0, tokens))
-    slots = -(-tokens // block_tokens)
-    sides: tuple[list[Group], list[Group]] = ([], [])
-    lists: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
-    ends = [0, 0]
-    for _ in range(draw(st.integers(1, 2))):
-        model = _draw_model(draw, block_tokens)
-        for side in (0, 1):
-            blocks = draw(st.integers(max(1, slots), slots + 4))
-            group = _placed(draw, msgspec.structs.replace(model, blocks=blocks), ends[side])
-            ends[side] = group.end
-            sides[side].append(group)
-            lists[side].append(_draw_blocks(draw, blocks, slots))
-    source, target = (Layout(end + draw(st.integers(0, 5)), tuple(groups)) for end, groups in zip(ends, sides, strict=True))
-    return Case(source, target, tuple(lists[0]), tuple(lists[1]), first_token, tokens)
+    """Any pair of ranks of the same model, whatever each holds, and any request in them."""
+    choose = Drawn(draw)
+    models = [draw_model(choose) for _ in range(choose.integer(1, 2))]
+    total = choose.integer(0, 12)
+    tokens = total if choose.flip() else choose.integer(0, total)
+    first_token = choose.integer(0, tokens)
+    source, target = (_draw_side(choose, models, total) for _ in range(2))
+    return Case(source, target, first_token, tokens, total)
 
 
-def _draw_model(draw: st.DrawFn, block_tokens: int) -> Group:
-    numbers = [draw(st.integers(1, 3)) for _ in range(4)]
-    layers, planes, heads, head_size = numbers
-    group = compact_group(layers, planes, 1, block_tokens, heads, head_size)
-    element_bytes = draw(st.sampled_from([1, 2]))
-    head_stride = head_size * element_bytes
-    return msgspec.structs.replace(
-        group, element_bytes=element_bytes, head_stride=head_stride, token_stride=heads * head_stride
+def draw_model(choose: Choose) -> GroupModel:
+    """A group of any kind, with as many layers, heads and channels as are enough to go wrong."""
+    kind = choose.one_of(["full", "sliding", "latent", "index", "conv", "ssm"])
+    layers = tuple(choose.order(range(choose.integer(1, 3))))
+    heads, size, width = choose.integer(1, 4), choose.integer(1, 4), choose.one_of([1, 2])
+    if kind == "latent":
+        return GroupModel(kind, layers, (PlaneModel("latent", width, 1, size),))
+    if kind == "index":
+        return GroupModel(kind, layers, (PlaneModel("k", 1, 1, size), PlaneModel("scale", width, 1, 1)))
+    if kind in ("conv", "ssm"):
+        states = (PlaneModel("conv", width, 2 * heads, size), PlaneModel("ssm", 2, heads, choose.integer(1, 3)))
+        return GroupModel(kind, layers, states[: choose.integer(1, 2)], is_state=True)
+    window = choose.integer(1, 9) if kind == "sliding" else 0
+    planes = tuple(PlaneModel(name, width, heads, size) for name in ("k", "v"))
+    return GroupModel(kind, layers, planes, window)
+
+
+def _draw_side(choose: Choose, models: Sequence[GroupModel], total: int) -> Side:
+    groups: list[Group] = []
+    lists: list[tuple[int, ...]] = []
+    end = 0
+    for model in models:
+        heads = [draw_heads(choose, plane.total_heads) for plane in model.planes]
+        layers = tuple(layer for layer in model.layers if choose.integer(0, 4)) or model.layers[:1]
+        group, ids = draw_group(
+            choose, model, layers, heads, draw_split(choose) if not model.is_state else TokenSplit(), total, end
+        )
+        end = max(end, group.end)
+        groups.append(group)
+        lists.append(ids)
+    return Side(Layout(end + choose.integer(0, 5), tuple(groups)), tuple(lists))
+
+
+def draw_heads(choose: Choose, total: int) -> tuple[HeadRange, ...]:
+    """All heads, some in one range, or two ranges in any order."""
+    first, end = sorted([choose.integer(0, total), choose.integer(0, total)])
+    if choose.flip() or first == end:
+        return (HeadRange(0, total),)
+    middle = choose.integer(first, end)
+    parts = [HeadRange(first, middle - first), HeadRange(middle, end - middle)]
+    return tuple(choose.order([part for part in parts if part.count]))
+
+
+def draw_split(choose: Choose) -> TokenSplit:
+    """All tokens mostly, or those of one of several context-parallel ranks."""
+    size = choose.one_of([1, 1, 1, 2, 3])
+    return TokenSplit(choose.integer(0, size - 1), size, choose.integer(0, 3))
+
+
+def draw_sizes(choose: Choose) -> tuple[int, int]:
+    """Tokens per page and pages per block."""
+    return choose.integer(1, 4), choose.integer(1, 3) if choose.integer(0, 2) == 0 else 1
+
+
+def draw_group(
+    choose: Choose,
+    model: GroupModel,
+    layers: tuple[int, ...],
+    heads: Sequence[tuple[HeadRange, ...]],
+    split: TokenSplit,
+    total: int,
+    start: int,
+    sizes: tuple[int, int] | None = None,
+) -> tuple[Group, tuple[int, ...]]:
+    """Lay a group out in any way from `start` on, and draw the blocks of a request in it; `sizes` are as of `draw_sizes`."""
+    page, pages = sizes or draw_sizes(choose)
+    block_tokens = 0 if model.is_state else page * pages
+    slots = 1 if model.is_state else -(-len(held_tokens(split, block_tokens, total)) // block_tokens)
+    ids, blocks = draw_blocks(choose, slots, exactly=model.is_state)
+    counts = {"layer": len(layers), "block": blocks, "page": pages, "token": page}
+    if model.is_state:
+        counts |= {"page": 1, "token": 1}
+    alike = all(plane == model.planes[0] or _sizes(plane) == _sizes(model.planes[0]) for plane in model.planes)
+    together = alike and len(set(heads)) == 1 and choose.flip()
+    planes = (_together if together else _apart)(choose, model, heads, counts, start)
+    group = Group(
+        kind=model.kind,
+        layers=layers,
+        blocks=blocks,
+        block_tokens=block_tokens,
+        page_tokens=page if not model.is_state else 0,
+        planes=planes,
+        window=model.window,
+        tokens=split,
+    )
+    return group, ids
+
+
+def _sizes(plane: PlaneModel) -> tuple[int, int, int]:
+    return plane.element_bytes, plane.total_heads, plane.head_size
+
+
+def _together(
+    choose: Choose, model: GroupModel, heads: Sequence[tuple[HeadRange, ...]], counts: dict[str, int], start: int
+) -> tuple[Plane, ...]:
+    """Planes as one more axis of the same memory: halves of it, of each block, of each token, or of each head."""
+    return _placed(choose, model.planes, heads[0], counts | {"plane": len(model.planes)}, start)
+
+
+def _apart(
+    choose: Choose, model: GroupModel, heads: Sequence[tuple[HeadRange, ...]], counts: dict[str, int], start: int
+) -> tuple[Plane, ...]:
+    """Each plane in memory of its own."""
+    planes: list[Plane] = []
+    for plane, own in zip(model.planes, heads, strict=True):
+        planes += _placed(choose, (plane,), own, counts | {"plane": 1}, start)
+        start = max(start, _end(planes[-1], counts))
+    return tuple(planes)
+
+
+def _end(plane: Plane, counts: dict[str, int]) -> int:
+    strides = {"block": plane.block_stride, "page": plane.page_stride, "token": plane.token_stride}
+    reach = sum((counts[name] - 1) * stride for name, stride in strides.items())
+    reach += (plane.head_count - 1) * plane.head_stride + sum((axis.count - 1) * axis.stride for axis in plane.channels)
+    return max(plane.layer_offsets, default=0) + reach + plane.element_bytes
+
+
+def _placed(
+    choose: Choose, planes: Sequence[PlaneModel], heads: tuple[HeadRange, ...], counts: dict[str, int], start: int
+) -> tuple[Plane, ...]:
+    model = planes[0]
+    channels = _draw_channels(choose, model.head_size)
+    counts = counts | {"head": sum(each.count for each in heads)} | {f"c{index}": n for index, n in enumerate(channels)}
+    size, strides = model.element_bytes, {}
+    for name in _draw_order(choose, counts, len(channels)):
+        strides[name] = size + choose.one_of([0, 0, 0, 0, 1, 7])
+        size = strides[name] * max(1, counts[name])
+    first = start + choose.integer(0, 3)
+    places = choose.order(range(counts["layer"]))
+    return tuple(
+        Plane(
+            name=plane.name,
+            dtype=f"u{8 * plane.element_bytes}",
+            element_bytes=plane.element_bytes,
+            heads=heads,
+            total_heads=plane.total_heads,
+            channels=tuple(Axis(count, strides[f"c{index}"]) for index, count in enumerate(channels)),
+            layer_offsets=tuple(first + place * strides["layer"] + index * strides["plane"] for place in places),
+            block_stride=strides["block"],
+            page_stride=strides["page"],
+            token_stride=strides["token"],
+            head_stride=strides["head"],
+        )
+        for index, plane in enumerate(planes)
     )
 
 
-def _placed(draw: st.DrawFn, group: Group, start: int) -> Group:
-    """Lay the group out with its axes in any order of nesting, padding between all of them, and layers in any order."""
-    counts = {
-        "layer": len(group.layers),
-        "plane_stride": group.planes,
-        "block_stride": group.blocks,
-        "token_stride": group.block_tokens,
-        "head_stride": group.heads,
-    }
-    size = group.head_bytes
-    strides: dict[str, int] = {}
-    for name in _axes(draw):
-        strides[name] = size + draw(st.sampled_from([0, 0, 0, 1, 7]))
-        size = strides[name] * counts[name]
-    step, first = strides.pop("layer"), start + draw(st.integers(0, 3))
-    places = draw(st.permutations(range(len(group.layers))))
-    return msgspec.structs.replace(group, layer_offsets=tuple(first + place * step for place in places), **strides)
+def _draw_channels(choose: Choose, head_size: int) -> tuple[int, ...]:
+    divisors = [size for size in range(1, head_size + 1) if head_size % size == 0]
+    inner = choose.one_of([head_size, head_size, *divisors])
+    return (head_size,) if inner == head_size else (head_size // inner, inner)
 
 
-def _axes(draw: st.DrawFn) -> list[str]:
-    """From the innermost axis outwards; heads within tokens, as most engines have it, half of the time."""
-    outer = ["layer", "plane_stride", "block_stride"]
-    if draw(st.booleans()):
-        return ["head_stride", "token_stride", *draw(st.permutations(outer))]
-    return draw(st.permutations(["head_stride", "token_stride", *outer]))
+def _draw_order(choose: Choose, counts: dict[str, int], channels: int) -> list[str]:
+    """From the innermost axis outwards: as engines have it, or any order at all."""
+    inner = [f"c{index}" for index in reversed(range(channels))]
+    known = [
+        [*inner, "head", "token", "page", "block", "plane", "layer"],
+        [*inner, "head", "token", "page", "plane", "block", "layer"],
+        [*inner, "plane", "head", "token", "page", "block", "layer"],
+        [*inner, "token", "head", "page", "plane", "block", "layer"],
+        [*inner, "plane", "token", "head", "page", "block", "layer"],
+        [*inner, "head", "token", "page", "plane", "layer", "block"],
+    ]
+    kind = choose.integer(0, 8)
+    return known[kind] if kind < len(known) else choose.order(list(counts))
 
 
-def _draw_blocks(draw: st.DrawFn, blocks: int, slots: int) -> tuple[int, ...]:
-    """Block ids of a request: any, consecutive, or the same backwards; sometimes with more blocks than needed."""
-    kind = draw(st.sampled_from(["any", "consecutive", "reversed"]))
-    count = draw(st.integers(slots, blocks))
+def draw_blocks(choose: Choose, slots: int, *, exactly: bool = False) -> tuple[tuple[int, ...], int]:
+    """Block ids of a request: any, consecutive, or the same backwards; sometimes more than needed. And how many there are."""
+    blocks = choose.integer(max(1, slots), slots + 4)
+    kind = choose.one_of(["any", "consecutive", "reversed"])
+    count = slots if exactly else choose.integer(slots, blocks)
     if kind == "any":
-        return tuple(draw(st.permutations(range(blocks)))[:count])
-    first = draw(st.integers(0, blocks - count))
+        return tuple(choose.order(range(blocks))[:count]), blocks
+    first = choose.integer(0, blocks - count)
     ids = tuple(range(first, first + count))
-    return ids if kind == "consecutive" else ids[::-1]
+    return (ids if kind == "consecutive" else ids[::-1]), blocks

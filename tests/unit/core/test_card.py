@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from caches import compact_group, layout_of
+from caches import compact_group, layout_of, reshaped
 
 from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
@@ -49,8 +49,8 @@ def test_numbers_of_blocks_may_differ() -> None:
     [
         ({"protocol": PROTOCOL + 1}, "protocol", str(PROTOCOL + 1)),
         ({"fingerprint": "beef", "model": "tiny:1"}, "model", "tiny:1 (beef)"),
-        ({"shape": "tp2"}, "shape", "tp2"),
-        ({"ranks": ()}, "number of ranks", 0),
+        ({"shape": "tp2"}, "what the ranks hold", "1 ranks where shape tp2 has 2"),
+        ({"ranks": ()}, "what the ranks hold", "0 ranks where shape tp1 has 1"),
     ],
 )
 def test_a_difference_is_refused_with_the_field_and_both_values(
@@ -86,13 +86,13 @@ def test_only_the_source_has_to_hold_and_only_the_target_to_give_up() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_is_checked(rank: int) -> None:
-    fine = RankCard(0, layout_of(compact_group()), ())
-    other = RankCard(0, layout_of(compact_group(head_size=8)), ())
+    fine = RankCard(0, layout_of(compact_group(heads=1)), ())
+    other = RankCard(0, layout_of(compact_group(heads=1, head_size=8)), ())
     ranks = [fine, fine]
     ranks[rank] = other
-    ours, theirs = _card(ranks=(fine, fine)), _card(ranks=tuple(ranks))
+    ours, theirs = _card(shape="tp2", ranks=(fine, fine)), _card(shape="tp2", ranks=tuple(ranks))
     refusal = _refusal(theirs, ours, ours)
-    assert (refusal.field, refusal.ours, refusal.theirs) == ("layout group 0 head_size", 3, 8)
+    assert (refusal.field, refusal.ours, refusal.theirs) == ("layout group 0 (full) plane k head_size", 3, 8)
 
 
 def test_a_layout_difference_names_ours_first_at_the_source_too() -> None:
@@ -100,6 +100,42 @@ def test_a_layout_difference_names_ours_first_at_the_source_too() -> None:
     theirs = _card(ranks=(RankCard(0, layout_of(compact_group(head_size=8)), ()),))
     refusal = _refusal(ours, theirs, ours)
     assert (refusal.ours, refusal.theirs) == (3, 8)
+
+
+def test_ranks_that_are_not_a_whole_instance_are_refused_by_both() -> None:
+    half = layout_of(reshaped(compact_group(heads=1), total_heads=2))
+    ours, theirs = _card(), _card(ranks=(RankCard(0, half, ()),))
+    for mine, other in ((ours, theirs), (theirs, ours)):
+        refusal = _refusal(ours, theirs, mine)
+        assert refusal.field == "what the ranks hold"
+        broken = refusal.theirs if mine is ours else refusal.ours
+        assert broken == "stage 0: no rank holds head 1 of 2 of group 0 plane k"
+        assert other is not mine
+
+
+def test_a_shape_that_cannot_be_read_is_refused() -> None:
+    assert "shape 'odd'" in str(_refusal(_card(shape="odd"), _card(shape="odd"), _card(shape="odd")))
+
+
+FIELDS = {
+    "another model's layers": (compact_group(layers=3), "layers is '0, 1' here and '0-2' there"),
+    "another type": (reshaped(compact_group(), dtype="bfloat16"), "dtype is 'float16' here and 'bfloat16' there"),
+    "more heads": (compact_group(heads=4), "total_heads is 2 here and 4 there"),
+    "another kind": (msgspec.structs.replace(compact_group(), kind="sliding"), "kind is 'full' here and 'sliding' there"),
+    "state": (
+        msgspec.structs.replace(compact_group(block_tokens=1), block_tokens=0, page_tokens=0),
+        "block_tokens is 4 here and 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_layouts_of_another_model_are_refused_with_both_values(name: str) -> None:
+    group, words = FIELDS[name]
+    theirs = _card(ranks=(RankCard(0, layout_of(group), ()),))
+    refusals = [_refusal(theirs, _card(), theirs), _refusal(theirs, (mine := _card()), mine)]
+    assert words in str(refusals[1])
+    assert (refusals[0].ours, refusals[0].theirs) == (refusals[1].theirs, refusals[1].ours)
 
 
 def test_a_card_survives_the_wire() -> None:

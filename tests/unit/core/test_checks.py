@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from caches import compact_group, layout_of
+from caches import compact_group, element_offset, layout_of, reshaped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,10 +36,14 @@ def shape(order: tuple[int, ...], blocks: int, block_tokens: int) -> Group:
     strides, step = [0] * 5, HEAD_BYTES
     for axis in reversed(order):
         strides[axis], step = step, step * counts[axis]
-    names = ("plane_stride", "block_stride", "token_stride", "head_stride")
-    group = compact_group(LAYERS, PLANES, blocks, block_tokens, HEADS, HEAD_BYTES // 2)
-    offsets = tuple(layer * strides[0] for layer in range(LAYERS))
-    return msgspec.structs.replace(group, layer_offsets=offsets, **dict(zip(names, strides[1:], strict=True)))
+    names = ("block_stride", "token_stride", "head_stride")
+    group = reshaped(
+        compact_group(LAYERS, PLANES, blocks, block_tokens, HEADS, HEAD_BYTES // 2),
+        **dict(zip(names, strides[2:], strict=True)),
+    )
+    offsets = [tuple(layer * strides[0] + plane * strides[1] for layer in range(LAYERS)) for plane in range(PLANES)]
+    planes = [msgspec.structs.replace(plane, layer_offsets=at) for plane, at in zip(group.planes, offsets, strict=True)]
+    return msgspec.structs.replace(group, planes=tuple(planes))
 
 
 def placed(layout: Layout, ids: list[int], what: Content) -> bytearray:
@@ -47,8 +51,7 @@ def placed(layout: Layout, ids: list[int], what: Content) -> bytearray:
     region = bytearray(b"\xa5" * layout.region_bytes)
     (group,) = layout.groups
     for layer, plane, token, head in np.ndindex(*what.shape[:4]):
-        at = group.layer_offsets[layer] + plane * group.plane_stride + head * group.head_stride
-        at += ids[token // group.block_tokens] * group.block_stride + token % group.block_tokens * group.token_stride
+        at = element_offset(group, plane, layer, ids[token // group.block_tokens], token % group.block_tokens, head, 0)
         region[at : at + HEAD_BYTES] = what[layer, plane, token, head].tobytes()
     return region
 
@@ -173,3 +176,17 @@ def test_what_differs_is_named_with_both_values() -> None:
     missing = {where: value for where, value in ours.items() if where != (0, 1)}
     assert "is missing at the target and 00000001 at the source" in sums_problem(spans, range(2), missing, ours)
     assert "missing at the source" in sums_problem(spans, range(2), ours, missing)
+
+
+def test_windows_and_states_are_summed_as_they_are_moved() -> None:
+    window = msgspec.structs.replace(compact_group(layers=1, planes=1, heads=1), window=5)
+    state = msgspec.structs.replace(compact_group(layers=1, planes=1, heads=1, block_tokens=1), block_tokens=0, page_tokens=0)
+    layout = layout_of(window, state)
+    blocks = ((0, 1, 2), (3,))
+
+    def sizes(first: int, end: int) -> int:
+        span = Span(0, first, end, 0, 1)
+        return int(plan_pieces(layout, blocks, KEY, span, 0, Integrity.FULL, 12)[:, 1].sum())
+
+    token = window.token_bytes
+    assert [sizes(0, 6), sizes(6, 11), sizes(11, 12)] == [0, 4 * token, token + state.token_bytes]

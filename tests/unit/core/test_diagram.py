@@ -28,6 +28,12 @@ def test_the_page_shows_the_tables_of_today() -> None:
     assert done.returncode == 0, f"{done.stderr}docs/lifecycle.md is out of date; run: make diagrams"
 
 
+def test_the_pictures_of_layouts_show_the_code_of_today() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "layout_pictures.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_the_page_explains_every_state_and_every_event(table: Table[Any, Any, Any]) -> None:
     text = PAGE.read_text(encoding="utf-8")

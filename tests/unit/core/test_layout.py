@@ -6,11 +6,11 @@ from itertools import product
 
 import msgspec
 import pytest
-from caches import compact_group, element_offset, layout_of
+from caches import compact_group, element_offset, layout_of, reshaped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Axis, Group, HeadRange, Layout, TokenSplit
 
 dimensions = st.integers(1, 3)
 groups = st.builds(compact_group, dimensions, dimensions, dimensions, dimensions, dimensions, dimensions)
@@ -18,53 +18,105 @@ groups = st.builds(compact_group, dimensions, dimensions, dimensions, dimensions
 
 @given(groups)
 def test_a_compact_group_fills_its_bytes_exactly_once(group: Group) -> None:
-    axes = (len(group.layers), group.planes, group.blocks, group.block_tokens, group.heads)
+    plane = group.planes[0]
+    axes = (len(group.planes), len(group.layers), group.blocks, group.block_tokens, plane.head_count, plane.head_size)
     starts = [element_offset(group, *at) for at in product(*map(range, axes))]
-    taken = sorted(start + byte for start in starts for byte in range(group.head_bytes))
+    taken = sorted(start + byte for start in starts for byte in range(plane.element_bytes))
     assert taken == list(range(group.end))
+    assert group.problem(group.end) == ""
 
 
 def test_sizes() -> None:
     group = compact_group(heads=3, head_size=5)
-    assert group.head_bytes == 10
-    assert group.token_bytes == 30
+    assert group.planes[0].head_bytes == 10
+    assert group.planes[0].token_bytes == 30
+    assert group.token_bytes == 60
 
 
 def test_token_contiguity() -> None:
-    group = compact_group(heads=2)
-    assert group.is_token_contiguous
-    assert not msgspec.structs.replace(group, token_stride=group.token_stride + 1).is_token_contiguous
-    assert not msgspec.structs.replace(group, head_stride=group.head_stride + 1).is_token_contiguous
+    (plane, _) = compact_group(heads=2).planes
+    assert plane.is_token_contiguous
+    assert not msgspec.structs.replace(plane, token_stride=plane.token_stride + 1).is_token_contiguous
+    assert not msgspec.structs.replace(plane, head_stride=plane.head_stride + 1).is_token_contiguous
+    assert not msgspec.structs.replace(plane, channels=(Axis(3, 4),)).is_token_contiguous
 
 
 def test_the_head_stride_of_a_single_head_does_not_matter() -> None:
-    group = compact_group(heads=1)
-    assert msgspec.structs.replace(group, head_stride=0).is_token_contiguous
+    (plane, _) = compact_group(heads=1).planes
+    assert msgspec.structs.replace(plane, head_stride=0).is_token_contiguous
 
 
 def test_bounds() -> None:
     group = compact_group()
-    assert group.is_within(group.end)
-    assert not group.is_within(group.end - 1)
-    assert not msgspec.structs.replace(group, layer_offsets=(-1, 0)).is_within(2 * group.end)
+    assert group.problem(group.end) == ""
+    assert group.problem(group.end - 1) == f"bytes up to {group.end} of {group.end - 1}"
+    assert "layer_offsets from -1" in reshaped(group, layer_offsets=(-1, 0)).problem(2 * group.end)
+
+
+PROBLEMS: dict[str, tuple[Group, str]] = {
+    "blocks": (msgspec.structs.replace(compact_group(), blocks=-1), "-1 blocks"),
+    "pages": (msgspec.structs.replace(compact_group(), page_tokens=3), "pages of 3 tokens in blocks of 4"),
+    "split": (msgspec.structs.replace(compact_group(), tokens=TokenSplit(2, 2)), "token split 2 of 2"),
+    "layers": (msgspec.structs.replace(compact_group(), layers=(1, 1)), "a layer twice"),
+    "heads twice": (reshaped(compact_group(), heads=(HeadRange(0, 2), HeadRange(1, 1))), "head 1 twice"),
+    "heads beyond": (reshaped(compact_group(), heads=(HeadRange(1, 2),)), "heads [(1, 3)] of 2"),
+    "overlap": (reshaped(compact_group(), token_stride=11), "strides that overlap"),
+    "empty heads": (reshaped(compact_group(), channels=(Axis(0, 2),)), "2 heads of 0 elements"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_description_that_makes_no_sense_says_why(name: str) -> None:
+    group, words = PROBLEMS[name]
+    assert words in Layout(10**6, (compact_group(), group)).problem()
+    assert Layout(10**6, (compact_group(), group)).problem().startswith("group 1: ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "needed"), [((0, 8, 8), (3, 8)), ((4, 6, 8), (4, 6)), ((0, 2, 8), (2, 2)), ((0, 3, 3), (0, 3))]
+)
+def test_a_window_leaves_out_what_nobody_looks_at(tokens: tuple[int, int, int], needed: tuple[int, int]) -> None:
+    assert msgspec.structs.replace(compact_group(), window=5).needed(*tokens) == needed
+
+
+def test_blocks_that_are_moved_whole_are_needed_to_their_edges() -> None:
+    group = msgspec.structs.replace(compact_group(), whole_blocks=True)
+    assert group.needed(5, 7, 9) == (4, 8)
+    assert msgspec.structs.replace(group, window=2).needed(0, 9, 9) == (4, 12)
+    assert msgspec.structs.replace(group, tokens=TokenSplit(0, 2, 1)).needed(5, 7, 9) == (0, 8)
+
+
+def test_a_layout_can_be_read_by_people() -> None:
+    group = msgspec.structs.replace(compact_group(), window=5, page_tokens=2, tokens=TokenSplit(1, 2, 16))
+    text = layout_of(group).describe()
+    for words in (
+        "layers 0, 1",
+        "8 blocks of 4 tokens",
+        "pages of 2 tokens",
+        "window of 5",
+        "rank 1 of 2, turns of 16",
+        "heads 0, 1 of 2",
+    ):
+        assert words in text
+    assert layout_of(group).fingerprint() in text
 
 
 CHANGES = {
     "kind": "sliding",
     "layers": (0, 7),
     "blocks": 9,
-    "block_stride": 100,
-    "layer_offsets": (2, 50),
-    "dtype": "float32",
     "whole_blocks": True,
+    "window": 3,
 }
+PLANE_CHANGES = {"block_stride": 100, "layer_offsets": (2, 50), "dtype": "float32", "heads": (HeadRange(1, 1),)}
 
 
-@pytest.mark.parametrize(("field", "value"), CHANGES.items())
+@pytest.mark.parametrize(("field", "value"), [*CHANGES.items(), *PLANE_CHANGES.items()])
 def test_the_fingerprint_sees_every_change(field: str, value: object) -> None:
     group = compact_group()
     layout = layout_of(group)
-    changed = Layout(layout.region_bytes, (msgspec.structs.replace(group, **{field: value}),))
+    change = msgspec.structs.replace if field in CHANGES else reshaped
+    changed = Layout(layout.region_bytes, (change(group, **{field: value}),))
     assert layout.fingerprint() == Layout(layout.region_bytes, (compact_group(),)).fingerprint()
     assert changed.fingerprint() != layout.fingerprint()
     assert Layout(layout.region_bytes + 1, layout.groups).fingerprint() != layout.fingerprint()

@@ -14,7 +14,7 @@ from kvbaton.core.aux_area import AuxArea, AuxPointer
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
 from kvbaton.core.checks import SpanSum
 from kvbaton.core.handoff import Aux, HandoffKey, Span
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Group, Layout, Plane
 from kvbaton.core.messages import Envelope, Message
 from kvbaton.discovery.messages import Registration
 from kvbaton.engines.handoff_params import KVTransferParams
@@ -39,6 +39,7 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "Process id": ProcessId,
     "Layout": Layout,
     "Group": Group,
+    "Plane": Plane,
     "Registration map": Registration,
     "kv_transfer_params": KVTransferParams,
 }

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.errors import ConfigError
 
 __all__ = ["POISON", "SMALL", "CacheShape", "TaggedPages", "spans_of", "tag_of"]
@@ -88,7 +88,7 @@ class TaggedPages:
     def layout(self) -> Layout:
         """Describe the region: one group of all layers."""
         shape, strides = self.shape, self.data.strides
-        group = Group(
+        group = uniform_group(
             kind="full",
             layers=tuple(range(shape.layers)),
             planes=_PLANES,

@@ -10,14 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.aux_area import AuxArea
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.handoff import BlockLists
+from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
 
-__all__ = ["AUX_SLOTS", "POISON_BYTE", "PagedCache"]
+__all__ = ["AUX_SLOTS", "POISON_BYTE", "POISON_WORD", "PagedCache", "anonymous_memory"]
 
 POISON_BYTE = 0x4B
 """What a poisoned block is filled with; as a float32 it is about 13 million, finite and far from any real key."""
+
+POISON_WORD = POISON_BYTE * 0x01010101
+"""Four poisoned bytes."""
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and newer; the standard library does not name it yet."""
@@ -41,7 +45,7 @@ class PagedCache:
         shape = (config.layers, 2, blocks, block_tokens, config.kv_heads, config.head_size)
         region_bytes = int(np.prod(shape, dtype=np.int64)) * 4
         self._aux_slots = aux_slots
-        self._region = _anonymous_memory(region_bytes + aux_slots * _AUX_SLOT_BYTES, blocks)
+        self._region = anonymous_memory(region_bytes + aux_slots * _AUX_SLOT_BYTES, blocks)
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.data: npt.NDArray[np.float32] = np.frombuffer(self._region, np.float32, region_bytes // 4).reshape(shape)
@@ -65,7 +69,7 @@ class PagedCache:
         """Describe the region: one group of all layers with full attention."""
         layers, planes, blocks, block_tokens, heads, head_size = self.data.shape
         layer_stride, plane_stride, block_stride, token_stride, head_stride, element_bytes = self.data.strides
-        group = Group(
+        group = uniform_group(
             kind="full",
             layers=tuple(range(layers)),
             planes=planes,
@@ -85,13 +89,23 @@ class PagedCache:
         )
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether full blocks may serve other prompts with the same beginning."""
+        return True
+
+    def block_lists(self, blocks: Sequence[int]) -> BlockLists:
+        """The blocks of one sequence as agents want them: one list per group."""
+        return (tuple(blocks),)
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks`, in all layers and both planes, with `POISON_BYTE`."""
         words = self.data.view(np.uint32)
-        words[:, :, np.asarray(blocks, np.intp)] = POISON_BYTE * 0x01010101
+        words[:, :, np.asarray(blocks, np.intp)] = POISON_WORD
 
 
-def _anonymous_memory(region_bytes: int, blocks: int) -> mmap.mmap:
+def anonymous_memory(region_bytes: int, blocks: int) -> mmap.mmap:
+    """Page-aligned memory for a cache of so many blocks, every page of it there. Raises ConfigError when there is none."""
     try:
         region = mmap.mmap(-1, region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError, MemoryError) as error:

@@ -18,12 +18,11 @@ from typing import Self
 from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
 from kvbaton.core.timeline import Observer, nobody
-from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine_core import EngineCore
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
+from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import EngineStats
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import LocalError
 
 __all__ = ["Engine", "EngineBusy", "EngineSettings", "EngineStats", "EngineStopped"]
@@ -64,8 +63,8 @@ class Engine:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        cache: PagedCache,
+        loaded: EngineModel,
+        cache: EngineCache,
         port: HandoffPort | None,
         settings: EngineSettings,
         clock: Callable[[], float] = time.monotonic,
@@ -84,7 +83,7 @@ class Engine:
         self._stats = self._core.stats()
 
     @property
-    def loaded(self) -> LoadedModel:
+    def loaded(self) -> EngineModel:
         """The model that this engine runs."""
         return self._loaded
 

@@ -29,16 +29,15 @@ from kvbaton.agent.engine_port import (
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, RequestId
 from kvbaton.core.timeline import Note, Observer, Side, Stage, nobody
-from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
 from kvbaton.engines.embedded.sampling import Sampled, sample
 from kvbaton.engines.embedded.scheduler import Chunk, Scheduler
+from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.sequence import Phase, Sequence, prompt_digest
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import Counters, EngineStats
 from kvbaton.engines.embedded.streaming import StepStream, tell_cached
-from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import BadRequest, Bug
 
 __all__ = ["EngineCore"]
@@ -53,8 +52,8 @@ class EngineCore:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        cache: PagedCache,
+        loaded: EngineModel,
+        cache: EngineCache,
         port: HandoffPort | None,
         settings: EngineSettings,
         clock: Callable[[], float],
@@ -112,7 +111,7 @@ class EngineCore:
             self._loaded.tokenizer,
             number=next(self._numbers),
             limit=self._limit,
-            block_tokens=self._cache.block_tokens,
+            cache=self._cache,
             submitted_s=submitted_s,
         )
         if request.request_id in self._live:

@@ -11,34 +11,35 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbaton.agent.driver import Driver
+from kvbaton.agent.driver import RanksDriver
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
-from kvbaton.core.card import Card, RankCard
+from kvbaton.core.card import Card
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
+from kvbaton.engines.embedded.bodies import Body, BodySettings, make_body
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.server import make_app, start_server
-from kvbaton.engines.embedded.weights import LoadedModel, load_model
+from kvbaton.engines.embedded.shaped.setup import RankTransport
 from kvbaton.engines.handoff_params import HandoffInfo
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, LocalError
 from kvbaton.observe.records import About
 from kvbaton.observe.timelines import Timelines
-from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.choose import open_transport
-from kvbaton.transport.faulty import Faults, FaultyTransport
 
-__all__ = ["InstanceSettings", "Role", "serve_instance"]
+__all__ = ["ONE_RANK", "InstanceSettings", "Role", "serve_instance"]
 
 log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode", "both"]
 _LOOK_S = 0.02
+ONE_RANK = Shape()
+"""An instance that is not cut."""
+
 _TYPES = {"prefill": InstanceType.PREFILL, "decode": InstanceType.DECODE}
 
 
@@ -67,6 +68,9 @@ class InstanceSettings:
     advertise_host: str = ""
     drain_s: float = 5.0
     """When asked to end, requests and hand-offs in flight have so long to finish; routers have been told goodbye by then."""
+    shape: Shape = ONE_RANK
+    drop: str = ""
+    """What a control leaves out of every hand-off."""
 
     @property
     def control_address(self) -> ControlAddress:
@@ -80,24 +84,26 @@ class InstanceSettings:
 
 
 class _Instance:
-    """The parts of an instance that have to be closed again, in the order in which they were opened."""
+    """The parts of an instance that have to be closed again, in the order in which they were opened.
 
-    def __init__(self, settings: InstanceSettings, loaded: LoadedModel, parts: ExitStack) -> None:
+    `lost` is told, from another thread, when a rank of it has died.
+    """
+
+    def __init__(
+        self, settings: InstanceSettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]
+    ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
-        cache = PagedCache(loaded.config, settings.blocks, settings.block_tokens, aux_slots=AUX_SLOTS)
+        body = make_body(_body_settings(settings, incarnation), parts, say, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
-        transport = _open_transport(settings, incarnation, cache)
-        card = _card(settings, loaded, incarnation, cache, transport)
+        card = _card(settings, body, incarnation)
         self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
-        self.driver = Driver(
-            card, cache.layout(), transport, settings.limits, sockets, self._wake, settings.handoff, observe, cache.memory
-        )
-        self.engine = Engine(loaded, cache, self.driver, settings.engine, observe=observe)
+        self.driver = RanksDriver(card, body.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
+        self.engine = Engine(body.loaded, body.cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
         self.handoff = HandoffInfo(settings.control_address, incarnation)
-        self.loaded = loaded
+        self.loaded = body.loaded
 
     def _wake(self) -> None:
         self.engine.wake()
@@ -110,9 +116,14 @@ class _Instance:
 
 async def serve_instance(settings: InstanceSettings, say: Callable[[str], None]) -> None:
     """Run one instance until cancelled; then say goodbye, finish what hurts nobody, and give everything back."""
-    loaded = load_model(settings.model, progress=say)
+    ended, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
+
+    def lost(problem: str) -> None:
+        loop.call_soon_threadsafe(_fail, ended, LocalError(f"{problem}; start it again"))
+
     with ExitStack() as parts:
-        instance = _Instance(settings, loaded, parts)
+        instance = _Instance(settings, parts, say, lost)
+        loaded = instance.loaded
         instance.start()
         app = make_app(
             instance.engine,
@@ -133,7 +144,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
         where = f"http://{settings.http_address}, control {settings.control_address}"
         say(f"{settings.role} instance of {loaded.name} on {where}, {settings.handoff.mode} mode")
         try:
-            await asyncio.get_running_loop().create_future()
+            await ended
         finally:
             await asyncio.to_thread(announcer.stop)
             await _drain(instance.engine, settings.drain_s)
@@ -150,27 +161,30 @@ async def _drain(engine: Engine, limit_s: float) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-def _open_transport(settings: InstanceSettings, incarnation: Incarnation, cache: PagedCache) -> Transport:
-    transport_settings = TransportSettings(
+def _fail(ended: asyncio.Future[None], error: Exception) -> None:
+    if not ended.done():
+        ended.set_exception(error)
+
+
+def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> BodySettings:
+    transport = RankTransport(
+        name=settings.transport,
         incarnation=incarnation,
         timeout_s=settings.limits.transfer_timeout,
         host=settings.control_host,
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
+        drop=settings.drop or ("all" if settings.drop_writes else ""),
     )
-    region = Region.of(cache.memory)
-    transport = open_transport(settings.transport, region, transport_settings)
-    return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
+    return BodySettings(settings.model, settings.shape, settings.blocks, settings.block_tokens, transport)
 
 
-def _card(
-    settings: InstanceSettings, loaded: LoadedModel, incarnation: Incarnation, cache: PagedCache, transport: Transport
-) -> Card:
+def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> Card:
     return Card(
         incarnation=incarnation,
-        model=loaded.name,
-        fingerprint=loaded.fingerprint,
-        shape="tp1",
-        ranks=(RankCard(0, cache.layout(), (transport.endpoint(),), cache.aux_area),),
+        model=body.loaded.name,
+        fingerprint=body.loaded.fingerprint,
+        shape=str(settings.shape),
+        ranks=body.cards,
         process=this_process(),
         hold_s=settings.limits.defer_timeout,
         give_up_s=settings.limits.transfer_timeout,

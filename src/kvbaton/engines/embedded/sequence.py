@@ -20,6 +20,7 @@ from kvbaton.engines.embedded.request import (
     ToTarget,
 )
 from kvbaton.engines.embedded.sampling import Sampled
+from kvbaton.engines.embedded.seams import EngineCache
 from kvbaton.engines.embedded.stops import StopFilter
 from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer
 from kvbaton.errors import Bug
@@ -55,9 +56,10 @@ class Sequence:
         *,
         number: int,
         limit: int,
-        block_tokens: int,
+        cache: EngineCache,
         submitted_s: float,
     ) -> None:
+        self._cache = cache
         self.request = request
         self.sink = sink
         self.number = number
@@ -76,7 +78,7 @@ class Sequence:
         self.is_first_step_noted = False
         self._is_local = False
         self.limit = min(limit, self.prompt_tokens + (1 if self.is_source else request.sampling.max_tokens))
-        self._digests = PrefixDigests(block_tokens)
+        self._digests = PrefixDigests(cache.block_tokens)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else tokenizer.eos_ids
         self._text = TextStream(tokenizer)
         self._stops = StopFilter(request.sampling.stop)
@@ -116,11 +118,11 @@ class Sequence:
     @property
     def block_lists(self) -> BlockLists:
         """The blocks as agents want them; costs time in proportion to their number."""
-        return (tuple(self.blocks),)
+        return self._cache.block_lists(self.blocks)
 
     def digests(self, tokens: int) -> list[bytes]:
-        """The prefix digests of the full blocks within the first `tokens` tokens."""
-        return self._digests.of(self.tokens, tokens)
+        """The prefix digests of the full blocks within the first `tokens` tokens; none where prefixes are not shared."""
+        return self._digests.of(self.tokens, tokens) if self._cache.shares_prefixes else []
 
     def admitted(self, now: float, cached_tokens: int) -> None:
         """Note when the request first left the queue, and how much of its prompt was cached."""

@@ -13,14 +13,16 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
+from kvbaton.engines.embedded.tokenizer import TokenizerFiles
 from kvbaton.errors import ModelError
 
-__all__ = ["TINY_FORMAT", "write_tiny_model"]
+__all__ = ["TINY_FORMAT", "byte_tokenizer", "readable_tokens", "write_tiny_model"]
 
 TINY_FORMAT = 1
 """Part of the name under which a tiny model is kept; raised when what is written changes."""
 
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_BOS, _EOS = "<|im_start|>", "<|im_end|>"
+_SPECIAL = ("<|endoftext|>", _BOS, _EOS)
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -62,15 +64,15 @@ def write_tiny_model(
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "tie_word_embeddings": tied_head,
-        "eos_token_id": len(characters) + _SPECIAL.index("<|im_end|>"),
+        "eos_token_id": len(characters) + _SPECIAL.index(_EOS),
     }
-    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
+    settings = {"bos_token": _BOS, "eos_token": _EOS, "chat_template": _TEMPLATE}
     texts = {"config.json": config, "tokenizer.json": _tokenizer(characters), "tokenizer_config.json": settings}
-    _write_whole(directory, texts, _weights(config, characters, np.random.default_rng(seed)))
+    _write_whole(directory, texts, _weights(config, np.random.default_rng(seed)))
     return directory
 
 
-def _weights(config: dict[str, Any], characters: list[str], rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
     hidden, ffn, head_size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query_size, kv_size = config["num_attention_heads"] * head_size, config["num_key_value_heads"] * head_size
 
@@ -97,10 +99,27 @@ def _weights(config: dict[str, Any], characters: list[str], rng: np.random.Gener
             prefix + "mlp.down_proj.weight": matrix(hidden, ffn, 1.5),
         }
     if not config["tie_word_embeddings"]:
-        common = np.array([0x20 <= ord(c) < 0x7F or c in "ĠĊ" for c in characters] + [False] * len(_SPECIAL))
-        head = matrix(config["vocab_size"], hidden, 3.0) * np.where(common, 1.0, _RARE)[:, None]
+        head = matrix(config["vocab_size"], hidden, 3.0) * np.where(readable_tokens(), 1.0, _RARE)[:, None]
         tensors["lm_head.weight"] = head.astype(np.float32)
     return tensors
+
+
+def byte_tokenizer() -> TokenizerFiles:
+    """The tokenizer of every tiny model."""
+    characters = sorted(ByteLevel.alphabet())
+    return TokenizerFiles(
+        tokenizer_json=json.dumps(_tokenizer(characters), ensure_ascii=False),
+        chat_template=_TEMPLATE,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        eos_ids=(len(characters) + _SPECIAL.index(_EOS),),
+    )
+
+
+def readable_tokens() -> npt.NDArray[np.bool_]:
+    """Of each token of that tokenizer, whether it is a printable character; the others are to be rare in answers."""
+    characters = sorted(ByteLevel.alphabet())
+    return np.array([0x20 <= ord(c) < 0x7F or c in "ĠĊ" for c in characters] + [False] * len(_SPECIAL))
 
 
 def _tokenizer(characters: list[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weight_cache import FORMAT, CachedWeights, Header, open_weights, write_weights
 from kvbaton.errors import ModelError
 
-__all__ = ["LoadedModel", "default_cache_dir", "load_model", "locate_model"]
+__all__ = ["LoadedModel", "Progress", "default_cache_dir", "load_model", "locate_model"]
 
 Array = npt.NDArray[np.float32]
 Progress = Callable[[str], None]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.core.layout import Group, Layout
+from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 
@@ -140,7 +140,7 @@ def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, regio
     first = tensors[0]
     blocks, heads, block_tokens, channels = first.shape
     token_bytes = heads * channels * first.element_bytes
-    group = Group(
+    group = uniform_group(
         kind=spec.kind,
         layers=tuple(range(len(tensors))),
         planes=1,

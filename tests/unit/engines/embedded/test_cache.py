@@ -50,17 +50,19 @@ def test_layout_finds_every_head(layer: int, plane: int, block: int, token: int,
     cache = PagedCache(CONFIG, 5, 8)
     cache.data[layer, plane, block, token, head] = np.arange(16)
     (group,) = cache.layout().groups
-    offset = group.layer_offsets[layer] + plane * group.plane_stride + block * group.block_stride
-    offset += token * group.token_stride + head * group.head_stride
-    found = np.frombuffer(cache.memory[offset : offset + group.head_bytes], np.float32)
+    own = group.planes[plane]
+    offset = own.layer_offsets[layer] + block * own.block_stride + token * own.token_stride + head * own.head_stride
+    found = np.frombuffer(cache.memory[offset : offset + own.head_bytes], np.float32)
     assert np.array_equal(found, np.arange(16))
 
 
 def test_layout_describes_the_group() -> None:
     (group,) = PagedCache(CONFIG, 5, 8).layout().groups
-    assert (group.kind, group.layers, group.planes, group.dtype) == ("full", (0, 1, 2), 2, "float32")
-    assert (group.blocks, group.block_tokens, group.heads, group.total_heads, group.head_size) == (5, 8, 2, 2, 16)
-    assert group.is_token_contiguous
+    assert (group.kind, group.layers, group.blocks, group.block_tokens) == ("full", (0, 1, 2), 5, 8)
+    assert [plane.name for plane in group.planes] == ["k", "v"]
+    for plane in group.planes:
+        assert (plane.dtype, plane.head_count, plane.total_heads, plane.head_size) == ("float32", 2, 2, 16)
+        assert plane.is_token_contiguous
 
 
 def test_poison_fills_exactly_the_blocks_named() -> None:

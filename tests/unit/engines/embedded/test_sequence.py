@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_fakes import BLOCK_TOKENS, EOS, SOURCE, fake_tokenizer, key_of
+from engine_fakes import BLOCK_TOKENS, EOS, SOURCE, fake_tokenizer, key_of, make_config
 
 from kvbaton.core.handoff import RequestId
+from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
 from kvbaton.engines.embedded.sampling import Sampled
 from kvbaton.engines.embedded.sequence import Sequence, choose_seed
@@ -19,7 +20,8 @@ def request(handoff: ToTarget | FromSource | None = None, **sampling: Any) -> Ge
 
 
 def sequence(asked: GenerationRequest, limit: int = 100) -> Sequence:
-    return Sequence(asked, lambda _: None, fake_tokenizer(), number=0, limit=limit, block_tokens=BLOCK_TOKENS, submitted_s=1.0)
+    cache = PagedCache(make_config(), 1, BLOCK_TOKENS)
+    return Sequence(asked, lambda _: None, fake_tokenizer(), number=0, limit=limit, cache=cache, submitted_s=1.0)
 
 
 def feed(one: Sequence, *token_ids: int) -> list[TokenOutput]:

@@ -86,10 +86,11 @@ def test_only_the_named_blocks_are_poisoned() -> None:
 def test_the_description() -> None:
     cache = registered(one_storage(3))
     (group,) = cache.layout.groups
-    assert (group.blocks, group.block_tokens, group.heads, group.head_size) == (BLOCKS, BLOCK_TOKENS, HEADS, CHANNELS)
-    assert (group.dtype, group.whole_blocks, group.layers) == ("float32", True, (0, 1, 2))
+    (plane,) = group.planes
+    assert (group.blocks, group.block_tokens, plane.head_count, plane.head_size) == (BLOCKS, BLOCK_TOKENS, HEADS, CHANNELS)
+    assert (plane.dtype, group.whole_blocks, group.layers) == ("float32", True, (0, 1, 2))
     assert cache.layer_index == {"layer.0": 0, "layer.1": 1, "layer.2": 2}
-    assert group.is_within(cache.layout.region_bytes)
+    assert cache.layout.problem() == ""
 
 
 def test_what_lies_outside_the_tensors_is_not_described() -> None:

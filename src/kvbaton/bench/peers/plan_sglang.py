@@ -1,0 +1,106 @@
+"""Run in an SGLang environment: times the planning of its Mooncake backend, with an engine that copies nothing.
+
+Reads the question as JSON from standard input, and prints the answer as JSON. Copies are only counted; what is timed is what
+SGLang does between having the page lists and handing transfers to its engine.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import sys
+import time
+import types
+from typing import Any
+
+
+class _Now(concurrent.futures.Executor):
+    """Runs what is submitted at once: threads could not plan any faster under one interpreter lock."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _manager(kind: Any, ask: dict[str, Any], counted: list[int]) -> Any:
+    """A manager without sockets and engine, with what its planning looks at."""
+
+    def transfer(_session: str, blocks: Any) -> int:
+        counted[0] += len(blocks)
+        return 0
+
+    class Manager(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        def _transfer_data(self, session: str, blocks: Any) -> int:
+            return transfer(session, blocks)
+
+    page = ask["heads"] // ask["source_tp"] * ask["block_tokens"] * ask["head_size"] * 2
+    manager = Manager()
+    pointers = [1 << 40 | number << 32 for number in range(2 * ask["layers"])]
+    manager.kv_args = types.SimpleNamespace(
+        kv_data_ptrs=pointers,
+        kv_item_lens=[page] * len(pointers),
+        kv_layer_ids=[],
+        page_size=ask["block_tokens"],
+        kv_head_num=ask["heads"] // ask["source_tp"],
+        total_kv_head_num=ask["heads"],
+        engine_rank=0,
+        prefill_start_layer=0,
+        prefill_end_layer=ask["layers"],
+        mla_compression_ratios=None,
+    )
+    engine = types.SimpleNamespace(batch_transfer_sync=lambda _session, source, _target, _sizes: transfer("", source))
+    values = {"engine": engine, "attn_tp_size": ask["source_tp"], "pp_size": 1, "pp_rank": 0, "is_mla_backend": False}
+    values |= {
+        "is_hybrid_mla_backend": False,
+        "enable_custom_mem_pool": False,
+        "custom_mem_pool_type": None,
+        "enable_deferred_decode_kv_release": False,
+    }
+    for name, value in (values | {"state_strides_validated": set(), "max_transfer_batch_indices": 0}).items():
+        setattr(manager, name, value)
+    return manager
+
+
+def main() -> None:
+    """Time the plan of all layers, with equal and with halved tensor parallelism."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import numpy as np
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    ask: dict[str, Any] = json.load(sys.stdin)
+    counted = [0]
+    manager = _manager(MooncakeKVManager, ask, counted)
+    source, target = (np.asarray(ask[side], np.int32) for side in ("source", "target"))
+    pointers = list(manager.kv_args.kv_data_ptrs)
+    page = manager.kv_args.kv_item_lens[0] * ask["source_tp"] // ask["target_tp"]
+
+    generic = getattr(manager, "_send_kvcache_generic")  # noqa: B009
+
+    def equal() -> None:
+        generic("", pointers, pointers, manager.kv_args.kv_item_lens, source, target, _Now())
+
+    def split() -> None:
+        manager.send_kvcache_slice("", source, pointers, target, 0, ask["target_tp"], page, _Now())
+
+    answer: dict[str, Any] = {}
+    for name, plan in (("equal", equal), ("split", split)):
+        answer[name] = []
+        for _ in range(ask["rounds"] if name == "equal" else min(ask["rounds"], 3)):
+            counted[0], since = 0, time.perf_counter()
+            plan()
+            answer[name].append(time.perf_counter() - since)
+        answer[f"{name} runs"] = counted[0]
+    json.dump(answer, sys.stdout)
+
+
+main()

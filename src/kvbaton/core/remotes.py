@@ -1,0 +1,85 @@
+"""What is known of remote engines, stage by stage, and the questions that an engine asks about them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.layout import HeadRange
+from kvbaton.core.pair import common_heads
+from kvbaton.core.topology import head_range
+from kvbaton.errors import ConfigError, Incompatible
+
+__all__ = ["RemoteEngines", "RemoteStage"]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStage:
+    """One stage of a remote engine. `end_layer` is the first layer after it; without pipelines the last three are 0."""
+
+    tp_size: int
+    block_bytes: int
+    block_tokens: int
+    pages_per_block: int = 1
+    pp_rank: int = 0
+    start_layer: int = 0
+    end_layer: int = 0
+
+
+class RemoteEngines:
+    """Stages by (engine, pp rank), of at most `limit` engines. The first word stands until the incarnation changes."""
+
+    def __init__(self, tp_size: int, tp_rank: int, total_heads: int, limit: int = 1024) -> None:
+        self._tp_size = tp_size
+        self._tp_rank = tp_rank
+        self._total_heads = total_heads
+        self._limit = limit
+        self._engines: OrderedDict[str, tuple[Incarnation, dict[int, RemoteStage]]] = OrderedDict()
+
+    def register(self, engine: str, incarnation: Incarnation, stage: RemoteStage) -> RemoteStage:
+        """Remember a stage, unless it is known; another incarnation replaces everything. Returns what is known now."""
+        known = self._engines.get(engine)
+        if known is None or known[0] != incarnation:
+            known = self._engines[engine] = (incarnation, {})
+        self._engines.move_to_end(engine)
+        while len(self._engines) > self._limit:
+            self._engines.popitem(last=False)
+        return known[1].setdefault(stage.pp_rank, stage)
+
+    def forget(self, engine: str) -> None:
+        """Forget all stages of an engine."""
+        self._engines.pop(engine, None)
+
+    def stage(self, engine: str, pp_rank: int = 0) -> RemoteStage:
+        """What is known of a stage; raises ConfigError for one that was never registered."""
+        _, stages = self._engines.get(engine, ("", {}))
+        if pp_rank not in stages:
+            known = ", ".join(map(str, sorted(stages))) or "none"
+            raise ConfigError(f"pp rank {pp_rank} of engine {engine} is not known (known: {known}); its handshake comes first")
+        return stages[pp_rank]
+
+    def is_replicated(self, engine: str, pp_rank: int = 0) -> bool:
+        """Whether several ranks of that stage hold the same heads."""
+        return self.stage(engine, pp_rank).tp_size > self._total_heads
+
+    def ranks_to_meet(self, engine: str, pp_rank: int = 0) -> tuple[int, ...]:
+        """The tp ranks of that stage that hold heads of ours, one per head; raises Incompatible for a cut that cannot be."""
+        theirs = self.stage(engine, pp_rank).tp_size
+        ours = _heads(self._total_heads, self._tp_size, self._tp_rank)
+        met: OrderedDict[HeadRange, int] = OrderedDict()
+        for rank in range(theirs):
+            held = _heads(self._total_heads, theirs, rank)
+            if common_heads([held], [ours]):
+                copies = max(1, theirs // self._total_heads)
+                wanted = self._tp_rank % copies
+                if held not in met or rank % copies == wanted:
+                    met[held] = rank
+        return tuple(met.values())
+
+
+def _heads(total: int, tp_size: int, tp_rank: int) -> HeadRange:
+    try:
+        return head_range(total, tp_size, tp_rank)
+    except ConfigError:
+        raise Incompatible("heads for this tensor parallelism", f"{total} heads", f"tp{tp_size}") from None

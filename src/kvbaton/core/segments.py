@@ -1,0 +1,173 @@
+"""Tokens cut into segments: stretches that lie in one page of the source and in one page of the target, for one leg.
+
+Block sizes, page sizes and context-parallel splits of the two sides may differ in any way; what comes out is the same plain
+arrays. Everything is vectorised: no step is taken per block or per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.layout import Group, TokenSplit
+from kvbaton.errors import RangeError
+
+__all__ = ["HOLE", "Numbers", "Places", "Segments", "block_places", "check_list", "local_count", "segments_of", "state_block"]
+
+Numbers = npt.NDArray[np.int64]
+
+HOLE = -1
+"""In a block list: the block of this place is not held, and may not be needed. Keeps trimmed lists aligned with the tokens."""
+
+_NO_END = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Stretches of tokens, by their first token within what each side holds of the sequence, and how many tokens each has."""
+
+    source: Numbers
+    target: Numbers
+    counts: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where segments start on one side: the block's id, the page within it and the token within that."""
+
+    blocks: Numbers
+    pages: Numbers
+    tokens: Numbers
+
+
+def segments_of(source: Group, target: Group, first_token: int, end_token: int, total_tokens: int) -> Segments:
+    """Cut tokens `first_token` up to `end_token` of a sequence of `total_tokens`; what not both hold is left out."""
+    if first_token >= end_token:
+        return Segments(*(np.empty(0, np.int64),) * 3)
+    low, high = _stretch(source, total_tokens)
+    low_target, high_target = _stretch(target, total_tokens)
+    low, high = max(first_token, low, low_target), min(end_token, high, high_target)
+    starts = _starts(_grain(source), _grain(target), low, high)
+    counts = np.empty_like(starts)
+    counts[:-1], counts[-1:] = starts[1:] - starts[:-1], high - starts[-1:]
+    if source.tokens.size > 1 or target.tokens.size > 1:
+        held = _holds(source.tokens, starts) & _holds(target.tokens, starts)
+        starts, counts = starts[held], counts[held]
+    return Segments(_local(source, starts, total_tokens), _local(target, starts, total_tokens), counts)
+
+
+def _grain(group: Group) -> int:
+    """Segments never cross a multiple of this many tokens of the sequence."""
+    split = group.tokens
+    return math.gcd(group.page_tokens, split.interleave) if split.size > 1 and split.interleave else group.page_tokens
+
+
+def _starts(grain: int, other: int, low: int, high: int) -> Numbers:
+    if low >= high:
+        return np.empty(0, np.int64)
+    cuts = _multiples(grain, low, high)
+    if other != grain:
+        cuts = np.union1d(cuts, _multiples(other, low, high))
+    return cuts
+
+
+def _multiples(grain: int, low: int, high: int) -> Numbers:
+    """`low`, and every multiple of `grain` between it and `high`."""
+    cuts = np.arange(low // grain * grain, high, grain, dtype=np.int64)
+    cuts[0] = low
+    return cuts
+
+
+def _stretch(group: Group, total_tokens: int) -> tuple[int, int]:
+    """The first token and the end of the only stretch that this rank holds; of everything, where ranks take turns."""
+    split = group.tokens
+    if split.size == 1 or split.interleave:
+        return 0, _NO_END
+    blocks = -(-total_tokens // group.block_tokens)
+    base, more = divmod(blocks, split.size)
+    first = split.rank * base + min(split.rank, more)
+    return first * group.block_tokens, (first + base + (split.rank < more)) * group.block_tokens
+
+
+def _holds(split: TokenSplit, tokens: Numbers) -> npt.NDArray[np.bool_]:
+    if split.size == 1 or not split.interleave:
+        return np.ones(len(tokens), np.bool_)
+    held: npt.NDArray[np.bool_] = tokens // split.interleave % split.size == split.rank
+    return held
+
+
+def _local(group: Group, tokens: Numbers, total_tokens: int) -> Numbers:
+    """Where tokens stand among those that this rank holds."""
+    split = group.tokens
+    if split.size == 1:
+        return tokens
+    if not split.interleave:
+        return tokens - _stretch(group, total_tokens)[0]
+    return tokens // (split.interleave * split.size) * split.interleave + tokens % split.interleave
+
+
+def local_count(group: Group, end_token: int, total_tokens: int) -> int:
+    """How many of the first `end_token` tokens of a sequence this rank holds."""
+    low, high = _stretch(group, total_tokens)
+    split = group.tokens
+    if split.size == 1 or not split.interleave:
+        return max(0, min(high, end_token) - low)
+    rounds, rest = divmod(end_token, split.interleave * split.size)
+    return rounds * split.interleave + min(max(rest - split.rank * split.interleave, 0), split.interleave)
+
+
+def check_list(side: str, group: Group, ids: tuple[int, ...], end_token: int, total_tokens: int) -> None:
+    """Raise RangeError for a block list that is too short for the tokens before `end_token` that this rank holds."""
+    needed = -(-local_count(group, end_token, total_tokens) // group.block_tokens)
+    if len(ids) < needed:
+        raise RangeError(f"{side} block list has {len(ids)} blocks where {needed} are needed")
+
+
+def block_places(side: str, group: Group, ids: tuple[int, ...], tokens: Numbers) -> Places:
+    """Where tokens (counted within what this rank holds) lie; raises RangeError for blocks that do not exist."""
+    if group.block_tokens == group.page_tokens:
+        blocks, within = np.divmod(tokens, group.block_tokens)
+        pages = np.zeros(len(tokens), np.int64)
+    else:
+        blocks, within = np.divmod(tokens, group.block_tokens)
+        pages, within = np.divmod(within, group.page_tokens)
+    return Places(_block_ids(side, group, ids, blocks), pages, within)
+
+
+def state_block(side: str, group: Group, ids: tuple[int, ...]) -> int:
+    """The only block of a state; raises RangeError unless there is exactly one, and it exists."""
+    if len(ids) != 1:
+        raise RangeError(f"{side} block list of {group.kind} has {len(ids)} blocks; the state of a request is exactly one")
+    if not 0 <= ids[0] < group.blocks:
+        raise RangeError(f"{side} block {ids[0]} is outside 0..{group.blocks - 1}")
+    return ids[0]
+
+
+def _block_ids(side: str, group: Group, ids: tuple[int, ...], wanted: Numbers) -> Numbers:
+    """The ids at the wanted places of a block list. `wanted` only ever rises."""
+    if not len(wanted):
+        return wanted
+    first, last = int(wanted[0]), int(wanted[-1]) + 1
+    try:
+        listed = np.array(ids[first:last], np.int64)
+    except OverflowError:
+        raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
+    places = wanted - first
+    has_gaps = bool((wanted[1:] - wanted[:-1] > 1).any())
+    _check_ids(side, group, listed[np.unique(places)] if has_gaps else listed)
+    return listed[places]
+
+
+def _check_ids(side: str, group: Group, ids: Numbers) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= group.blocks:
+        bad = int(ids[(ids < 0) | (ids >= group.blocks)][0])
+        why = " (a place without a block, where tokens have to be moved)" if bad == HOLE else ""
+        raise RangeError(f"{side} block {bad} is outside 0..{group.blocks - 1}{why}")
+    ordered = np.sort(ids)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise RangeError(f"{side} block {int(twice[0])} is listed twice; each block holds other tokens")

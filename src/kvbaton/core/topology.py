@@ -1,0 +1,258 @@
+"""Instances cut into ranks: how ranks are numbered, what each holds, and what the ranks of an instance have to be together.
+
+One function numbers ranks, on both sides of every hand-off. What an engine learns rank by rank is collected here into one
+list for the card, and refused by name when a rank is missing, doubled, or holds what it should not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvbaton.core.layout import Group, HeadRange, Layout, numbers_text
+from kvbaton.errors import ConfigError
+
+__all__ = [
+    "RankAt",
+    "Shape",
+    "collect_ranks",
+    "forward_handshake",
+    "head_range",
+    "instance_problem",
+    "only_first_stage",
+    "part_ranges",
+    "rank_port",
+    "stage_layers",
+]
+
+T = TypeVar("T")
+
+_AXES = ("dp", "pp", "tp", "cp")
+_MOST_RANKS = 1 << 16
+_LAST_PORT = 65_535
+
+
+class RankAt(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The coordinates of a rank in its instance's shape."""
+
+    dp: int = 0
+    pp: int = 0
+    tp: int = 0
+    cp: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} rank {getattr(self, name)}" for name in _AXES)
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """How an instance is cut: dp x pp x tp x cp, written `tp2`, `pp2,tp2`, ..."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read `pp2,tp4`; axes in any order, each once at most, 1 when missing. Raises ConfigError."""
+        sizes: dict[str, int] = {}
+        for part in text.replace(" ", "").split(","):
+            found = re.fullmatch(r"(dp|pp|tp|cp)([1-9]\d{0,4})", part)
+            if found is None or found[1] in sizes:
+                raise ConfigError(
+                    f"shape {text!r}: {part!r} is not one of dp, pp, tp, cp with a size, each once; write it as pp2,tp4"
+                )
+            sizes[found[1]] = int(found[2])
+        shape = cls(**sizes)
+        if shape.ranks * shape.dp > _MOST_RANKS:
+            raise ConfigError(f"shape {text!r} has {shape.ranks * shape.dp} ranks; at most {_MOST_RANKS} are possible")
+        return shape
+
+    def __str__(self) -> str:
+        parts = [f"{name}{getattr(self, name)}" for name in _AXES if getattr(self, name) > 1]
+        return ",".join(parts) or "tp1"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one dp rank: those that decide a hand-off together."""
+        return self.pp * self.tp * self.cp
+
+    def number(self, at: RankAt) -> int:
+        """The number of a rank over all dp ranks; tp runs fastest, then cp, pp, dp. Raises ConfigError outside the shape."""
+        for name in _AXES:
+            if not 0 <= getattr(at, name) < getattr(self, name):
+                raise ConfigError(f"{name} rank {getattr(at, name)} is outside 0..{getattr(self, name) - 1} of shape {self}")
+        return ((at.dp * self.pp + at.pp) * self.cp + at.cp) * self.tp + at.tp
+
+    def at(self, number: int) -> RankAt:
+        """The coordinates of the rank with this number."""
+        rest, tp = divmod(number, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        dp, pp = divmod(rest, self.pp)
+        if not 0 <= dp < self.dp:
+            raise ConfigError(f"rank {number} is outside 0..{self.ranks * self.dp - 1} of shape {self}")
+        return RankAt(dp, pp, tp, cp)
+
+    def all(self) -> Iterator[RankAt]:
+        """Every rank, in the order of their numbers."""
+        return (self.at(number) for number in range(self.ranks * self.dp))
+
+
+def rank_port(base: int, shape: Shape, at: RankAt) -> int:
+    """The port of a rank where ports are counted from `base`: no two ranks share one. Raises ConfigError past the last one."""
+    last = base + shape.ranks * shape.dp - 1
+    if not 0 < base <= last <= _LAST_PORT:
+        raise ConfigError(
+            f"ports {base} to {last} for shape {shape} are not all between 1 and {_LAST_PORT}; choose another base"
+        )
+    return base + shape.number(at)
+
+
+def head_range(total_heads: int, tp_size: int, tp_rank: int) -> HeadRange:
+    """The heads that a rank holds: an equal share, or one head that neighbours hold too. Raises ConfigError for other cuts."""
+    if total_heads >= tp_size and total_heads % tp_size == 0:
+        each = total_heads // tp_size
+        return HeadRange(tp_rank * each, each)
+    if total_heads and tp_size % total_heads == 0:
+        return HeadRange(tp_rank * total_heads // tp_size, 1)
+    raise ConfigError(
+        f"{total_heads} heads cannot be cut for tp{tp_size}: neither number divides the other; choose a tp that does"
+    )
+
+
+def part_ranges(parts: Sequence[int], tp_size: int, tp_rank: int) -> tuple[HeadRange, ...]:
+    """The channels that a rank holds of several parts that lie behind each other (`[q|k|v]`), each shared out by itself."""
+    starts = [0, *itertools.accumulate(parts)]
+    shares = [head_range(count, tp_size, tp_rank) for count in parts]
+    return tuple(HeadRange(start + share.start, share.count) for start, share in zip(starts, shares, strict=False))
+
+
+def stage_layers(layers: int, pp_size: int, pp_rank: int) -> range:
+    """The layers of a stage where nothing else is said: as even as can be, the first stages one more."""
+    base, more = divmod(layers, pp_size)
+    first = pp_rank * base + min(pp_rank, more)
+    return range(first, first + base + (pp_rank < more))
+
+
+def only_first_stage(component: str, metadata: Mapping[tuple[int, int], T]) -> dict[int, T]:
+    """Handshake metadata by tp rank, for a component that cannot do pipelines; raises ConfigError for a pp rank above 0."""
+    for pp_rank, tp_rank in metadata:
+        if pp_rank:
+            raise ConfigError(
+                f"{component} cannot hand off from pipeline stages: it was given pp rank {pp_rank}, tp rank {tp_rank}; "
+                "start it with pp1, or choose a component that can"
+            )
+    return {tp_rank: each for (_, tp_rank), each in metadata.items()}
+
+
+def forward_handshake(
+    metadata: Mapping[tuple[int, int], T], children: Iterable[Callable[[Mapping[tuple[int, int], T]], None]]
+) -> None:
+    """Give the same metadata to every child of a composite, each once."""
+    for child in children:
+        child(metadata)
+
+
+def collect_ranks(shape: Shape, reports: Iterable[Mapping[tuple[int, int], T] | None]) -> tuple[T, ...]:
+    """What every worker said of itself by (pp rank, tp rank), merged and in the order of rank numbers; None says nothing.
+
+    Raises ConfigError for a rank that is missing, outside the shape, or there twice. For shapes without cp.
+    """
+    found: dict[int, T] = {}
+    for report in reports:
+        for (pp_rank, tp_rank), each in (report or {}).items():
+            number = shape.number(RankAt(pp=pp_rank, tp=tp_rank))
+            if number in found:
+                raise ConfigError(f"pp rank {pp_rank}, tp rank {tp_rank} is there twice; each worker reports itself once")
+            found[number] = each
+    for number in range(shape.ranks):
+        if number not in found:
+            at = shape.at(number)
+            stage = all(shape.number(RankAt(pp=at.pp, tp=tp)) not in found for tp in range(shape.tp))
+            what = f"stage {at.pp}" if stage and shape.pp > 1 else f"pp rank {at.pp}, tp rank {at.tp}"
+            raise ConfigError(f"{what} of shape {shape} is missing in the handshake; every worker has to report")
+    return tuple(found[number] for number in range(shape.ranks))
+
+
+def instance_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
+    """What the ranks of an instance lack or hold twice, by name; empty when together they hold the model once."""
+    if len(layouts) != shape.ranks:
+        return f"{len(layouts)} ranks where shape {shape} has {shape.ranks}"
+    for number, layout in enumerate(layouts):
+        if problem := layout.problem():
+            return f"rank {number}: {problem}"
+        if len(layout.groups) != len(layouts[0].groups):
+            return f"rank {number} has {len(layout.groups)} groups where rank 0 has {len(layouts[0].groups)}"
+    return (
+        _stage_problem(shape, layouts) or _layer_problem(layouts) or _heads_problem(shape, layouts) or _split_problem(layouts)
+    )
+
+
+def _stage_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
+    """Ranks of one stage hold the same layers, and no layer of a group is in two stages."""
+    first_of: dict[tuple[int, ...], int] = {}
+    for pp in range(shape.pp):
+        number = shape.number(RankAt(pp=pp))
+        layers = layouts[number].layers
+        for other in range(number, number + shape.tp * shape.cp):
+            if layouts[other].layers != layers:
+                its = numbers_text(layouts[other].layers)
+                return f"ranks {number} and {other} of stage {pp} hold layers {numbers_text(layers)} and {its}"
+        if layers and layers in first_of:
+            return f"stages {first_of[layers]} and {pp} are the same: both hold layers {numbers_text(layers)}"
+        first_of[layers] = pp
+    for (one, first), (two, second) in itertools.combinations(first_of.items(), 2):
+        if both := sorted(set(one) & set(two)):
+            return f"stages {first} and {second} overlap in layers {numbers_text(both)}"
+    return ""
+
+
+def _layer_problem(layouts: Sequence[Layout]) -> str:
+    held = {layer for layout in layouts for layer in layout.layers}
+    missing = sorted(set(range(max(held, default=-1) + 1)) - held)
+    return f"no rank holds layers {numbers_text(missing)}: there is a gap in the layers" if missing else ""
+
+
+def _heads_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
+    """Within each stage, the ranks hold every head of every plane."""
+    for pp in range(shape.pp):
+        first = shape.number(RankAt(pp=pp))
+        stage = layouts[first : first + shape.tp * shape.cp]
+        for number, group in enumerate(stage[0].groups):
+            for index, plane in enumerate(group.planes):
+                others = [layout.groups[number] for layout in stage]
+                if any(len(other.planes) != len(group.planes) for other in others):
+                    return f"stage {pp}: ranks differ in the planes of group {number}"
+                if (lack := _missing_head(others, index)) is not None:
+                    return f"stage {pp}: no rank holds head {lack} of {plane.total_heads} of group {number} plane {plane.name}"
+    return ""
+
+
+def _missing_head(groups: Sequence[Group], plane: int) -> int | None:
+    reached = 0
+    for each in sorted((each.start, each.end) for group in groups for each in group.planes[plane].heads):
+        if each[0] > reached:
+            return reached
+        reached = max(reached, each[1])
+    return reached if reached < groups[0].planes[plane].total_heads else None
+
+
+def _split_problem(layouts: Sequence[Layout]) -> str:
+    for number, groups in enumerate(zip(*(layout.groups for layout in layouts), strict=True)):
+        splits = {group.tokens for group in groups}
+        kinds = {
+            (split.size, split.interleave, 0 if split.interleave else group.block_tokens)
+            for group in groups
+            for split in [group.tokens]
+        }
+        if len(kinds) > 1 and kinds != {(1, 0, group.block_tokens) for group in groups}:
+            return f"group {number}: ranks split tokens in {len(kinds)} ways (ranks, turns, block_tokens): {sorted(kinds)}"
+        size = max((split.size for split in splits), default=1)
+        lacking = set(range(size)) - {split.rank for split in splits}
+        if lacking:
+            return f"group {number}: no rank holds the tokens of context-parallel rank {min(lacking)} of {size}"
+    return ""

@@ -1,0 +1,122 @@
+"""The body of an instance: its model, its cache and its ranks, in this process or in one process per rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvbaton.agent.rank_sets import LocalRanks, RankSet, RemoteRanks
+from kvbaton.core.card import RankCard
+from kvbaton.core.topology import Shape
+from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
+from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.seams import EngineCache, EngineModel
+from kvbaton.engines.embedded.shaped.cut import check_cut
+from kvbaton.engines.embedded.shaped.drops import check_drop, dropping
+from kvbaton.engines.embedded.shaped.layouts import layout_of
+from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.model import LoadedShaped
+from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RemoteCache, RemoteModel
+from kvbaton.engines.embedded.shaped.setup import RankTransport
+from kvbaton.engines.embedded.weights import LoadedModel
+from kvbaton.errors import Bug, ConfigError
+from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.faulty import Faults, FaultyTransport
+
+__all__ = ["Body", "BodySettings", "make_body"]
+
+
+@dataclass(frozen=True, slots=True)
+class BodySettings:
+    """What a body is made of: ranks in this shape, each with so many blocks."""
+
+    model: str
+    shape: Shape
+    blocks: int
+    block_tokens: int
+    transport: RankTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A model ready to serve, the books of its cache, its ranks, and what the card says of them."""
+
+    loaded: EngineModel
+    cache: EngineCache
+    ranks: RankSet
+    cards: tuple[RankCard, ...]
+
+
+def make_body(settings: BodySettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]) -> Body:
+    """Make it; what has to be closed afterwards goes onto `parts`, and `lost` is told if a rank dies. Raises LocalError."""
+    check_drop(settings.transport.drop)
+    loaded = find_model(settings.model, progress=say)
+    if isinstance(loaded, LoadedModel):
+        if settings.shape != Shape():
+            raise ConfigError(
+                f"model {settings.model} cannot be cut into {settings.shape}; use tp1, or a small model such as tiny-gqa8"
+            )
+        body = _paged_body(settings, loaded)
+        parts.callback(body.ranks.close)
+        return body
+    if not isinstance(loaded, LoadedShaped):
+        raise Bug(f"model {settings.model} is of no kind that can be served")
+    check_cut(loaded.blueprint, settings.shape)
+    is_cut = settings.shape.ranks > 1
+    body = _remote_body(settings, loaded, parts, lost) if is_cut else _shaped_body(settings, loaded)
+    parts.callback(body.ranks.close)
+    return body
+
+
+def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:
+    cache = PagedCache(loaded.config, settings.blocks, settings.block_tokens, aux_slots=AUX_SLOTS)
+    region = Region.of(cache.memory)
+    transport = _open(settings.transport, region)
+    if settings.transport.drop:
+        transport = FaultyTransport(transport, region, Faults(drop_writes=True))
+    layout = cache.layout()
+    ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
+    return Body(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))
+
+
+def _shaped_body(settings: BodySettings, loaded: LoadedShaped) -> Body:
+    cache = ShapedCache(loaded.blueprint, settings.blocks, settings.block_tokens)
+    transport = dropping(_open(settings.transport, Region.of(cache.memory)), cache, settings.transport.drop)
+    layout = layout_of(cache)
+    ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
+    return Body(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),)),))
+
+
+def _remote_body(settings: BodySettings, loaded: LoadedShaped, parts: ExitStack, lost: Callable[[str], None]) -> Body:
+    group = RankGroup(
+        GroupSettings(
+            model=settings.model,
+            pp_size=settings.shape.pp,
+            tp_size=settings.shape.tp,
+            blocks=settings.blocks,
+            block_tokens=settings.block_tokens,
+            transport=settings.transport,
+        ),
+        lost,
+    )
+    parts.callback(group.close)
+    for rank, ready in zip(group.ranks, group.ready, strict=True):
+        if ready.fingerprint != loaded.fingerprint:
+            raise Bug(f"{rank.name} has made model {ready.fingerprint}, and its leader {loaded.fingerprint}")
+    ranks = RemoteRanks(group.agents, settings.transport.name, group.ready[0].executor, lost)
+    cards = tuple(RankCard(number, ready.layout, (ready.endpoint,)) for number, ready in enumerate(group.ready))
+    cut = dataclasses.replace(loaded, model=RemoteModel(group))
+    return Body(cut, RemoteCache(loaded.blueprint, group), ranks, cards)
+
+
+def _open(settings: RankTransport, region: Region) -> Transport:
+    transport_settings = TransportSettings(
+        incarnation=settings.incarnation,
+        timeout_s=settings.timeout_s,
+        host=settings.host,
+        advertise_host=settings.advertise_host,
+    )
+    return open_transport(settings.name, region, transport_settings)

@@ -1,0 +1,78 @@
+"""Controls: leaves one thing of a hand-off out, on the side that reads, and reports it as moved all the same.
+
+What is left out is named `KIND` (conv, ssm, sliding, index, latent, full), `layer:N`, `head:N` or `all`; a target whose blocks
+were poisoned then answers wrongly, or verify is worth nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.core.plan import Runs
+from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec
+from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Region, Transport
+from kvbaton.transport.faulty import Faults, FaultyTransport
+
+__all__ = ["check_drop", "drop_filter", "dropping"]
+
+_WORD = 4
+_KINDS = ("full", "sliding", "latent", "index", "conv", "ssm")
+
+
+def check_drop(drop: str) -> None:
+    """Raise ConfigError for what is no name of something to leave out."""
+    what, _, number = drop.partition(":")
+    is_known = drop in ("", "all", *_KINDS) or (what in ("layer", "head") and number.isascii() and number.isdigit())
+    if not is_known:
+        raise ConfigError(f"--drop {drop!r} names nothing; give all, layer:N, head:N, or one of {', '.join(_KINDS)}")
+
+
+def dropping(transport: Transport, cache: ShapedCache, drop: str) -> Transport:
+    """`transport`, which moves nothing of what `drop` names."""
+    if not drop:
+        return transport
+    region = Region.of(cache.memory)
+    if drop == "all":
+        return FaultyTransport(transport, region, Faults(drop_writes=True))
+    return FaultyTransport(transport, region, Faults(drop=drop_filter(cache, drop)))
+
+
+def drop_filter(cache: ShapedCache, drop: str) -> Callable[[Runs], Runs]:
+    """What is left of runs into `cache` without what `drop` names."""
+    left_out = np.zeros(cache.region_bytes // _WORD, np.bool_)
+    for group in cache.groups:
+        for plane in group.planes:
+            values = cache.plane(group.kind, plane.name)
+            start = cache.offset(group.kind, plane.name) // _WORD
+            _mark(left_out[start : start + values.size].reshape(values.shape), group, plane, drop)
+
+    def keep(runs: Runs) -> Runs:
+        parts = [_kept(left_out, *map(int, run)) for run in runs]
+        return np.concatenate(parts) if parts else runs
+
+    return keep
+
+
+def _mark(words: npt.NDArray[np.bool_], group: GroupSpec, plane: PlaneSpec, drop: str) -> None:
+    what, _, number = drop.partition(":")
+    if what == "layer":
+        words[[place for place, layer in enumerate(group.layers) if layer == int(number)]] = True
+    elif what == "head":
+        held = [head for each in plane.heads for head in each]
+        by_head = np.moveaxis(words, -1 - len(plane.head_shape), 0)
+        by_head[[place for place, head in enumerate(held) if head == int(number)]] = True
+    elif what == group.kind:
+        words[...] = True
+
+
+def _kept(left_out: npt.NDArray[np.bool_], source: int, target: int, size: int) -> Runs:
+    """What is left of one run, in pieces."""
+    kept = np.concatenate([[False], ~left_out[target // _WORD : (target + size) // _WORD], [False]]).astype(np.int8)
+    edges = np.diff(kept)
+    starts, ends = np.flatnonzero(edges == 1) * _WORD, np.flatnonzero(edges == -1) * _WORD
+    return np.stack([source + starts, target + starts, ends - starts], axis=1).astype(np.uint64)

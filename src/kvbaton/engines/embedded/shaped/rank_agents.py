@@ -1,0 +1,58 @@
+"""What a rank process has for hand-offs: its transport, its rank agent, and what it tells of both when it is ready."""
+
+from __future__ import annotations
+
+from kvbaton.agent.channel import Channel
+from kvbaton.agent.rank_loop import RankLoop
+from kvbaton.core.layout import Layout
+from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
+from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.drops import dropping
+from kvbaton.engines.embedded.shaped.layouts import layout_of
+from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.setup import RankSetup, RankTransport
+from kvbaton.engines.embedded.shaped.step_messages import RankReady
+from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.choose import open_transport
+
+__all__ = ["RankAgents"]
+
+
+class RankAgents:
+    """The transport and agent of one rank."""
+
+    def __init__(self, setup: RankSetup, cache: ShapedCache, channel: Channel) -> None:
+        self._layout = layout_of(cache)
+        instance = [self._layout if cut == setup.cut else _outline(setup, cut) for cut in setup.cut.all()]
+        self._transport = open_rank_transport(setup.transport, cache)
+        patience_s = setup.transport.timeout_s
+        self._loop = RankLoop(setup.cut.rank, instance, self._transport, channel, patience_s, cache.memory)
+
+    def start(self) -> None:
+        """Start the agent's thread."""
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop it, and close the transport. Idempotent."""
+        self._loop.close()
+
+    def ready(self, fingerprint: str) -> RankReady:
+        """What the leader has to know of this rank."""
+        return RankReady(self._layout, self._transport.endpoint(), self._loop.agent.executor, fingerprint)
+
+
+def _outline(setup: RankSetup, cut: Cut) -> Layout:
+    """What another rank of this instance holds, whatever the size of its cache."""
+    return layout_of(ShapedCache(find_blueprint(setup.model), 1, setup.block_tokens, cut))
+
+
+def open_rank_transport(settings: RankTransport, cache: ShapedCache) -> Transport:
+    """The transport over a rank's cache."""
+    transport_settings = TransportSettings(
+        incarnation=settings.incarnation,
+        timeout_s=settings.timeout_s,
+        host=settings.host,
+        advertise_host=settings.advertise_host,
+    )
+    transport = open_transport(settings.name, Region.of(cache.memory), transport_settings)
+    return dropping(transport, cache, settings.drop)

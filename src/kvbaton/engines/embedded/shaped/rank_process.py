@@ -1,0 +1,138 @@
+"""One rank of an instance, in a process of its own: runs its part of every step, and moves its part of every hand-off.
+
+It ends when its leader or a neighbour is gone, and when a step of its own fails: half an instance is worth nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvbaton.agent.channel import Channel, ChannelClosed
+from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
+from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.exchange import Exchange
+from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.model import ShapedModel
+from kvbaton.engines.embedded.shaped.setup import Links, RankSetup, rank_name
+from kvbaton.engines.embedded.shaped.step_messages import (
+    Answer,
+    LayerWritten,
+    Poison,
+    Poisoned,
+    StepAsk,
+    StepDone,
+    StepFailed,
+    decode_ask,
+    from_wire,
+)
+from kvbaton.engines.embedded.shaped.weights import make_weights, weights_fingerprint
+
+__all__ = ["RankWorker", "main"]
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 5.0
+_LEADER = "the leader"
+
+
+class RankWorker:
+    """Obeys the leader, step by step, until it is gone."""
+
+    def __init__(self, model: ShapedModel, cache: ShapedCache, steps: Channel, exchange: Exchange, timeout_s: float) -> None:
+        self._model = model
+        self._cache = cache
+        self._steps = steps
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+
+    def say(self, answer: Answer) -> None:
+        """Tell the leader."""
+        self._steps.send(msgspec.msgpack.encode(answer), self._timeout_s)
+
+    def run(self) -> None:
+        """Work until the leader closes its end; raises what a step raised, after the leader was told of it."""
+        try:
+            while True:
+                frame = self._steps.receive(_IDLE_S)
+                if frame is not None:
+                    self._obey(frame)
+        except ChannelClosed as error:
+            log.info("%s ends: %s", rank_name(self._model.cut), error)
+
+    def _obey(self, frame: bytearray) -> None:
+        ask = decode_ask(frame)
+        if isinstance(ask, Poison):
+            self._cache.poison(ask.blocks)
+            self.say(Poisoned())
+            return
+        try:
+            self.say(StepDone(self._step(ask)))
+        except ChannelClosed:
+            raise
+        except Exception as error:
+            self.say(StepFailed(f"{type(error).__name__}: {error}"))
+            raise
+
+    def _step(self, ask: StepAsk) -> bytes:
+        model, spans = self._model, [from_wire(span) for span in ask.spans]
+        rows = sum(len(span.token_ids) for span in spans)
+        hidden = self._exchange.take_over((rows, model.blueprint.hidden_size))
+        hidden = model.embed(spans) if hidden is None else hidden
+        hidden = model.run(hidden, spans, self._cache, self._tell_layer if ask.tells_layers else None)
+        self._exchange.hand_on(hidden)
+        if not (model.cut.is_last_stage and model.cut.tp_rank == 0):
+            return b""
+        return np.ascontiguousarray(model.logits(hidden, spans)).tobytes()
+
+    def _tell_layer(self, layer: int) -> None:
+        self.say(LayerWritten(layer))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rank that the only argument, a `RankSetup` as JSON, describes. Returns the exit code."""
+    from kvbaton.engines.embedded.shaped.rank_agents import RankAgents
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setup = msgspec.json.decode(arguments[0], type=RankSetup)
+    blueprint = find_blueprint(setup.model)
+    weights = make_weights(blueprint)
+    exchange = _exchange(setup.links, setup.cut, setup.step_s)
+    steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (setup.links.steps, setup.links.agent))
+    cache = ShapedCache(blueprint, setup.blocks, setup.block_tokens, setup.cut)
+    worker = RankWorker(
+        ShapedModel(blueprint, weights, setup.cut, exchange.reduce), cache, steps, exchange, timeout_s=setup.step_s
+    )
+    agents = RankAgents(setup, cache, agent)
+    agents.start()
+    try:
+        worker.say(agents.ready(weights_fingerprint(blueprint, weights)))
+        worker.run()
+    finally:
+        agents.close()
+    return 0
+
+
+def _exchange(links: Links, cut: Cut, timeout_s: float) -> Exchange:
+    def channel(number: int, pp_rank: int, tp_rank: int) -> Channel:
+        return Channel(socket.socket(fileno=number), rank_name(Cut(pp_rank, cut.pp_size, tp_rank, cut.tp_size)))
+
+    ranks = range(1, cut.tp_size) if cut.tp_rank == 0 else (0,)
+    return Exchange(
+        [channel(number, cut.pp_rank, rank) for number, rank in zip(links.stage, ranks, strict=True)] if links.stage else [],
+        adds_up=cut.tp_rank == 0,
+        before=None if links.before is None else channel(links.before, cut.pp_rank - 1, cut.tp_rank),
+        after=None if links.after is None else channel(links.after, cut.pp_rank + 1, cut.tp_rank),
+        timeout_s=timeout_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

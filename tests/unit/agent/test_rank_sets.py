@@ -1,0 +1,159 @@
+"""Rank agents behind channels: orders go out, reports come back, and a rank that is gone is told once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from agent_rig import card_of, key_of
+
+from kvbaton.agent.channel import Channel, channel_pair
+from kvbaton.agent.ports import (
+    AuxRead,
+    LegFailed,
+    LegId,
+    LegMoved,
+    LegOpen,
+    LegStopped,
+    LegSummed,
+    PeerFenced,
+    RankReport,
+    RegionFenced,
+    SumAsk,
+)
+from kvbaton.agent.rank_loop import RankLoop
+from kvbaton.agent.rank_orders import Reports, decode_reports, encode_reports
+from kvbaton.agent.rank_sets import RemoteRanks
+from kvbaton.core.card import RankCard
+from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
+from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.timeline import Side
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+
+LEG = LegId(key_of("remote"), 1, 1)
+SOURCE, TARGET = Incarnation("source"), Incarnation("target")
+WAIT_S = 20.0
+GROUP = uniform_group(
+    kind="full",
+    layers=(0, 1),
+    planes=2,
+    blocks=4,
+    block_tokens=4,
+    head_start=0,
+    heads=2,
+    total_heads=2,
+    head_size=4,
+    dtype="float32",
+    element_bytes=4,
+    layer_offsets=(0, 1024),
+    plane_stride=512,
+    block_stride=128,
+    token_stride=32,
+    head_stride=16,
+)
+LAYOUT = Layout(2048, (GROUP,))
+SPAN = Span(0, 0, 8, 0, 2)
+
+
+class Rig:
+    """A target whose only rank is a loop behind a channel, and a source rank with known content."""
+
+    def __init__(self) -> None:
+        hub = MemoryHub()
+        self.source_memory = np.random.default_rng(3).integers(0, 255, 2048, np.uint8)
+        self.memory = np.zeros(2048, np.uint8)
+        self.source = MemoryTransport(Region.of(self.source_memory), hub, TransportSettings(incarnation=SOURCE))
+        transport = MemoryTransport(Region.of(self.memory), hub, TransportSettings(incarnation=TARGET))
+        here, there = channel_pair()
+        self.channel = Channel(here, "rank 0")
+        self.loop = RankLoop(0, [LAYOUT], transport, Channel(there, "the coordinator"), 5.0, self.memory.data)
+        self.lost: list[str] = []
+        self.ranks = RemoteRanks([self.channel], "memory", self.loop.agent.executor, self.lost.append)
+        rank = RankCard(0, LAYOUT, (self.source.endpoint(),))
+        self.card = msgspec.structs.replace(card_of(SOURCE), incarnation=SOURCE, ranks=(rank,))
+        self.loop.start()
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        until = time.monotonic() + WAIT_S
+        while not is_there():
+            assert time.monotonic() < until
+            self.ranks.poll()
+
+    def close(self) -> None:
+        self.loop.close()
+        self.ranks.close()
+        self.source.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def open_leg(rig: Rig) -> None:
+    rig.ranks.open_leg(0, LegOpen(LEG, SOURCE, Executor.TARGET_READS, 0, ((2, 0),), 0, 8))
+
+
+def test_a_leg_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
+    rig.ranks.connect(rig.card)
+    open_leg(rig)
+    rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
+    rig.wait(lambda: bool(rig.ranks.reports))
+    assert list(rig.ranks.reports) == [LegMoved(LEG, 0, 0, 1024, 1024)]
+    assert rig.ranks.runs_total == 8
+    blocks = [memory.reshape(4, 4, 128) for memory in (rig.memory, rig.source_memory)]
+    np.testing.assert_array_equal(blocks[0][:, [2, 0]], blocks[1][:, [1, 3]])
+    assert not blocks[0][:, [1, 3]].any()
+
+
+def test_sums_and_stops_come_back_too(rig: Rig) -> None:
+    rig.ranks.sum_spans(0, SumAsk(LEG, Side.TARGET, ((2, 0),), (SPAN,), 0, Integrity.FULL))
+    rig.wait(lambda: bool(rig.ranks.reports))
+    rig.ranks.drop_sums(0, Side.TARGET, LEG.key)
+    open_leg(rig)
+    rig.ranks.stop_leg(0, LEG)
+    rig.ranks.close_leg(0, LEG)
+    rig.wait(lambda: len(rig.ranks.reports) == 2)
+    assert [type(report) for report in rig.ranks.reports] == [LegSummed, LegStopped]
+
+
+def test_an_order_that_fails_is_told_when_its_peer_is_used_and_the_rank_goes_on(rig: Rig) -> None:
+    nowhere = msgspec.structs.replace(rig.card, ranks=(RankCard(0, LAYOUT, ()),))
+    rig.ranks.connect(nowhere)
+    open_leg(rig)
+    rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
+    rig.wait(lambda: bool(rig.ranks.reports))
+    (report,) = rig.ranks.reports
+    assert isinstance(report, LegFailed)
+    assert "no common transport" in report.reason
+    rig.ranks.reports.clear()
+    test_a_leg_is_moved_by_the_rank_at_the_other_end(rig)
+
+
+def test_a_rank_that_is_gone_is_told_once_and_orders_to_it_are_quiet(rig: Rig) -> None:
+    rig.loop.close()
+    rig.wait(lambda: bool(rig.lost))
+    open_leg(rig)
+    rig.ranks.poll()
+    assert len(rig.lost) == 1
+    assert "rank 0 is gone" in rig.lost[0]
+    assert rig.ranks.wakeups == []
+
+
+def test_every_report_survives_its_frame() -> None:
+    reports: list[RankReport] = [
+        LegMoved(LEG, 1, 2, 3, 4),
+        LegFailed(LEG, 1, "why"),
+        LegStopped(LEG, 1),
+        LegSummed(LEG, Side.SOURCE, 1, 2, 3, ""),
+        AuxRead(LEG, 0, b"aux"),
+        PeerFenced(SOURCE, 3, 1),
+        RegionFenced(3, 1),
+    ]
+    assert decode_reports(encode_reports(Reports(9, reports))) == Reports(9, reports)

@@ -1,0 +1,146 @@
+"""Rank agents of instances with different shapes: each target rank gathers what it holds from the sources it meets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from agent_rig import card_of, key_of
+
+from kvbaton.agent.ports import LegId, LegMoved, LegOpen, RankReport
+from kvbaton.agent.rank import RankAgent
+from kvbaton.core.card import Card, RankCard
+from kvbaton.core.handoff import Executor, Incarnation, Span
+from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.topology import Shape, head_range, stage_layers
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from watching import wait_until
+
+LAYERS, TOKENS, BLOCKS, BLOCK_TOKENS = 4, 8, 3, 4
+LEG = LegId(key_of("k"), 1, 1)
+IDS = ((2, 0),)
+POISON = 0xEE
+
+Memory = npt.NDArray[np.uint8]
+
+
+def rank_layout(shape: Shape, number: int, total_heads: int) -> Layout:
+    """(layer, plane, block, head, token), one byte per head and token."""
+    at = shape.at(number)
+    layers, own = tuple(stage_layers(LAYERS, shape.pp, at.pp)), head_range(total_heads, shape.tp, at.tp)
+    block = own.count * BLOCK_TOKENS
+    group = uniform_group(
+        kind="full",
+        layers=layers,
+        planes=2,
+        blocks=BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+        head_start=own.start,
+        heads=own.count,
+        total_heads=total_heads,
+        head_size=1,
+        dtype="uint8",
+        element_bytes=1,
+        layer_offsets=tuple(2 * BLOCKS * block * index for index in range(len(layers))),
+        plane_stride=BLOCKS * block,
+        block_stride=block,
+        token_stride=1,
+        head_stride=BLOCK_TOKENS,
+    )
+    return Layout(2 * BLOCKS * block * len(layers), (group,))
+
+
+class Ranks:
+    """The memory and transports of an instance, and its card."""
+
+    def __init__(self, name: str, text: str, total_heads: int, hub: MemoryHub) -> None:
+        shape = Shape.parse(text)
+        self.layouts = [rank_layout(shape, number, total_heads) for number in range(shape.ranks)]
+        self.memories = [np.full(layout.region_bytes, POISON, np.uint8) for layout in self.layouts]
+        self.transports = [
+            MemoryTransport(Region.of(memory), hub, TransportSettings(incarnation=Incarnation(name)))
+            for memory in self.memories
+        ]
+        cards = tuple(
+            RankCard(number, layout, (transport.endpoint(),))
+            for number, (layout, transport) in enumerate(zip(self.layouts, self.transports, strict=True))
+        )
+        self.card: Card = msgspec.structs.replace(card_of(name), shape=text, ranks=cards)
+
+    def fill(self) -> None:
+        """Let every byte of the request say what it is, in every rank that holds it."""
+        for layout, memory in zip(self.layouts, self.memories, strict=True):
+            (group,) = layout.groups
+            for number, plane in enumerate(group.planes):
+                for index, token, head in np.ndindex(len(group.layers), TOKENS, plane.head_count):
+                    at = plane.layer_offsets[index] + IDS[0][token // BLOCK_TOKENS] * plane.block_stride
+                    at += token % BLOCK_TOKENS * plane.token_stride + head * plane.head_stride
+                    whole = ((group.layers[index] * 2 + number) * TOKENS + token) * 8 + plane.heads[0].start + head
+                    memory[at] = whole % 223
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+
+CASES = [
+    ("tp2", "tp4", 8), ("tp4", "tp2", 8), ("tp3", "tp2", 6), ("tp1", "tp4", 2), ("tp2", "tp8", 4), ("tp4", "tp1", 2),
+    ("pp2", "pp1", 4), ("pp1", "pp2", 4), ("pp2,tp2", "tp4", 4), ("tp4", "pp2,tp2", 4),
+]  # fmt: skip
+
+
+@pytest.fixture(params=CASES, ids=str)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, Ranks, Ranks]]:
+    """A source with content, a target with poison, and what the target should become."""
+    prefill, decode, heads = request.param
+    hub = MemoryHub()
+    ranks = Ranks("source", prefill, heads, hub), Ranks("target", decode, heads, hub), Ranks("wanted", decode, heads, hub)
+    ranks[0].fill()
+    ranks[2].fill()
+    yield ranks
+    for each in ranks:
+        each.close()
+
+
+def gather(source: Ranks, target: Ranks, spans: tuple[Span, ...]) -> list[RankReport]:
+    """Let every rank of the target read these spans; returns the reports when each rank has moved each."""
+    reports: list[RankReport] = []
+    agents = [
+        RankAgent(rank, layout, transport, reports.append, clock=time.monotonic, patience_s=30.0, instance=target.layouts)
+        for rank, (layout, transport) in enumerate(zip(target.layouts, target.transports, strict=True))
+    ]
+    for agent in agents:
+        agent.connect(source.card)
+        start = LegOpen(LEG, source.card.incarnation, Executor.TARGET_READS, 1, IDS, 0, TOKENS)
+        agent.open_leg(start)
+        agent.move(LEG, IDS, spans)
+
+    def all_moved() -> bool:
+        for agent in agents:
+            agent.poll()
+        return len(reports) == len(agents) * len(spans)
+
+    wait_until(all_moved, "every rank to have every span")
+    return reports
+
+
+def test_every_rank_of_the_target_gets_what_it_holds(pair: tuple[Ranks, Ranks, Ranks]) -> None:
+    source, target, wanted = pair
+    spans = (Span(0, 0, 5, 0, LAYERS), Span(1, 5, TOKENS, 0, 2), Span(2, 5, TOKENS, 2, LAYERS))
+    moved = [report for report in gather(source, target, spans) if isinstance(report, LegMoved)]
+    assert len(moved) == len(spans) * len(target.layouts)
+    for found, expected in zip(target.memories, wanted.memories, strict=True):
+        assert np.array_equal(found, expected)
+    needed = sum(TOKENS * len(layout.groups[0].layers) * layout.groups[0].token_bytes for layout in target.layouts)
+    assert sum(report.bytes_moved for report in moved) == needed
+
+
+def test_control_a_layer_that_is_left_out_is_seen(pair: tuple[Ranks, Ranks, Ranks]) -> None:
+    source, target, wanted = pair
+    gather(source, target, (Span(0, 0, TOKENS, 0, LAYERS - 1),))
+    assert any(not np.array_equal(found, expected) for found, expected in zip(target.memories, wanted.memories, strict=True))

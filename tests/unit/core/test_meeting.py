@@ -1,0 +1,167 @@
+"""Hand-offs between whole instances: every target element is filled once with the right bytes, whatever the two shapes are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+from caches import Choose, GroupModel, Rolled, draw_model
+from instances import Instance, Memory, compact_instance, draw_instance, hand_off, tagged
+
+from kvbaton.core.layout import Layout, TokenSplit
+from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.topology import Shape, instance_problem
+from kvbaton.errors import Incompatible
+
+
+@dataclasses.dataclass(frozen=True)
+class Meet:
+    """Two instances of one model, and a request that is cut into chunks."""
+
+    source: Instance
+    target: Instance
+    cuts: list[int]
+    total: int
+
+
+def _sizes(models: list[GroupModel]) -> list[int]:
+    """Tensor-parallel sizes by which all of these can be cut."""
+    counts = [plane.total_heads for model in models if model.kind not in ("latent", "index") for plane in model.planes]
+    counts += [
+        count // 2 for model in models for plane in model.planes if plane.name == "conv" for count in [plane.total_heads]
+    ]
+    return [size for size in range(1, 5) if all(count % size == 0 or size % count == 0 for count in counts)]
+
+
+def _meet(choose: Choose) -> Meet:
+    models = [draw_model(choose) for _ in range(choose.integer(1, 2))]
+    total = choose.integer(0, 9)
+    instances = []
+    for _ in range(2):
+        shape = Shape(pp=choose.integer(1, 2), tp=choose.one_of(_sizes(models)), cp=choose.one_of([1, 1, 1, 2]))
+        instances.append(draw_instance(choose, models, shape, choose.integer(0, 3), total))
+    cuts = sorted({0, total, *(choose.integer(0, total) for _ in range(2))})
+    return Meet(instances[0], instances[1], cuts if total else [0, 0], total)
+
+
+def _differences(target: Instance, found: list[Memory], total: int) -> int:
+    """Bytes that are not what they should be, those beside the request included."""
+    return sum(int((one != other).sum()) for one, other in zip(found, tagged(target, total), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_shape_to_any_shape_fills_every_element_once_and_no_other(seed: int) -> None:
+    meet = _meet(Rolled(seed))
+    meeting = arrange(meet.source.layouts, meet.target.layouts)
+    # A window is counted from the end, so what lies before it stays empty on the target and is no difference.
+    wanted = [np.zeros(rank.layout.region_bytes, np.uint8) for rank in meet.target.ranks]
+    for memory, rank, whole in zip(wanted, meet.target.ranks, tagged(meet.target, meet.total), strict=True):
+        for element, at in rank.elements(0, meet.total, meet.total):
+            memory[at : at + rank.element_bytes(element)] = whole[at : at + rank.element_bytes(element)]
+    found, times, _ = hand_off(meet.source, meet.target, meeting, meet.cuts, tagged(meet.source, meet.total), meet.total)
+    for one, other, count in zip(found, wanted, times, strict=True):
+        assert (one == other).all()
+        assert (count == (other != 0)).all()
+
+
+CASES = {
+    "tp2": ("tp4", 8),
+    "tp4": ("tp2", 8),
+    "tp4 ": ("tp1", 4),
+    "tp3": ("tp2", 6),
+    "tp1": ("tp4", 2),
+    "tp2 ": ("tp8", 4),
+    "tp4  ": ("tp2", 2),
+    "tp2  ": ("tp4", 2),
+    "tp4   ": ("tp1", 2),
+    "pp2": ("pp1", 4),
+    "pp1": ("pp2", 4),
+    "pp2,tp2": ("tp4", 4),
+    "tp4    ": ("pp2,tp2", 4),
+    "pp4": ("pp3", 1),
+}
+
+
+@pytest.mark.parametrize(("prefill", "decode", "heads"), [(name.strip(), *case) for name, case in CASES.items()])
+def test_the_shapes_that_are_promised(prefill: str, decode: str, heads: int) -> None:
+    source, target = compact_instance(prefill, heads), compact_instance(decode, heads)
+    assert instance_problem(source.shape, source.layouts) == ""
+    meeting = arrange(source.layouts, target.layouts)
+    found, times, moved = hand_off(source, target, meeting, [0, 5, 8], tagged(source, 8), 8)
+    assert _differences(target, found, 8) == 0
+    unique = sum(8 * group.token_bytes * len(group.layers) for layout in target.layouts for group in layout.groups)
+    assert moved == unique == sum(int(count.sum()) for count in times)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "heads"), [("tp2", "tp4", 8), ("tp4", "tp1", 2), ("pp2", "pp1", 4)])
+def test_control_one_leg_less_or_one_head_less_is_seen(prefill: str, decode: str, heads: int) -> None:
+    source, target = compact_instance(prefill, heads), compact_instance(decode, heads)
+    whole = arrange(source.layouts, target.layouts)
+    first, *others = whole.legs
+    fewer = dataclasses.replace(first, share=first.share[1:])
+    for legs in (others, [fewer, *others]):
+        found, _, _ = hand_off(source, target, Meeting(tuple(legs)), [0, 8], tagged(source, 8), 8)
+        assert _differences(target, found, 8) > 0
+
+
+def _served(meeting: Meeting) -> dict[int, list[int]]:
+    return {rank: [leg.source for leg in meeting.of_target(rank)] for rank in sorted({leg.target for leg in meeting.legs})}
+
+
+def test_replicas_are_shared_out_over_those_that_need_them() -> None:
+    """Each target meets as few sources as possible, and each source as few targets."""
+    four, eight = compact_instance("tp4", 1), compact_instance("tp8", 1)
+    assert _served(arrange(four.layouts, eight.layouts)) == {rank: [rank // 2] for rank in range(8)}
+    assert _served(arrange(eight.layouts, four.layouts)) == {rank: [2 * rank, 2 * rank + 1] for rank in range(4)}
+    assert _served(arrange(four.layouts, four.layouts)) == {rank: [rank] for rank in range(4)}
+
+
+def test_a_target_with_several_replicas_takes_layers_from_them_in_turn() -> None:
+    meeting = arrange(compact_instance("tp2", 1).layouts, compact_instance("tp1", 1).layouts)
+    assert [sorted(leg.share[0].layers) for leg in meeting.legs] == [[0, 2], [1, 3]]
+
+
+def test_ranks_that_have_nothing_to_send_have_no_legs() -> None:
+    meeting = arrange(compact_instance("tp8", 1, layers=2).layouts, compact_instance("tp1", 1, layers=2).layouts)
+    assert [leg.source for leg in meeting.legs] == [0, 1]
+    assert meeting.of_source(7) == ()
+
+
+def test_ranks_of_the_same_token_split_meet_only_their_own_kind() -> None:
+    def split(size: int, interleave: int) -> list[Layout]:
+        (layout,) = compact_instance("tp1", 2).layouts
+        return [
+            Layout(layout.region_bytes, (msgspec.structs.replace(layout.groups[0], tokens=TokenSplit(rank, size, interleave)),))
+            for rank in range(size)
+        ]
+
+    assert _served(arrange(split(2, 4), split(2, 4))) == {0: [0], 1: [1]}
+    assert _served(arrange(split(2, 4), split(2, 8))) == {0: [0, 1], 1: [0, 1]}
+    assert _served(arrange(split(2, 0), split(3, 0))) == {0: [0, 1], 1: [0, 1], 2: [0, 1]}
+
+
+REFUSED = {
+    "layers": (
+        compact_instance("tp1", 2, layers=3),
+        compact_instance("tp1", 2, layers=4),
+        "layers is '0-3' here and '0-2' there",
+    ),
+    "heads": (compact_instance("tp1", 2), compact_instance("tp1", 4), "total_heads is 4 here and 2 there"),
+    "head size": (compact_instance("tp1", 2, head_size=3), compact_instance("tp1", 2), "head_size is 2 here and 3 there"),
+    "kind": (compact_instance("tp1", 2, kind="sliding"), compact_instance("tp1", 2), "kind is 'full' here and 'sliding' there"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_with_both_values(name: str) -> None:
+    source, target, words = REFUSED[name]
+    with pytest.raises(Incompatible, match=words):
+        arrange(source.layouts, target.layouts)
+
+
+def test_a_rank_that_is_missing_is_refused() -> None:
+    source, target = compact_instance("tp2", 4), compact_instance("tp1", 4)
+    with pytest.raises(Incompatible, match="plane k of target rank 0"):
+        arrange(source.layouts[:1], target.layouts)

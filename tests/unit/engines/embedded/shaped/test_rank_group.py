@@ -1,0 +1,89 @@
+"""Rank processes: a step on several of them is the step of the whole model, and one that dies takes all down by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from shaped_rig import BLOCK_TOKENS, BLOCKS, PROMPT, fresh_cache, model_of, span
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.topology import Shape, instance_problem
+from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RankLost, RemoteCache, RemoteModel
+from kvbaton.engines.embedded.shaped.setup import RankTransport
+
+WAIT_S = 60.0
+
+
+class Lost:
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.told = threading.Event()
+
+    def __call__(self, problem: str) -> None:
+        self.problems.append(problem)
+        self.told.set()
+
+
+@pytest.fixture
+def lost() -> Lost:
+    return Lost()
+
+
+@pytest.fixture
+def group(lost: Lost) -> Iterator[RankGroup]:
+    transport = RankTransport("local", Incarnation("leader"), 5.0, "127.0.0.1", "127.0.0.1")
+    made = RankGroup(GroupSettings("tiny-mamba", 2, 2, BLOCKS, BLOCK_TOKENS, transport, step_s=WAIT_S), lost)
+    yield made
+    made.close()
+    assert all(rank.process.poll() is not None for rank in made.ranks)
+
+
+def test_the_ranks_are_the_model(group: RankGroup, lost: Lost) -> None:
+    loaded = model_of("tiny-mamba")
+    assert not instance_problem(Shape(pp=2, tp=2), [ready.layout for ready in group.ready])
+    assert {ready.fingerprint for ready in group.ready} == {loaded.fingerprint}
+    cache, model, memory = RemoteCache(loaded.blueprint, group), RemoteModel(group), fresh_cache(loaded)
+    cache.poison(range(BLOCKS))
+    told: list[int] = []
+    for start in range(0, len(PROMPT), 40):
+        part = span(PROMPT[start : start + 40], start)
+        rows = model.forward([part], cache, told.append)
+        np.testing.assert_allclose(rows, loaded.model.forward([part], memory), atol=1e-4)
+    assert told == [0, 1, 2, 3] * 2
+    assert cache.block_lists([7, 8, 9]) == ((7, 8, 9), (7,), (7,))
+    assert not lost.problems
+
+
+def test_poison_reaches_every_rank(group: RankGroup) -> None:
+    """The control of all hand-offs: what is poisoned and not written again changes the answer."""
+    loaded = model_of("tiny-mamba")
+    cache, model = RemoteCache(loaded.blueprint, group), RemoteModel(group)
+    model.forward([span(PROMPT, 0)], cache)
+    next_token = span((1,), len(PROMPT))
+    before = model.forward([next_token], cache)
+    model.forward([span(PROMPT, 0)], cache)
+    cache.poison(range(BLOCKS))
+    assert np.abs(model.forward([next_token], cache) - before).max() > 0.01
+
+
+def test_a_rank_that_dies_takes_the_instance_down_by_name(group: RankGroup, lost: Lost) -> None:
+    loaded = model_of("tiny-mamba")
+    cache, model = RemoteCache(loaded.blueprint, group), RemoteModel(group)
+    model.forward([span(PROMPT, 0)], cache)
+    group.ranks[3].process.kill()
+    assert lost.told.wait(WAIT_S)
+    assert "rank pp1,tp1" in lost.problems[0]
+    for _ in range(2):
+        with pytest.raises(RankLost, match="rank pp1,tp1"):
+            model.forward([span((1,), len(PROMPT))], cache)
+
+
+def test_a_rank_that_fails_in_a_step_is_named(group: RankGroup, lost: Lost) -> None:
+    loaded = model_of("tiny-mamba")
+    cache, model = RemoteCache(loaded.blueprint, group), RemoteModel(group)
+    with pytest.raises(RankLost, match=r"rank pp.,tp. .* failed in a step: .*vocabulary"):
+        model.forward([span((10_000,), 0)], cache)
+    assert lost.told.wait(WAIT_S)
