@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbaton.engines.embedded.weights import default_cache_dir
-from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Part
+from kvbaton.launch.installing import alone, run_logged
 
 __all__ = [
     "RouterPeers",
@@ -32,7 +28,6 @@ SGLANG_ROUTER_VERSION = "0.3.2"
 
 _STEP_S = 900.0
 _LOCK_S = 900.0
-_KEPT_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,7 @@ def ensure_router_peers(say: Callable[[str], None], directory: Path | None = Non
     name = f"routers-{VLLM_ROUTER_VERSION}-{SGLANG_ROUTER_VERSION}-py{sys.version_info.major}{sys.version_info.minor}"
     home = (directory or default_cache_dir()) / name
     home.mkdir(parents=True, exist_ok=True)
-    with _locked(home / "lock"):
+    with alone(home / "lock", "installing routers", _LOCK_S):
         if not (home / "installed").exists():
             say(f"installing vllm-router and sglang-router in {home}; only this once")
             shutil.rmtree(home / "venv", ignore_errors=True)
@@ -85,25 +80,4 @@ def sglang_router_part(peers: RouterPeers, port: int, prefill_port: int, decode_
 
 
 def _run(command: list[str], directory: Path) -> None:
-    log = directory / "install.log"
-    with log.open("ab") as output:
-        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=_STEP_S, check=False)
-    if result.returncode:
-        last = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-_KEPT_LINES:])
-        raise LocalError(f"the routers could not be installed; the log is {log}, its last lines:\n{last}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One installer at a time."""
-    give_up_at = time.monotonic() + _LOCK_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_at:
-                    raise LocalError(f"somebody else has been installing routers for {_LOCK_S:g} s (lock {path})") from None
-                time.sleep(0.5)
-        yield
+    run_logged(command, directory / "install.log", "installing the routers", _STEP_S)

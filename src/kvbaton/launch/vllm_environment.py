@@ -6,23 +6,19 @@ CPUs is not called `vllm`, a small metadata file tells vLLM under which name it 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import kvbaton
-from kvbaton.errors import LocalError
+from kvbaton.launch.installing import alone, run_logged
 
 __all__ = ["NIXL_VERSION", "VLLM_VERSION", "VllmEnvironment", "ensure_environment", "ensure_nixl", "requirements_of"]
 
@@ -37,7 +33,6 @@ _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes; only this once"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 _STEP_S = 3600.0
 _LOCK_S = 3600.0
-_KEPT_LINES = 15
 
 _PACKAGE = Path(kvbaton.__file__).parent
 
@@ -86,7 +81,7 @@ def ensure_environment(directory: Path, say: Say, version: str = VLLM_VERSION) -
     """The environment in `directory`, installed there first if need be. Raises LocalError with the last lines of pip."""
     environment = VllmEnvironment(directory / f"vllm-{version}-py{sys.version_info.major}{sys.version_info.minor}")
     environment.directory.mkdir(parents=True, exist_ok=True)
-    with _locked(environment.directory / "lock"):
+    with alone(environment.directory / "lock", "installing vLLM", _LOCK_S):
         done = environment.directory / "installed"
         if not done.exists():
             say(f"installing vLLM {version} in {environment.directory} ({_SIZE_AND_TIME})")
@@ -98,7 +93,7 @@ def ensure_environment(directory: Path, say: Say, version: str = VLLM_VERSION) -
 
 def ensure_nixl(environment: VllmEnvironment, say: Say, version: str = NIXL_VERSION) -> None:
     """NIXL beside vLLM, installed there first if need be; without what it would pull in for GPUs."""
-    with _locked(environment.directory / "lock"):
+    with alone(environment.directory / "lock", "installing vLLM", _LOCK_S):
         done = environment.directory / f"nixl-{version}-installed"
         if not done.exists():
             say(f"installing NIXL {version} in {environment.directory} (about 230 MB, a minute at most; only this once)")
@@ -166,25 +161,4 @@ def _link_kvbaton(directory: Path) -> None:
 
 def _run(command: Sequence[str], directory: Path, what: str, say: Say) -> None:
     say(f"  {what}")
-    log = directory / "install.log"
-    with log.open("ab") as output:
-        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=_STEP_S, check=False)
-    if result.returncode:
-        last = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-_KEPT_LINES:])
-        raise LocalError(f"{what} failed; the log is {log}, its last lines:\n{last}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One installer at a time."""
-    give_up_at = time.monotonic() + _LOCK_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_at:
-                    raise LocalError(f"somebody else has been installing vLLM for {_LOCK_S:g} s (lock {path})") from None
-                time.sleep(0.5)
-        yield
+    run_logged(command, directory / "install.log", what, _STEP_S)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbaton.errors import LocalError, ModelError
+from kvbaton.errors import ModelError
+from kvbaton.launch.installing import alone, run_logged
 from kvbaton.launch.vllm_environment import VllmEnvironment
 
 __all__ = ["ensure_model"]
 
 _CONVERT_S = 1800.0
-_KEPT_LINES = 10
 _CONVERT = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -36,17 +35,11 @@ def ensure_model(path: Path, environment: VllmEnvironment, say: Callable[[str], 
     stat = path.stat()
     digest = hashlib.blake2b(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
     target = environment.directory / "models" / f"{path.stem}-{digest}"
-    if not (target / "converted").exists():
-        say(f"converting {path.name} for vLLM (about a minute, once)")
-        _convert(path, target, environment)
-        (target / "converted").touch()
-    return target
-
-
-def _convert(path: Path, target: Path, environment: VllmEnvironment) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    command = [str(environment.python), "-c", _CONVERT, str(path.parent), path.name, str(target)]
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_CONVERT_S, check=False)
-    if result.returncode:
-        last = "\n".join(f"  {line}" for line in result.stderr.splitlines()[-_KEPT_LINES:])
-        raise LocalError(f"{path.name} could not be converted for vLLM:\n{last}")
+    with alone(target / "lock", f"converting {path.name}", _CONVERT_S):
+        if not (target / "converted").exists():
+            say(f"converting {path.name} for vLLM (about a minute, once)")
+            command = [str(environment.python), "-c", _CONVERT, str(path.parent), path.name, str(target)]
+            run_logged(command, target / "convert.log", f"converting {path.name} for vLLM", _CONVERT_S)
+            (target / "converted").touch()
+    return target

@@ -14,12 +14,13 @@ import aiohttp
 import pytest
 from vllm_handing import Client, assert_equal, prompt_of
 from vllm_servers import MODEL, Wanted, servers
-from vllm_stand import VllmStand, both, together
+from vllm_stand import DEFER_S, VllmStand, both, together
 
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 from kvbaton.verify.client import ask
 from kvbaton.verify.compare import Verdict, compare
+from watching import wait_until
 
 pytest_plugins = ["vllm_fixtures"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -73,7 +74,7 @@ def test_an_idle_source_gives_blocks_back_that_nobody_comes_for(standing: VllmSt
         assert (await client.prefill(prompt_of(140), "orphan", client.header())).params
 
     together(send)
-    assert not pair.prefill.is_idle(), "they are held for a while"
+    wait_until(lambda: not pair.prefill.is_idle(), "them to be held for a while", DEFER_S)
     pair.wait_idle()
 
 

@@ -19,6 +19,7 @@ from kvbaton.core.handoff import Mode
 from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
+from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
 from kvbaton.verify.client import Reply, ask
 from watching import wait_until
 
@@ -34,27 +35,34 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class VllmStand:
-    """A pair, and the router in front of it, by its base URL."""
+    """A pair, and the routers in front of it by their base URLs: ours, and the real vllm-router."""
 
     router: str
+    peer_router: str
     pair: Pair
 
 
 @contextlib.contextmanager
 def stand(mode: Mode, single: Server) -> Iterator[VllmStand]:
-    """Start a pair and its router in this mode; stops them afterwards."""
+    """Start a pair in this mode, and both routers, with which it registers; stops them afterwards."""
     ports = PortPicker()
-    router_port, discovery_port = ports.pick(), ports.pick()
+    router_port, discovery_port, peer_port, peer_discovery_port = (ports.pick() for _ in range(4))
     limits = {"transfer_timeout": 20, "defer_timeout": DEFER_S}
-    wanted = [
-        Wanted(role, role, mode, settings=limits, routers=(f"127.0.0.1:{discovery_port}",)) for role in ("prefill", "decode")
-    ]
+    routers = (f"127.0.0.1:{discovery_port}", f"127.0.0.1:{peer_discovery_port}")
+    wanted = [Wanted(role, role, mode, settings=limits, routers=routers) for role in ("prefill", "decode")]
     with Fleet() as fleet, servers(*wanted) as (prefill, decode):
         fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+        fleet.start(vllm_router_part(ensure_router_peers(print), peer_port, peer_discovery_port, ports.pick()))
         fleet.wait_healthy(_START_S)
-        router = f"http://127.0.0.1:{router_port}"
+        router, peer = f"http://127.0.0.1:{router_port}", f"http://127.0.0.1:{peer_port}"
         wait_until(lambda: _live(router) == len(wanted), "both instances to register", _START_S)
-        yield VllmStand(router, Pair(mode, prefill, decode, single))
+        log = fleet.log_directory / "vllm-router.log"
+        wait_until(lambda: _is_taken_in(log.read_text()), "both instances to register with vllm-router", _START_S)
+        yield VllmStand(router, peer, Pair(mode, prefill, decode, single))
+
+
+def _is_taken_in(log: str) -> bool:
+    return all(f"Add {role} [HTTP:" in log for role in ("Prefill", "Decode"))
 
 
 def _live(router: str) -> int:

@@ -33,6 +33,8 @@ __all__ = ["KVBatonConnector"]
 
 log = logging.getLogger(__name__)
 
+_SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"))
+
 
 @dataclass
 class _Metadata(KVConnectorMetadata):
@@ -64,6 +66,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         _check_shape(vllm_config, kv_cache_config)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
         self._registers_as = _registers_as(is_producer, is_consumer)
+        if self._registers_as is None and self._settings.routers:
+            log.warning("kv_role is kv_both: it serves clients by itself and registers with no router; `routers` has no effect")
         self._scheduler: SchedulerHalf | None = None
         self._instance: WorkerInstance | None = None
         self._caches: dict[str, Any] = {}
@@ -237,9 +241,9 @@ def _log_with_vllm() -> None:
 
 def _check_shape(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel = vllm_config.parallel_config
-    for name, setting in (("tensor_parallel_size", "TP"), ("pipeline_parallel_size", "PP"), ("data_parallel_size", "DP")):
+    for name in _SIZES:
         if getattr(parallel, name, 1) > 1:
-            raise ConfigError(f"{name} is {getattr(parallel, name)}; {setting} 1 can be handed over so far")
+            raise ConfigError(f"{name} is {getattr(parallel, name)}; 1 can be handed over so far")
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
         raise ConfigError(f"the model has {groups} groups of layers (kv_cache_groups); one can be handed over so far")
@@ -270,7 +274,7 @@ def _spec(vllm_config: Any, kv_cache_config: Any) -> CacheSpec:
 
 
 def _model(vllm_config: Any) -> ModelName:
-    """The fingerprint covers what decides the meaning of a cache: architecture, weights by size, dtypes, kind of CPU."""
+    """The fingerprint covers what decides the meaning of a cache: architecture, weights, dtypes, kind of CPU."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     names = model.served_model_name
     name = names if isinstance(names, str) else (names[0] if names else model.model)

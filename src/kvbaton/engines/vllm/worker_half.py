@@ -213,6 +213,7 @@ class WorkerHalf:
     def _begin_source(self, order: SourceBegins) -> None:
         if order.key in self._sources:
             log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
+            self._finished.report.ended.add(order.request_id)
             return
         self._sources[order.key] = _Source(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
         self._port.expect_target(order.key, order.prompt)

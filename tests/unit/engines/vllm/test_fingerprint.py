@@ -38,3 +38,12 @@ def test_what_decides_the_meaning_of_a_cache_counts(
 
 def test_a_name_counts_where_there_are_no_weights_to_look_at() -> None:
     assert fingerprint(CONFIG, "org/model", ()) != fingerprint(CONFIG, "org/other", ())
+
+
+@pytest.mark.parametrize("at", [0, 100_000, 999_999])
+def test_other_weights_of_the_same_size_count(tmp_path: Path, at: int) -> None:
+    one, two = model_at(tmp_path / "one", 1_000_000), model_at(tmp_path / "two", 1_000_000)
+    weights = bytearray(b"w" * 1_000_000)
+    weights[at : at + 20_000] = b"x" * len(weights[at : at + 20_000])
+    (Path(two) / "model.safetensors").write_bytes(weights)
+    assert fingerprint(CONFIG, one, ()) != fingerprint(CONFIG, two, ())

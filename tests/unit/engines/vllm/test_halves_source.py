@@ -140,6 +140,21 @@ def test_an_end_that_comes_before_the_request_is_over_is_told_afterwards() -> No
     assert len(rig.spans()) == told, "nothing more is told of what has ended"
 
 
+def test_an_id_that_is_used_again_while_its_hand_off_is_ending_fails_at_once() -> None:
+    """The second request would wait for a hand-off that nobody has begun for it."""
+    rig = Rig()
+    first = begun(rig)
+    rig.step(Computing(first.request_id, 0, 10))
+    finished(rig, first)
+    second = begun(rig, request_id="cmpl-x-0-second")
+    rig.step()
+    assert rig.scheduler.matched_tokens(second, 0) == second.num_prompt_tokens, "a load"
+    rig.scheduler.allocated(second, BLOCKS, second.num_prompt_tokens)
+    assert rig.step().failed == {second.request_id}
+    rig.port.push(SourceEnded(key_of(), Outcome.DELIVERED))
+    assert rig.step().sending == {first.request_id}, "the first one is not disturbed"
+
+
 def test_preempted_blocks_are_retracted_before_the_forward_and_told_anew_from_the_start() -> None:
     rig = Rig()
     request = begun(rig)
