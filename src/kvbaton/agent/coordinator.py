@@ -115,9 +115,11 @@ class Coordinator:
         self.target.decline(wanted, self._source_of(wanted), reason)
 
     def _source_of(self, wanted: SourceWanted) -> Card | None:
+        """The peer at an address, if it is known, meant and not dead: another one may answer there by now."""
         card = self._peers.at(wanted.source)
-        is_meant = card is not None and wanted.source_incarnation in (None, card.incarnation)
-        return card if is_meant else None
+        if card is None or wanted.source_incarnation not in (None, card.incarnation) or self._is_lost(card):
+            return None
+        return card
 
     def pull(self, pull: Pull) -> None:
         """Blocks for a hand-off are there."""
@@ -262,9 +264,16 @@ class Coordinator:
     def _check_for_the_dead(self) -> None:
         for incarnation in sorted(self.source.peers() | self.target.peers()):
             card = self._peers.card(incarnation)
-            if card is not None and self._control.is_gone(card.process):
-                self._peers.forget(incarnation)
-                self._lose(incarnation, f"process {card.process.pid} of the peer is dead")
+            if card is not None:
+                self._is_lost(card)
+
+    def _is_lost(self, card: Card) -> bool:
+        """Whether the process of a known peer is dead; what it had to do with us ends then."""
+        if not self._control.is_gone(card.process):
+            return False
+        self._peers.forget(card.incarnation)
+        self._lose(card.incarnation, f"process {card.process.pid} of the peer is dead")
+        return True
 
     # Who is who.
 

@@ -120,8 +120,9 @@ class Fleet:
         return None
 
     def stop(self) -> None:
-        """End every part, politely first, and wait until they are gone; removes the logs."""
+        """End every part, politely first, and wait until they are gone; removes the logs. Their last words are not told."""
         for running in self._running:
+            running.is_ending = True
             if running.process.poll() is None:
                 running.process.terminate()
         give_up_at = time.monotonic() + _KILL_AFTER_S
@@ -149,6 +150,7 @@ class _Running:
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._log_path = log_path
         self._on_line = on_line
+        self.is_ending = False
         self.reader = threading.Thread(target=self._read, name=f"log-{part.name}", daemon=True)
         self.reader.start()
 
@@ -160,7 +162,7 @@ class _Running:
                 log.write(line)
                 log.flush()
                 self.last_lines.append(line.rstrip("\n"))
-                if self._on_line is not None:
+                if self._on_line is not None and not self.is_ending:
                     self._on_line(self.part.name, line.rstrip("\n"))
 
 

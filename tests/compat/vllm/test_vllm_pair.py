@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from vllm_handing import Client, assert_equal, prompt_of
 from vllm_servers import MODEL, Wanted, servers
-from vllm_stand import DEFER_S, VllmStand, both, together
+from vllm_stand import DEFER_S, LIMITS, VllmStand, both, together
 
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
@@ -90,7 +90,7 @@ def test_the_control_a_decoder_that_receives_nothing_answers_wrongly(standing: V
         assert given.record["handed_off"]
         assert given.answer.tokens != alone.answer.tokens
 
-    with servers(Wanted("deaf", "decode", standing.pair.mode, settings={"drop_writes": True})) as (deaf,):
+    with servers(Wanted("deaf", "decode", standing.pair.mode, settings={**LIMITS, "drop_writes": True})) as (deaf,):
         together(send)
 
 

@@ -23,10 +23,12 @@ from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
 from kvbaton.verify.client import Reply, ask
 from watching import wait_until
 
-__all__ = ["DEFER_S", "VllmStand", "both", "session", "stand", "together"]
+__all__ = ["DEFER_S", "LIMITS", "VllmStand", "both", "session", "stand", "together"]
 
 DEFER_S = 25
 """How long a source keeps blocks that nobody comes for."""
+LIMITS = {"transfer_timeout": 20, "defer_timeout": DEFER_S}
+"""Of every server of a stand."""
 
 _START_S = 60.0
 _REQUEST_S = 600.0
@@ -47,9 +49,8 @@ def stand(mode: Mode, single: Server) -> Iterator[VllmStand]:
     """Start a pair in this mode, and both routers, with which it registers; stops them afterwards."""
     ports = PortPicker()
     router_port, discovery_port, peer_port, peer_discovery_port = (ports.pick() for _ in range(4))
-    limits = {"transfer_timeout": 20, "defer_timeout": DEFER_S}
     routers = (f"127.0.0.1:{discovery_port}", f"127.0.0.1:{peer_discovery_port}")
-    wanted = [Wanted(role, role, mode, settings=limits, routers=routers) for role in ("prefill", "decode")]
+    wanted = [Wanted(role, role, mode, settings=LIMITS, routers=routers) for role in ("prefill", "decode")]
     with Fleet() as fleet, servers(*wanted) as (prefill, decode):
         fleet.start(router_part("127.0.0.1", router_port, discovery_port))
         fleet.start(vllm_router_part(ensure_router_peers(print), peer_port, peer_discovery_port, ports.pick()))

@@ -208,6 +208,21 @@ def test_a_restart_on_the_same_address_ends_what_the_old_one_had_and_the_next_re
     assert isinstance(pair.target.events[-1], Landed)
 
 
+def test_a_source_that_died_and_came_back_while_nothing_was_live_is_met_anew(pair: Pair) -> None:
+    """In push nobody names the incarnation: what is remembered of the address is of a dead process."""
+    pair.prefill()
+    pair.fetch()
+    pair.run()
+    pair.net.dead.add(pair.source.card.process.pid)
+    new = card_of("s2", pair.ranks)
+    pair.source = pair.net.add(msgspec.structs.replace(new, process=msgspec.structs.replace(new.process, pid=300)), 1)
+    pair.prefill(key_of("next"))
+    pair.fetch(key_of("next"))
+    pair.run()
+    assert isinstance(pair.target.events[-1], Landed)
+    assert pair.target.ranks.disconnected == [Incarnation("s1")]
+
+
 def test_a_request_for_an_incarnation_that_is_gone_fails_at_once_with_both(pair: Pair) -> None:
     pair.restart_source()
     pair.fetch(incarnation="s1")
