@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists
-from kvbaton.core.pair import GroupPair, Pair, Piece, join_runs, pair_layouts
+from kvbaton.core.pair import SLOT_ROWS, GroupPair, Pair, Piece, join_runs, pair_layouts
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
@@ -144,13 +144,24 @@ def _each_token(piece: Piece, at: Numbers) -> Numbers:
 
 
 def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
-    slots = piece.slots
+    slots, rows = piece.slots, piece.slot_rows
     if layers is not None:
-        slots = slots[(piece.slot_layers >= layers.start) & (piece.slot_layers < layers.stop)]
+        chosen = (piece.slot_layers >= layers.start) & (piece.slot_layers < layers.stop)
+        slots, rows = slots[chosen], rows[chosen]
     if piece.slots_in_block and len(slots) > 1:
         runs = _sums(in_layer[:, None], slots[None])
         return join_runs(_in_order(runs)).view(np.uint64)
-    return _sums(in_layer[None], slots[:, None]).view(np.uint64)
+    return _slot_by_slot(in_layer, rows).view(np.uint64)
+
+
+def _slot_by_slot(runs: Numbers, rows: Numbers) -> Numbers:
+    """Every run at every slot, slot after slot; many runs are added at a time."""
+    width, whole = rows.shape[1], len(runs) // SLOT_ROWS
+    flat, out = runs.reshape(-1), np.empty((len(rows), runs.size), np.int64)
+    many = out[:, : whole * width].reshape(len(rows), whole, width)
+    np.add(flat[: whole * width].reshape(whole, width), rows[:, None], out=many)
+    np.add(flat[whole * width :], rows[:, : runs.size - whole * width], out=out[:, whole * width :])
+    return out.reshape(-1, 3)
 
 
 def _sums(runs: Numbers, offsets: Numbers) -> Numbers:

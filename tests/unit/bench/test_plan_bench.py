@@ -19,7 +19,7 @@ def test_a_small_run_has_all_rows_and_plans_what_is_needed() -> None:
     assert {row.ratio for row in report.rows if row.unit == "bytes"} == {1.0}
     assert report.problems == []
     assert len(report.rounds[0]["equal TP"]) == 2
-    assert len(said) == 4
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(
