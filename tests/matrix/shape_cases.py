@@ -30,6 +30,8 @@ VARIANTS = [
     ("tiny-mamba:7@conv_taps=6", "tp1", "tp2", ("--cache-dtype", "float16")),
     ("tiny-mla@latent_size=32", "tp2", "pp2", ()),
     ("tiny-gqa8", "tp2", "tp4", ("--transport", "tcp")),
+    ("tiny-swa", "tp4", "pp2,tp2", ("--integrity", "full")),
+    ("tiny-gqa4", "tp2", "tp8", ("--integrity", "sampled", "--mode", "pull")),
     ("tiny-mamba", "tp4", "pp2", ("--transport", "tcp")),
 ]
 CONTROLS = [

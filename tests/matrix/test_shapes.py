@@ -64,11 +64,15 @@ def test_another_model_is_refused_with_both_values() -> None:
     assert "tiny-gqa2:1 (" in run.stderr
 
 
-def test_checksums_need_equal_shapes() -> None:
-    check_all_well(*verify("tiny-mamba", "tp2", "tp2", "--integrity", "full", requests=3))
-    run = verify_text("tiny-gqa2", "tp2", "tp1", "--integrity", "full", requests=1)
-    assert run.returncode == 2
-    assert "is 'tp1' here and 'tp2' there" in run.stderr
+def test_what_unequal_shapes_move_can_be_checked_by_checksums() -> None:
+    check_all_well(*verify("tiny-mamba", "tp2", "tp1", "--integrity", "full", requests=3))
+
+
+def test_a_thing_that_is_left_out_is_found_by_checksums_and_nothing_is_decoded() -> None:
+    code, document = verify("tiny-mamba", "tp1", "tp2", "--integrity", "full", "--drop", "conv", requests=3)
+    assert code == 1
+    assert document["failed"] == 3
+    assert all("checksum of span" in row["detail"] for row in document["rows"])
 
 
 def test_a_model_that_cannot_be_cut_so_is_refused_with_both_values() -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "check_groups",
     "common_heads",
     "join_runs",
+    "local_head",
     "pair_layouts",
 ]
 
@@ -279,7 +280,7 @@ def _head_places(source: Plane, target: Plane, heads: Sequence[HeadRange], chann
     is_packed = len(channels) == 1 and source.head_stride == target.head_stride == source.head_bytes
     parts = []
     for each in common_heads(common_heads(source.heads, target.heads), heads):
-        first = np.array([_local_head(source, each.start), _local_head(target, each.start)], np.int64)
+        first = np.array([local_head(source, each.start), local_head(target, each.start)], np.int64)
         strides = np.array([source.head_stride, target.head_stride], np.int64)
         if is_packed:
             parts.append(np.array([[*(first * strides), each.count * source.head_bytes]], np.int64))
@@ -289,8 +290,8 @@ def _head_places(source: Plane, target: Plane, heads: Sequence[HeadRange], chann
     return np.concatenate(parts)
 
 
-def _local_head(plane: Plane, head: int) -> int:
-    """Where a global head stands among those that this rank holds."""
+def local_head(plane: Plane, head: int) -> int:
+    """Where one of the model's heads stands among those that this rank holds."""
     before = 0
     for each in plane.heads:
         if each.start <= head < each.end:
