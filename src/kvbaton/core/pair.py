@@ -21,7 +21,6 @@ __all__ = [
     "Pair",
     "Piece",
     "PlaneShare",
-    "SLOT_ROWS",
     "Share",
     "channel_offsets",
     "check_groups",
@@ -38,9 +37,6 @@ _PLANE_FIELDS = ("name", "dtype", "element_bytes", "total_heads", "head_size")
 _WHOLE_FIELDS = ("block_tokens", "page_tokens", "tokens")
 _WHOLE_PLANE_FIELDS = ("heads", "channels", "page_stride", "token_stride", "head_stride")
 _MOST_RUNS = 1 << 20
-
-SLOT_ROWS = 32
-"""How often `Piece.slot_rows` repeats a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +59,7 @@ class Piece:
 
     `runs` (source offset, target offset, bytes) are those of one token, sorted by target offset. With `joins_tokens` each of
     them goes on through the tokens of a page. `slots` (source offset, target offset) are added for each layer and outer plane,
-    `slot_layers` says of which layer each slot is. `slot_rows` has each slot `SLOT_ROWS` times, as runs without bytes: long
-    rows are added much faster than short ones.
+    `slot_layers` says of which layer each slot is.
     """
 
     source: Plane
@@ -73,7 +68,6 @@ class Piece:
     joins_tokens: bool
     slots: Numbers
     slot_layers: Numbers
-    slot_rows: Numbers
     slots_in_block: bool
 
 
@@ -192,13 +186,7 @@ def _piece(index: int, source: Group, target: Group, shares: Sequence[PlaneShare
     joins = bool((runs[:, 2] == ours.token_stride).all()) and theirs.token_stride == ours.token_stride
     extent = np.concatenate([runs[:, :2].min(axis=0), (runs[:, :2] + runs[:, 2:]).max(axis=0)])
     in_block = _slots_in_block((source, target), (theirs, ours), slots, extent)
-    return Piece(theirs, ours, runs, joins, slots, slot_layers, _slot_rows(slots), in_block)
-
-
-def _slot_rows(slots: Numbers) -> Numbers:
-    rows = np.zeros((len(slots), SLOT_ROWS, 3), np.int64)
-    rows[:, :, :2] = slots[:, None]
-    return rows.reshape(len(slots), -1)
+    return Piece(theirs, ours, runs, joins, slots, slot_layers, in_block)
 
 
 def _layer_places(group: Group, shares: Sequence[PlaneShare], layers: Sequence[int]) -> Numbers:

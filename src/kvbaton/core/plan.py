@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists
-from kvbaton.core.pair import SLOT_ROWS, GroupPair, Pair, Piece, join_runs, pair_layouts
+from kvbaton.core.pair import GroupPair, Pair, Piece, join_runs, pair_layouts
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
@@ -19,6 +19,8 @@ __all__ = ["BlockRuns", "Pair", "Runs", "pair_layouts", "plan_blocks", "plan_lay
 
 Runs = npt.NDArray[np.uint64]
 """Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
+
+_TOGETHER = 16
 
 BlockRuns = tuple[tuple[Numbers, ...], ...]
 """Per group and piece the runs of one layer, as offsets from where that layer starts."""
@@ -144,23 +146,25 @@ def _each_token(piece: Piece, at: Numbers) -> Numbers:
 
 
 def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
-    slots, rows = piece.slots, piece.slot_rows
+    slots = piece.slots
     if layers is not None:
-        chosen = (piece.slot_layers >= layers.start) & (piece.slot_layers < layers.stop)
-        slots, rows = slots[chosen], rows[chosen]
+        slots = slots[(piece.slot_layers >= layers.start) & (piece.slot_layers < layers.stop)]
     if piece.slots_in_block and len(slots) > 1:
         runs = _sums(in_layer[:, None], slots[None])
         return join_runs(_in_order(runs)).view(np.uint64)
-    return _slot_by_slot(in_layer, rows).view(np.uint64)
+    return _slot_by_slot(in_layer, slots).view(np.uint64)
 
 
-def _slot_by_slot(runs: Numbers, rows: Numbers) -> Numbers:
-    """Every run at every slot, slot after slot; many runs are added at a time."""
-    width, whole = rows.shape[1], len(runs) // SLOT_ROWS
-    flat, out = runs.reshape(-1), np.empty((len(rows), runs.size), np.int64)
-    many = out[:, : whole * width].reshape(len(rows), whole, width)
-    np.add(flat[: whole * width].reshape(whole, width), rows[:, None], out=many)
-    np.add(flat[whole * width :], rows[:, : runs.size - whole * width], out=out[:, whole * width :])
+def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
+    """Every run at every slot, slot after slot. Several runs are added as one long row, which is several times as fast."""
+    rows = np.zeros((len(slots), _TOGETHER, 3), np.int64)
+    rows[:, :, :2] = slots[:, None]
+    rows = rows.reshape(len(slots), -1)
+    width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
+    flat, out = runs.reshape(-1), np.empty((len(slots), runs.size), np.int64)
+    many = out[:, :whole].reshape(len(slots), whole // width, width)
+    np.add(flat[:whole].reshape(whole // width, width), rows[:, None], out=many)
+    np.add(flat[whole:], rows[:, : runs.size - whole], out=out[:, whole:])
     return out.reshape(-1, 3)
 
 
