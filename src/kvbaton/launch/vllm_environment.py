@@ -20,7 +20,15 @@ from pathlib import Path
 import kvbaton
 from kvbaton.launch.installing import alone, run_logged
 
-__all__ = ["NIXL_VERSION", "VLLM_VERSION", "VllmEnvironment", "ensure_environment", "ensure_nixl", "requirements_of", "torch_for_cpus"]
+__all__ = [
+    "NIXL_VERSION",
+    "VLLM_VERSION",
+    "VllmEnvironment",
+    "ensure_environment",
+    "ensure_nixl",
+    "requirements_of",
+    "torch_for_cpus",
+]
 
 VLLM_VERSION = "0.32.0"
 """The release that is installed, and that the connector is tested with."""
