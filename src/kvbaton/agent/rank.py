@@ -313,6 +313,9 @@ class RankAgent:
             moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
             self._fail(leg, str(error))
+        except Exception as error:
+            self._fail(leg, f"{type(error).__name__}: {error}")
+            raise
         else:
             for peer, part in parts:
                 if leg.state is LegState.OPEN:

@@ -157,15 +157,15 @@ def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
 
 def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
     """Every run at every slot, slot after slot. Several runs are added as one long row, which is several times as fast."""
+    width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
     rows = np.zeros((len(slots), _TOGETHER, 3), np.int64)
     rows[:, :, :2] = slots[:, None]
-    rows = rows.reshape(len(slots), -1)
-    width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
+    rows = rows.reshape(len(slots), width)
     flat, out = runs.reshape(-1), np.empty((len(slots), runs.size), np.int64)
     many = out[:, :whole].reshape(len(slots), whole // width, width)
     np.add(flat[:whole].reshape(whole // width, width), rows[:, None], out=many)
     np.add(flat[whole:], rows[:, : runs.size - whole], out=out[:, whole:])
-    return out.reshape(-1, 3)
+    return out.reshape(len(slots) * len(runs), 3)
 
 
 def _sums(runs: Numbers, offsets: Numbers) -> Numbers:
