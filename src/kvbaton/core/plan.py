@@ -158,7 +158,7 @@ def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
 def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
     """Every run at every slot, slot after slot. Several runs are added as one long row, which is several times as fast."""
     width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
-    rows = np.zeros((len(slots), _TOGETHER, 3), np.int64)
+    rows: Numbers = np.zeros((len(slots), _TOGETHER, 3), np.int64)
     rows[:, :, :2] = slots[:, None]
     rows = rows.reshape(len(slots), width)
     flat, out = runs.reshape(-1), np.empty((len(slots), runs.size), np.int64)
