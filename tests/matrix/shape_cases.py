@@ -23,7 +23,16 @@ SHAPES = [
 OTHERS = [
     (model, prefill, decode)
     for model in ("tiny-gqa2", "tiny-gqa4", "tiny-mqa", "tiny-mla", "tiny-swa", "tiny-mamba", "tiny-nsa")
-    for prefill, decode in (("tp2", "tp4"), ("tp4", "tp1"), ("pp2,tp2", "tp4"), ("tp2", "pp2"))
+    for prefill, decode in (("tp2", "tp4"), ("tp4", "tp1"), ("pp1", "pp2"), ("pp2,tp2", "tp4"))
+]
+VARIANTS = [
+    ("tiny-gqa2:1", "tp2", "tp1", ("--cache-dtype", "float16")),
+    ("tiny-mamba:7@conv_taps=6", "tp1", "tp2", ("--cache-dtype", "float16")),
+    ("tiny-mla@latent_size=32", "tp2", "pp2", ()),
+    ("tiny-gqa8", "tp2", "tp4", ("--transport", "tcp")),
+    ("tiny-swa", "tp4", "pp2,tp2", ("--integrity", "full")),
+    ("tiny-gqa4", "tp2", "tp8", ("--integrity", "sampled", "--mode", "pull")),
+    ("tiny-mamba", "tp4", "pp2", ("--transport", "tcp")),
 ]
 CONTROLS = [
     ("tiny-mamba", "tp2", "tp4", "conv"),

@@ -28,6 +28,34 @@ def test_a_control_that_leaves_one_thing_out_is_found_out(model: str, prefill: s
     assert document["handed_off"] == 4
 
 
+def _refusal(model: str, prefill: str, decode: str, *more: str) -> str:
+    """What verify says when it could not be run: in one line, whatever the width of the terminal."""
+    run = verify_text(model, prefill, decode, *more, requests=2)
+    assert run.returncode == 2, run.stdout
+    return " ".join(run.stderr.split())
+
+
+def test_another_type_is_refused_with_both_values() -> None:
+    said = _refusal("tiny-gqa2", "tp1", "tp1", "--decode-cache-dtype", "float16")
+    assert "layout group 0 (full) plane k dtype is 'float32' here and 'float16' there" in said
+
+
+def test_a_gap_in_the_layers_is_refused_with_both_values() -> None:
+    said = _refusal("tiny-gqa2", "tp1", "pp2", "--decode-lacks", "layer:2", "--mode", "pull")
+    assert "no rank holds layers 2: there is a gap in the layers" in said
+    assert "'whole'" in said
+
+
+def test_other_dimensions_of_a_state_are_refused_with_both_values() -> None:
+    said = _refusal("tiny-mamba", "tp2", "tp1", "--decode-model", "tiny-mamba@conv_taps=6")
+    assert "layout group 1 (conv) plane conv head_size 40' here" in said
+    assert "layout group 1 (conv) plane conv head_size 24' there" in said
+
+
+def test_a_control_that_would_leave_out_nothing_is_refused() -> None:
+    assert "tiny-gqa2 has nothing of that kind" in _refusal("tiny-gqa2", "tp1", "tp2", "--drop", "conv")
+
+
 def test_another_model_is_refused_with_both_values() -> None:
     run = verify_text("tiny-gqa2", "tp1", "tp1", "--decode-model", "tiny-gqa2:1", requests=1)
     assert run.returncode == 2
@@ -36,11 +64,15 @@ def test_another_model_is_refused_with_both_values() -> None:
     assert "tiny-gqa2:1 (" in run.stderr
 
 
-def test_checksums_need_equal_shapes() -> None:
-    check_all_well(*verify("tiny-mamba", "tp2", "tp2", "--integrity", "full", requests=3))
-    run = verify_text("tiny-gqa2", "tp2", "tp1", "--integrity", "full", requests=1)
-    assert run.returncode == 2
-    assert "is 'tp1' here and 'tp2' there" in run.stderr
+def test_what_unequal_shapes_move_can_be_checked_by_checksums() -> None:
+    check_all_well(*verify("tiny-mamba", "tp2", "tp1", "--integrity", "full", requests=3))
+
+
+def test_a_thing_that_is_left_out_is_found_by_checksums_and_nothing_is_decoded() -> None:
+    code, document = verify("tiny-mamba", "tp1", "tp2", "--integrity", "full", "--drop", "conv", requests=3)
+    assert code == 1
+    assert document["failed"] == 3
+    assert all("checksum of span" in row["detail"] for row in document["rows"])
 
 
 def test_a_model_that_cannot_be_cut_so_is_refused_with_both_values() -> None:

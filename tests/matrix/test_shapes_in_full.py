@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shape_cases import CONTROLS, OTHERS, SHAPES, check_all_well, verify
+from shape_cases import CONTROLS, OTHERS, SHAPES, VARIANTS, check_all_well, verify
 
 pytestmark = pytest.mark.matrix
 
@@ -23,6 +23,6 @@ def test_a_control_that_leaves_one_thing_out_is_found_out(model: str, prefill: s
     assert (document["handed_off"], document["failed"]) == (document["requests"], 0)
 
 
-@pytest.mark.parametrize(("model", "prefill", "decode"), SHAPES[:2])
-def test_over_tcp(model: str, prefill: str, decode: str) -> None:
-    check_all_well(*verify(model, prefill, decode, "--transport", "tcp"))
+@pytest.mark.parametrize(("model", "prefill", "decode", "more"), VARIANTS)
+def test_other_seeds_sizes_types_and_transports(model: str, prefill: str, decode: str, more: tuple[str, ...]) -> None:
+    check_all_well(*verify(model, prefill, decode, *more))

@@ -15,7 +15,7 @@ from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, check_compatible
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Integrity, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -66,7 +66,6 @@ class Coordinator:
     ) -> None:
         self.card = card
         self._limits = limits
-        self._integrity = settings.integrity
         self._clock = clock
         self._control = control
         self._ranks = ranks
@@ -300,10 +299,7 @@ class Coordinator:
     def _admit(self, card: Card, via: ControlAddress | None) -> None:
         """Check a card before anything of it is used, then make its ranks reachable."""
         source, target = (self.card, card) if via is None else (card, self.card)
-        meeting = check_compatible(source, target, ours=self.card)
-        if via is not None and self._integrity is not Integrity.OFF and not meeting.is_rank_by_rank:
-            field = "shape, which has to be the same where checksums are on,"
-            raise Incompatible(field, target.shape, source.shape)
+        check_compatible(source, target, ours=self.card)
         known = self._peers.card(card.incarnation)
         if known is None:
             idle = self._peers.make_room(self.source.peers() | self.target.peers())

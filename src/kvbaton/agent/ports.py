@@ -122,17 +122,19 @@ class SumAsk:
     integrity: Integrity
     total_tokens: int | None = None
     """Of the whole sequence; without it, each span counts as the last."""
+    peer: Incarnation | None = None
+    """Whose ranks hold the other ends; without it, all that the rank holds is summed as one leg of the rank's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LegSummed:
-    """One span was summed on one rank: its checksum, or why there is none."""
+    """One span was summed on one rank: (number, checksum) of each of its legs with the ranks of the peer, or why not."""
 
     leg: LegId
     side: Side
     rank: int
     span: int
-    value: int
+    sums: tuple[tuple[int, int], ...]
     error: str = ""
 
 

@@ -26,10 +26,11 @@ from kvbaton.agent.ports import (
 )
 from kvbaton.agent.summing import Summer
 from kvbaton.core.card import Card, Endpoint
+from kvbaton.core.checks import LegPart
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
-from kvbaton.core.meeting import arrange
+from kvbaton.core.meeting import Leg, arrange
 from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
@@ -75,8 +76,10 @@ class _Leg:
 class _Route:
     """What this rank exchanges with one rank of a peer."""
 
+    leg: int
     peer: PeerRank
     pair: Pair
+    part: LegPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +165,18 @@ class RankAgent:
         met = {leg.source for leg in reads} | {leg.target for leg in writes} | ({0} if self.rank == 0 else set())
         routes = _Routes(
             tuple(peers[rank] for rank in sorted(met)),
-            tuple(_Route(peers[leg.source], pair_layouts(theirs[leg.source], self._layout, leg.share)) for leg in reads),
-            tuple(_Route(peers[leg.target], pair_layouts(self._layout, theirs[leg.target], leg.share)) for leg in writes),
+            tuple(self._read_route(leg, peers[leg.source], theirs[leg.source]) for leg in reads),
+            tuple(self._write_route(leg, peers[leg.target], theirs[leg.target]) for leg in writes),
         )
         for rank in sorted(met):
             self._reach(peers[rank], card.ranks[rank].endpoints)
         self._routes[card.incarnation] = routes
+
+    def _read_route(self, leg: Leg, peer: PeerRank, theirs: Layout) -> _Route:
+        return _Route(leg.number, peer, pair_layouts(theirs, self._layout, leg.share), LegPart(leg.share, theirs))
+
+    def _write_route(self, leg: Leg, peer: PeerRank, theirs: Layout) -> _Route:
+        return _Route(leg.number, peer, pair_layouts(self._layout, theirs, leg.share), LegPart(leg.share, theirs))
 
     def _reach(self, peer: PeerRank, endpoints: tuple[Endpoint, ...]) -> None:
         for endpoint in endpoints:
@@ -238,7 +247,15 @@ class RankAgent:
 
     def sum_spans(self, ask: SumAsk) -> None:
         """Sum spans in this rank's own memory, bit by bit with each `poll`; each ends in LegSummed, unless dropped."""
-        self._summer.ask(ask)
+        routes = None if ask.peer is None else self._routes.get(ask.peer)
+        if routes is not None:
+            met = routes.writes if ask.side is Side.SOURCE else routes.reads
+            self._summer.ask(ask, {route.leg: route.part for route in met})
+        elif ask.peer is None:
+            self._summer.ask(ask)
+        else:
+            for span in ask.spans:
+                self._summer.refuse(ask, span, f"{ask.peer} is not connected")
 
     def drop_sums(self, side: Side, key: HandoffKey) -> None:
         """Nobody waits for these sums any more."""
@@ -296,6 +313,9 @@ class RankAgent:
             moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
             self._fail(leg, str(error))
+        except Exception as error:
+            self._fail(leg, f"{type(error).__name__}: {error}")
+            raise
         else:
             for peer, part in parts:
                 if leg.state is LegState.OPEN:

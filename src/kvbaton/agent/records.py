@@ -11,7 +11,15 @@ from kvbaton.core.handoff import Aux, AuxWay, BlockLists, Executor, HandoffKey, 
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetState
 from kvbaton.core.messages import Grant
 
-__all__ = ["Declined", "SourceRecord", "TargetRecord"]
+__all__ = ["Declined", "RankSums", "SourceRecord", "TargetRecord", "sums_by_leg"]
+
+RankSums = dict[tuple[int, int], tuple[tuple[int, int], ...]]
+"""(rank, span number) -> (leg number, checksum) of every leg of that rank."""
+
+
+def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
+    """(leg number, span number) -> checksum."""
+    return {(leg, span): value for (_, span), values in sums.items() for leg, value in values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class SourceRecord:
     open_legs: dict[int, LegId] = field(default_factory=dict)
     moved: dict[int, set[int]] = field(default_factory=dict)
     summing: int = 0
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    sums: RankSums = field(default_factory=dict)
     is_asked: bool = False
     aux_pointer: AuxPointer | None = None
     is_confirmed: bool = False
@@ -96,7 +104,7 @@ class TargetRecord:
     moved: dict[int, set[int]] = field(default_factory=dict)
     span_count: int | None = None
     summing: set[int] = field(default_factory=set)
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    sums: RankSums = field(default_factory=dict)
     source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: Aux | None = None
     aux_way: AuxWay = AuxWay.CONTROL

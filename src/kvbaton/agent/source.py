@@ -249,7 +249,7 @@ class SourceSide(SourceEffects):
         elif report.error:
             self._end_by(record, SourceEvent.LEG_FAILED, Outcome.FAILED, report.error)
         else:
-            record.sums[report.rank, report.span] = report.value
+            record.sums[report.rank, report.span] = report.sums
             self._settle(record)
 
     def owns_leg(self, leg: LegId) -> bool:

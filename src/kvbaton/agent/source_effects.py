@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvbaton.agent.engine_port import Drained, Granted, SourceEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, LegOpen, Ranks, SumAsk
-from kvbaton.agent.records import Declined, SourceRecord
+from kvbaton.agent.records import Declined, SourceRecord, sums_by_leg
 from kvbaton.config import Limits
 from kvbaton.core.alarms import Alarms
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pack_aux, point_at
@@ -113,7 +113,8 @@ class SourceEffects:
         if grant.integrity is not Integrity.OFF and (unsummed := tuple(record.spans[record.summing :])):
             record.summing = len(record.spans)
             total = grant.tokens or None
-            ask = SumAsk(record.leg, Side.SOURCE, record.blocks, unsummed, grant.cached_tokens, grant.integrity, total)
+            how = (grant.cached_tokens, grant.integrity, total, record.target)
+            ask = SumAsk(record.leg, Side.SOURCE, record.blocks, unsummed, *how)
             for rank in range(self._ranks_count):
                 self._ranks.sum_spans(rank, ask)
 
@@ -152,7 +153,7 @@ class SourceEffects:
         """State that what was moved was right."""
         record.is_confirmed = True
         self._note(record, Stage.CONFIRMED)
-        sums = tuple(SpanSum(rank, span, value) for (rank, span), value in sorted(record.sums.items()))
+        sums = tuple(SpanSum(leg, span, value) for (leg, span), value in sorted(sums_by_leg(record.sums).items()))
         self._tell(record, Confirmed(record.key, record.grant_number, record.generation, len(record.spans), sums))
 
     def stop_legs(self, record: SourceRecord) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvbaton.agent.ports import LegId, LegSummed, Memory, SumAsk
-from kvbaton.core.checks import Pieces, plan_pieces
-from kvbaton.core.handoff import HandoffKey
+from kvbaton.core.checks import LegPart, Pieces, plan_pieces
+from kvbaton.core.handoff import HandoffKey, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError
@@ -47,9 +47,11 @@ class RegionMemory:
 class _Job:
     leg: LegId
     span: int
-    pieces: Pieces
+    parts: deque[tuple[int, Pieces]]
+    """By the number of their leg; the first one is being summed."""
     done: int = 0
     value: int = 0
+    sums: tuple[tuple[int, int], ...] = ()
 
 
 class Summer:
@@ -67,21 +69,29 @@ class Summer:
         """Whether `work` has something to do."""
         return bool(self._jobs)
 
-    def ask(self, ask: SumAsk) -> None:
-        """Put spans on the list; what cannot be summed is reported at once."""
+    def ask(self, ask: SumAsk, parts: Mapping[int, LegPart] | None = None) -> None:
+        """Put spans on the list, leg by leg of `parts`, or as one; what cannot be summed is reported at once."""
         jobs = deque[_Job]()
+        of: Mapping[int, LegPart | None] = {self._rank: None} if parts is None else parts
         for span in ask.spans:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                tokens = (span, ask.cached_tokens, ask.integrity, ask.total_tokens)
-                pieces = plan_pieces(self._layout, ask.blocks, ask.leg.key, *tokens)
+                pieces = deque((number, self._pieces(ask, span, part)) for number, part in of.items())
             except KVBatonError as error:
-                self._report(LegSummed(ask.leg, ask.side, self._rank, span.number, 0, f"checksum: {error}"))
+                self.refuse(ask, span, str(error))
             else:
                 jobs.append(_Job(ask.leg, span.number, pieces))
         if jobs:
             self._jobs.setdefault((ask.side, ask.leg.key), deque()).extend(jobs)
+
+    def refuse(self, ask: SumAsk, span: Span, reason: str) -> None:
+        """Report that a span is not summed, and why."""
+        self._report(LegSummed(ask.leg, ask.side, self._rank, span.number, (), f"checksum: {reason}"))
+
+    def _pieces(self, ask: SumAsk, span: Span, part: LegPart | None) -> Pieces:
+        tokens = (span, ask.cached_tokens, ask.integrity, ask.total_tokens)
+        return plan_pieces(self._layout, ask.blocks, ask.leg.key, *tokens, part)
 
     def drop(self, side: Side, key: HandoffKey) -> None:
         """Forget what one side of a hand-off asked for."""
@@ -108,17 +118,24 @@ class Summer:
             error = f"checksum: {type(problem).__name__}: {problem}"
             raise
         finally:
-            if error or job.done == len(job.pieces):
+            if error or not job.parts:
                 jobs.popleft()
-                self._report(LegSummed(job.leg, side, self._rank, job.span, job.value, error))
+                self._report(LegSummed(job.leg, side, self._rank, job.span, job.sums, error))
         return summed
 
     def _sum(self, job: _Job, budget: int) -> int:
-        """Sum pieces of about `budget` bytes, one at least; returns the bytes."""
-        if self._memory is None or job.done == len(job.pieces):
+        """Sum pieces of about `budget` bytes of one leg, one at least; returns the bytes."""
+        if self._memory is None or not job.parts:
             return 0
-        sizes = np.cumsum(job.pieces[job.done : job.done + budget, 1])
-        count = max(1, int(np.searchsorted(sizes, budget, side="right")))
-        job.value = self._memory.sum(job.pieces[job.done : job.done + count], job.value)
-        job.done += count
-        return int(sizes[count - 1])
+        (number, pieces), summed = job.parts[0], 0
+        if job.done < len(pieces):
+            sizes = np.cumsum(pieces[job.done : job.done + budget, 1])
+            count = max(1, int(np.searchsorted(sizes, budget, side="right")))
+            job.value = self._memory.sum(pieces[job.done : job.done + count], job.value)
+            job.done += count
+            summed = int(sizes[count - 1])
+        if job.done == len(pieces):
+            job.sums += ((number, job.value),)
+            job.done = job.value = 0
+            job.parts.popleft()
+        return summed

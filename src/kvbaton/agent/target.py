@@ -214,7 +214,7 @@ class TargetSide(TargetAux):
 
     def _take_sums(self, record: TargetRecord, confirmed: Confirmed) -> None:
         if self.sums_wanted:
-            record.source_sums = {(each.rank, each.span): each.value for each in confirmed.sums}
+            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
 
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
         """The source says no; with a stale number we only have to take a new one."""
@@ -302,7 +302,7 @@ class TargetSide(TargetAux):
         elif report.error:
             self._end_by(record, TargetEvent.LEG_FAILED, Outcome.FAILED, report.error)
         else:
-            record.sums[report.rank, report.span] = report.value
+            record.sums[report.rank, report.span] = report.sums
             self._progress(record)
             self._settle(record)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvbaton.agent.ports import SumAsk
-from kvbaton.agent.records import TargetRecord
+from kvbaton.agent.records import TargetRecord, sums_by_leg
 from kvbaton.agent.target_effects import TargetEffects
 from kvbaton.core.checks import sums_problem
 from kvbaton.core.handoff import Executor, Integrity, Span, span_problem
@@ -39,7 +39,8 @@ class TargetChecks(TargetEffects):
     def _ask_for_sums(self, record: TargetRecord, ranks: Collection[int], spans: tuple[Span, ...]) -> None:
         if record.pull is not None:
             pull, integrity = record.pull, self._settings.integrity
-            ask = SumAsk(record.leg, Side.TARGET, pull.blocks, spans, pull.cached_tokens, integrity, pull.tokens)
+            how = (pull.cached_tokens, integrity, pull.tokens, record.source)
+            ask = SumAsk(record.leg, Side.TARGET, pull.blocks, spans, *how)
             for rank in ranks:
                 self._ranks.sum_spans(rank, ask)
 
@@ -51,8 +52,7 @@ class TargetChecks(TargetEffects):
         """Why what lies in our blocks is not what the source summed; empty when it is, or nobody wants to know."""
         if not self.sums_wanted:
             return ""
-        ranks = [rank.rank for rank in self._card.ranks]
-        return sums_problem(record.spans.values(), ranks, record.sums, record.source_sums)
+        return sums_problem(record.spans.values(), sums_by_leg(record.sums), record.source_sums)
 
     def span_problem(self, record: TargetRecord) -> str:
         """Why the spans are not the whole cache, each part once; empty when they are.

@@ -2,34 +2,37 @@
 
 The peers run in environments of their own, called as installed: vLLM plans whole blocks layer by layer, SGLang (its Mooncake
 backend) groups pages once and builds the transfers of all layers from them. Neither splits heads-major pages, so the row with
-split heads stands beside SGLang's split of tokens-major ones, token by token.
+split heads stands beside SGLang's split of tokens-major ones, token by token. All take turns, round by round.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+from kvbaton.bench.plan_peers import PlanPeer
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.core.meeting import arrange
 from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import head_range
+from kvbaton.engines.embedded.weights import default_cache_dir
 from kvbaton.errors import ConfigError
+from kvbaton.launch.sglang_environment import ensure_sglang
+from kvbaton.launch.vllm_environment import ensure_environment
 
-__all__ = ["PlanBench", "run_plan_bench"]
+__all__ = ["PlanBench", "ensure_plan_peers", "run_plan_bench"]
 
 _BLOCKS, _BLOCK_TOKENS, _HEADS, _HEAD_SIZE, _ELEMENT_BYTES = 4096, 16, 8, 128, 2
-_PEER_S = 900.0
-_PEERS = Path(__file__).parent / "peers"
+_SPLIT_ROUNDS = 3
+"""A plan that takes a peer seconds is made so often only."""
 
 Say = Callable[[str], None]
 
@@ -65,32 +68,27 @@ class PlanBench:
         return tuple(dice.sample(range(_BLOCKS), count)), tuple(dice.sample(range(_BLOCKS), count))
 
 
-@dataclass(slots=True)
-class _Measured:
-    rows: list[BenchRow] = field(default_factory=list)
-    rounds: dict[str, list[float]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+def ensure_plan_peers(say: Say) -> tuple[Path, Path]:
+    """The interpreters that have vLLM and SGLang, installed first if need be. Raises LocalError."""
+    directory = default_cache_dir()
+    return ensure_environment(directory, say).python, ensure_sglang(directory, say)
 
 
 def run_plan_bench(bench: PlanBench, say: Say) -> BenchReport:
-    """Measure our plans, then the peers that are there; `say` gets a line per step."""
-    measured = _Measured()
-    peers = {"vLLM": ("plan_vllm.py", bench.vllm), "SGLang": ("plan_sglang.py", bench.sglang)}
-    found: dict[str, dict[str, list[float]]] = {}
-    for name, (script, python) in peers.items():
-        if python is not None:
-            say(f"{name}: importing and planning, this can take a minute")
-            found[name] = _ask_peer(bench, _PEERS / script, python)
-            measured.rounds |= {f"{name} {what}": values for what, values in found[name].items()}
-    for title, kind, source_tp, target_tp, heads_major in _CASES:
-        say(f"kvbaton: {title}")
-        pair = _pair(bench, source_tp, target_tp, heads_major)
-        seconds, runs = _time_plans(bench, pair)
-        measured.rounds[title] = seconds
-        beside = {name: values[kind] for name, values in found.items() if kind in values} or {"": []}
-        measured.rows += [_row(title, seconds, name, values, {"runs": runs}) for name, values in beside.items()]
-    measured.problems += _replicated(bench, measured)
-    return BenchReport(measured.rows, describe_hardware(), [measured.rounds], measured.problems)
+    """Measure our plans and those of the peers that are there, in turns; `say` gets a line per step."""
+    with ExitStack() as opened:
+        peers = {}
+        for name, script, python in (("vLLM", "plan_vllm.py", bench.vllm), ("SGLang", "plan_sglang.py", bench.sglang)):
+            if python is not None:
+                say(f"{name}: importing, this can take a minute")
+                peers[name] = opened.enter_context(PlanPeer(script, python, _question(bench)))
+        rounds, runs = _measure(bench, peers, say)
+    rows = []
+    for title, kind, *_ in _CASES:
+        beside = [name for name, peer in peers.items() if kind in peer.plans] or [""]
+        rows += [_row(title, rounds[title], name, rounds.get(f"{name} {kind}", []), {"runs": runs[title]}) for name in beside]
+    replicated, problems = _replicated(bench)
+    return BenchReport([*rows, *replicated], describe_hardware(), [rounds], problems)
 
 
 _CASES = (
@@ -138,20 +136,39 @@ def _pair(bench: PlanBench, source_tp: int, target_tp: int, heads_major: bool) -
     return pair_layouts(_layout(bench, source_tp, 0, heads_major), _layout(bench, target_tp, 0, heads_major))
 
 
-def _time_plans(bench: PlanBench, pair: Pair) -> tuple[list[float], int]:
+def _measure(bench: PlanBench, peers: Mapping[str, PlanPeer], say: Say) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every round, ours by title and the peers' by name and kind; and how many runs ours have."""
+    pairs = {title: _pair(bench, source_tp, target_tp, heads_major) for title, _, source_tp, target_tp, heads_major in _CASES}
+    rounds: dict[str, list[float]] = defaultdict(list)
+    runs = {title: _time_plan(bench, pair)[1] for title, pair in pairs.items()}
+    for number in range(bench.rounds):
+        say(f"round {number + 1} of {bench.rounds}")
+        for title, pair in pairs.items():
+            rounds[title].append(_time_plan(bench, pair)[0])
+        for name, peer in peers.items():
+            for plan in peer.plans:
+                if plan != "split" or number < _SPLIT_ROUNDS:
+                    rounds[f"{name} {plan}"].append(peer.seconds(plan))
+    return dict(rounds), runs
+
+
+def _time_plan(bench: PlanBench, pair: Pair) -> tuple[float, int]:
     source, target = bench.lists()
-    plan_runs(pair, (source,), (target,), 0, bench.tokens)
-    seconds, runs = [], 0
-    for _ in range(bench.rounds):
-        since = time.perf_counter()
-        runs = len(plan_runs(pair, (source,), (target,), 0, bench.tokens))
-        seconds.append(time.perf_counter() - since)
-    return seconds, runs
+    since = time.perf_counter()
+    runs = len(plan_runs(pair, (source,), (target,), 0, bench.tokens))
+    return time.perf_counter() - since, runs
 
 
-def _replicated(bench: PlanBench, measured: _Measured) -> list[str]:
-    """Bytes planned where heads are replicated, beside the bytes that the targets need; they must be the same."""
-    problems = []
+def _question(bench: PlanBench) -> dict[str, object]:
+    """What the peers have to plan."""
+    source, target = bench.lists()
+    cache = {"blocks": _BLOCKS, "block_tokens": _BLOCK_TOKENS, "heads": _HEADS, "head_size": _HEAD_SIZE}
+    return {"layers": bench.layers, **cache, "source_tp": 8, "target_tp": 4, "source": source, "target": target}
+
+
+def _replicated(bench: PlanBench) -> tuple[list[BenchRow], list[str]]:
+    """Bytes planned where heads are replicated, beside the bytes that the targets need; what is wrong if those differ."""
+    rows, problems = [], []
     source, target = bench.lists()
     for source_tp, target_tp, heads in ((4, 1, 2), (8, 4, 2), (2, 8, 4)):
         sources, targets = ([_layout(bench, tp, rank, True, heads) for rank in range(tp)] for tp in (source_tp, target_tp))
@@ -159,39 +176,7 @@ def _replicated(bench: PlanBench, measured: _Measured) -> list[str]:
         planned = sum(int(plan_runs(pair, (source,), (target,), 0, bench.tokens)[:, 2].sum()) for pair in pairs)
         needed = sum(bench.tokens * bench.layers * layout.groups[0].token_bytes for layout in targets)
         title = f"bytes planned, TP {source_tp} to {target_tp} with {heads} heads"
-        measured.rows.append(BenchRow(title, planned, "bytes", f"bytes needed: {needed}", planned / needed, {}))
+        rows.append(BenchRow(title, planned, "bytes", f"bytes needed: {needed}", planned / needed, {}))
         if planned != needed:
             problems.append(f"{title}: {planned} where {needed} are needed")
-    return problems
-
-
-def _ask_peer(bench: PlanBench, script: Path, python: Path) -> dict[str, list[float]]:
-    source, target = bench.lists()
-    ask = {"layers": bench.layers, "blocks": _BLOCKS, "block_tokens": _BLOCK_TOKENS, "heads": _HEADS, "head_size": _HEAD_SIZE}
-    ask |= {"source_tp": 8, "target_tp": 4, "rounds": bench.rounds}
-    question = json.dumps(ask | {"source": source, "target": target})
-    try:
-        done = subprocess.run(
-            [str(python), str(script)],
-            input=question,
-            capture_output=True,
-            text=True,
-            timeout=_PEER_S,
-            check=False,
-            env=_peer_variables(python),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{python} cannot run {script.name}: {error}") from error
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError as error:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ConfigError(f"{script.name} failed in {python}: {last}; name an interpreter that has the package") from error
-    return {name: values for name, values in answer.items() if isinstance(values, list)}
-
-
-def _peer_variables(python: Path) -> dict[str, str]:
-    """Nothing of ours on the path; where `kvbaton` made the environment, what it put beside it."""
-    beside = python.parent.parent.parent / "path"
-    path = {"PYTHONPATH": str(beside)} if beside.is_dir() else {}
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | path | {"HF_HUB_OFFLINE": "1"}
+    return rows, problems

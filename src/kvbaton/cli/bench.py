@@ -114,6 +114,7 @@ def plan(
     tokens: int = 8192,
     layers: int = 80,
     rounds: int = 15,
+    peers: bool = True,
     vllm: Path | None = None,
     sglang: Path | None = None,
     out: Path | None = None,
@@ -131,17 +132,22 @@ def plan(
         layers of the model.
     rounds
         how often each plan is made; medians are shown, every round is kept.
+    peers
+        measure vLLM and SGLang too; installed on first use (5 GB).
     vllm
-        a Python interpreter that has vLLM; without it vLLM is left out.
+        a Python interpreter that has vLLM; without it, and with peers, the one that kvbaton installs.
     sglang
-        a Python interpreter that has SGLang; without it SGLang is left out.
+        a Python interpreter that has SGLang; without it, and with peers, the one that kvbaton installs.
     out
         file for the raw results (JSON).
     json
         print one JSON object instead of a table.
     """
-    from kvbaton.bench.plan import PlanBench, run_plan_bench
+    from kvbaton.bench.plan import PlanBench, ensure_plan_peers, run_plan_bench
 
+    if peers and not (vllm and sglang):
+        own = ensure_plan_peers(_progress)
+        vllm, sglang = vllm or own[0], sglang or own[1]
     bench = PlanBench(tokens, layers, rounds, vllm=vllm, sglang=sglang)
     return _finish("plan", run_plan_bench(bench, _progress), bench.described(), out, json)
 

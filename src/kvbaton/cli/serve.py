@@ -43,6 +43,8 @@ def serve(
     shape: str = "tp1",
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
     drop: Annotated[str, Parameter(show=False)] = "",
+    cache_dtype: str = "float32",
+    lacks: Annotated[str, Parameter(show=False)] = "",
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
     trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
@@ -56,7 +58,8 @@ def serve(
         prefill and decode instances hand caches over; `both` answers clients by itself.
     model
         `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of some kind of cache:
-        `tiny-gqa2`, `-gqa4`, `-gqa6`, `-gqa8`, `-mqa`, `-mla`, `-swa`, `-mamba`, `-nsa`.
+        `tiny-gqa2`, `-gqa4`, `-gqa6`, `-gqa8`, `-mqa`, `-mla`, `-swa`, `-mamba`, `-nsa`; with another seed as
+        `tiny-gqa2:1`, with other sizes as `tiny-mamba@conv_taps=6`.
     host
         where to listen for HTTP and control messages.
     port
@@ -84,6 +87,8 @@ def serve(
         fill blocks with a pattern before they are handed over, so that a missing byte shows.
     shape
         into how many ranks the model is cut, each a process: `tp2`, `pp2,tp2`, ...; for the small models only.
+    cache_dtype
+        type of the numbers in the cache: `float32`, or `float16` for the small models.
     verbose
         log more.
     """
@@ -125,6 +130,8 @@ def serve(
         drop_writes=drop_writes,
         shape=Shape.parse(shape),
         drop=drop,
+        cache_dtype=cache_dtype,
+        lacks=lacks,
     )
     log = logging.getLogger("kvbaton")
     if (role == "both") == bool(router):

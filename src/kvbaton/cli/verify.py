@@ -39,6 +39,9 @@ def verify(
     decode_shape: str = "tp1",
     drop: str = "",
     decode_model: str = "",
+    cache_dtype: str = "float32",
+    decode_cache_dtype: str = "",
+    decode_lacks: str = "",
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -79,7 +82,15 @@ def verify(
         a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `latent`,
         `full`, `layer:N` or `head:N`. Must exit with 1.
     decode_model
-        a control: another model for the decode instances. They must refuse, with exit code 2.
+        a control: another model for the decode instances, or other sizes of it as in `tiny-mamba@conv_taps=6`. They must
+        refuse, with exit code 2.
+    cache_dtype
+        type of the numbers in all caches: `float32`, or `float16` for the small models.
+    decode_cache_dtype
+        a control: another type for the decode instances. They must refuse, with exit code 2.
+    decode_lacks
+        a control: what the cards of the decode instances leave out: `layer:N` or `rank:N`. They must be refused, with exit
+        code 2.
     json
         print one JSON object instead of a table.
     """
@@ -107,6 +118,9 @@ def verify(
         decode_shape=decode_shape,
         drop=drop,
         decode_model=decode_model,
+        cache_dtype=cache_dtype,
+        decode_cache_dtype=decode_cache_dtype,
+        decode_lacks=decode_lacks,
         handoff=handoff_settings(handoff),
     )
     report = _run(settings)

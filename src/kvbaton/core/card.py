@@ -69,9 +69,10 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
     Shapes may differ: what counts is that each instance is whole, and that both hold the same model.
     """
     theirs = source if ours is target else target
-    for field in ("protocol", "fingerprint"):
-        if getattr(ours, field) != getattr(theirs, field):
-            raise Incompatible(_NAMES.get(field, field), _shown(ours, field), _shown(theirs, field))
+    if ours.protocol != theirs.protocol:
+        raise Incompatible("protocol", str(ours.protocol), str(theirs.protocol))
+    if ours.fingerprint != theirs.fingerprint:
+        raise _another_model(ours, theirs)
     if not source.hold_s > target.give_up_s:
         hold, give_up = f"hold_s {source.hold_s}", f"give_up_s {target.give_up_s}"
         here, there = (hold, give_up) if ours is source else (give_up, hold)
@@ -104,9 +105,11 @@ def _instance_problem(card: Card) -> str:
     return instance_problem(shape, [rank.layout for rank in card.ranks])
 
 
-_NAMES = {"fingerprint": "model"}
-
-
-def _shown(card: Card, field: str) -> str:
-    value = getattr(card, field)
-    return f"{card.model} ({value})" if field == "fingerprint" else str(value)
+def _another_model(ours: Card, theirs: Card) -> Incompatible:
+    """Names both models, and the first thing in which their caches differ, if any does."""
+    shown = [f"{card.model} ({card.fingerprint})" for card in (ours, theirs)]
+    try:
+        check_layouts(theirs, ours)
+    except Incompatible as error:
+        shown = [f"{model}, {error.field} {value}" for model, value in zip(shown, (error.ours, error.theirs), strict=True)]
+    return Incompatible("model", *shown)

@@ -1,7 +1,7 @@
 """Checksums of spans: which pieces of a rank's memory belong to a span, in an order that both ends share, and what differs.
 
-The order is layer, plane, token, head, and does not depend on strides or block sizes, so that two ranks which hold the same
-tokens and heads get the same sum however their memory is laid out. What the target had cached is left out on both sides.
+The order is layer, plane, token, head, and does not depend on strides or block sizes, so that both ranks of a leg get the same
+sum of what it moves, however their memory is laid out. What the target had cached is left out on both sides.
 With `sampled`, both ends choose the same pieces of `PIECE_TOKENS` tokens, one in `ONE_IN` and at least one per layer and
 plane, from the key, the span and the layer.
 """
@@ -9,25 +9,26 @@ plane, from the key, the span and the layer.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span
-from kvbaton.core.layout import Group, Layout, Plane
-from kvbaton.core.pair import channel_offsets, join_runs
+from kvbaton.core.layout import Group, HeadRange, Layout, Plane
+from kvbaton.core.pair import Share, channel_offsets, common_heads, join_runs, local_head
 from kvbaton.core.segments import Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["ONE_IN", "PIECE_TOKENS", "Pieces", "SpanSum", "Sums", "plan_pieces", "sums_problem"]
+__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "Pieces", "SpanSum", "Sums", "plan_pieces", "sums_problem"]
 
 Pieces = npt.NDArray[np.int64]
 """Shape (n, 2): offset from the start of the region, and bytes; in the order in which they are summed."""
 
 Sums = Mapping[tuple[int, int], int]
-"""(rank, span number) -> checksum."""
+"""(leg number, span number) -> checksum."""
 
 PIECE_TOKENS = 16
 """Tokens of one sampled piece; pieces start at multiples of it."""
@@ -37,11 +38,24 @@ ONE_IN = 16
 
 
 class SpanSum(msgspec.Struct, frozen=True, array_like=True):
-    """The checksum of one span on one rank, as its source computed it."""
+    """The checksum of what one leg moves of one span, as its source computed it."""
 
-    rank: int
+    leg: int
     span: int
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegPart:
+    """What one leg moves: its share, and the layout of the rank at its other end."""
+
+    share: Share
+    other: Layout
+
+    def heads(self, group: int, plane: int, layer: int) -> tuple[HeadRange, ...]:
+        """The heads of one layer of a plane that are moved, by their number in the model."""
+        shares = (each for each in self.share if (each.group, each.plane) == (group, plane) and layer in each.layers)
+        return tuple(sorted((head for each in shares for head in each.heads), key=lambda each: each.start))
 
 
 def plan_pieces(
@@ -52,10 +66,11 @@ def plan_pieces(
     cached_tokens: int,
     integrity: Integrity,
     total_tokens: int | None = None,
+    part: LegPart | None = None,
 ) -> Pieces:
     """The pieces of this rank's region that are summed for `span`; raises RangeError for what does not exist.
 
-    `total_tokens` is the length of the whole sequence, the end of the span unless told.
+    `total_tokens` is the length of the whole sequence, the end of the span unless told. With `part` only that is summed.
     """
     if len(blocks) != len(layout.groups):
         raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(layout.groups)}")
@@ -70,25 +85,53 @@ def plan_pieces(
     if integrity is Integrity.OFF or not held:
         return np.empty((0, 2), np.int64)
     parts = [
-        _layer_pieces(layout.groups[number], index, blocks[number], (first, span.end_token, total), seed)
+        _layer_pieces(
+            _Layer(layout.groups[number], index, *_part_of_layer(layout.groups[number], number, layer, part)),
+            blocks[number],
+            (first, span.end_token, total),
+            f"{key} {span.number} {layer}" if integrity is Integrity.SAMPLED else "",
+        )
         for layer, number, index in held
-        for seed in [f"{key} {span.number} {layer}" if integrity is Integrity.SAMPLED else ""]
     ]
     return np.concatenate(parts)
 
 
-def _layer_pieces(group: Group, layer: int, ids: tuple[int, ...], tokens: tuple[int, int, int], seed: str) -> Pieces:
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer of a group by its place in there, the heads of each plane that are summed, and the group at the other end."""
+
+    group: Group
+    place: int
+    heads: tuple[tuple[HeadRange, ...], ...]
+    other: Group
+
+
+def _part_of_layer(
+    group: Group, number: int, layer: int, part: LegPart | None
+) -> tuple[tuple[tuple[HeadRange, ...], ...], Group]:
+    if part is None:
+        return tuple(tuple(sorted(plane.heads, key=lambda each: each.start)) for plane in group.planes), group
+    return tuple(part.heads(number, plane, layer) for plane in range(len(group.planes))), part.other.groups[number]
+
+
+def _layer_pieces(layer: _Layer, ids: tuple[int, ...], tokens: tuple[int, int, int], seed: str) -> Pieces:
     """Pieces of all planes of one layer; sampled with a `seed`."""
+    group = layer.group
     first, end = group.needed(*tokens)
     if group.is_state:
         rows, spread = _state_rows(group, ids) if tokens[1] == tokens[2] else _NO_ROWS, True
-    elif first >= end:
+    elif first >= end or not any(layer.heads):
         return np.empty((0, 2), np.int64)
     else:
         check_list("own", group, ids, tokens[1], tokens[2])
         starts, ends = _sampled(seed, first, end) if seed else (np.array([first]), np.array([end]))
-        rows, spread = _token_rows(group, ids, starts, ends, tokens[2]), False
-    return np.concatenate([_plane_pieces(plane, layer, rows, spread) for plane in group.planes if plane.head_count])
+        rows, spread = _token_rows(layer, ids, starts, ends, tokens[2]), False
+    parts = [
+        _plane_pieces(plane, layer.place, heads, rows, spread)
+        for plane, heads in zip(group.planes, layer.heads, strict=True)
+        if any(each.count for each in heads)
+    ]
+    return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
 
 
 _Rows = tuple[Places, npt.NDArray[np.int64]]
@@ -101,11 +144,12 @@ def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
 
 
 def _token_rows(
-    group: Group, ids: tuple[int, ...], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int
+    layer: _Layer, ids: tuple[int, ...], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int
 ) -> _Rows:
-    """Where stretches of tokens lie, cut at the edges of pages, and how many tokens each has."""
-    if group.tokens.size > 1:
-        own = segments_of(group, group, int(starts[0]), int(ends[-1]), total)
+    """Where stretches of tokens lie, cut at the edges of pages, and how many tokens each has; those of both ends only."""
+    group = layer.group
+    if group.tokens.size > 1 or layer.other.tokens.size > 1:
+        own = segments_of(group, layer.other, int(starts[0]), int(ends[-1]), total)
         return block_places("own", group, ids, own.source), own.counts
     size = group.page_tokens
     owner, page = _spread(starts // size, -(-ends // size))
@@ -113,11 +157,11 @@ def _token_rows(
     return block_places("own", group, ids, low), high - low
 
 
-def _plane_pieces(plane: Plane, layer: int, rows: _Rows, is_state: bool) -> Pieces:
+def _plane_pieces(plane: Plane, layer: int, heads: Sequence[HeadRange], rows: _Rows, is_state: bool) -> Pieces:
     places, counts = rows
     at = places.blocks * plane.block_stride + places.pages * plane.page_stride + places.tokens * plane.token_stride
     at = at + plane.layer_offsets[layer]
-    pieces = _token_pieces(plane)
+    pieces = _token_pieces(plane, heads)
     if len(pieces) == 1 and pieces[0, 1] == plane.token_stride and not is_state:
         return np.stack([at + pieces[0, 0], counts * plane.token_stride], axis=1)
     owner, token = _spread(np.zeros_like(counts), counts)
@@ -125,13 +169,12 @@ def _plane_pieces(plane: Plane, layer: int, rows: _Rows, is_state: bool) -> Piec
     return np.stack([offsets.reshape(-1), np.tile(pieces[:, 1], len(owner))], axis=1)
 
 
-def _token_pieces(plane: Plane) -> Pieces:
-    """(offset, bytes) of one token: heads by their number in the model, then channels."""
+def _token_pieces(plane: Plane, heads: Sequence[HeadRange]) -> Pieces:
+    """(offset, bytes) of one token: these heads by their number in the model, then channels."""
     channels = np.zeros(1, np.int64) if plane.is_channel_contiguous else channel_offsets(plane)
-    starts = np.cumsum([0, *(each.count for each in plane.heads)])
-    order = sorted(range(len(plane.heads)), key=lambda index: plane.heads[index].start)
-    heads = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in order])
-    offsets = (heads[:, None] * plane.head_stride + channels).reshape(-1)
+    firsts = [(local_head(plane, part.start), part.count) for each in heads for part in common_heads([each], plane.heads)]
+    held = np.concatenate([np.arange(first, first + count) for first, count in firsts])
+    offsets = (held[:, None] * plane.head_stride + channels).reshape(-1)
     sizes = np.full(len(offsets), plane.head_bytes // len(channels), np.int64)
     joined = join_runs(np.stack([offsets, offsets, sizes], axis=1))
     return joined[:, 1:]
@@ -153,18 +196,21 @@ def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple
     return owner, firsts[owner] + within
 
 
-def sums_problem(spans: Iterable[Span], ranks: Iterable[int], ours: Sums, theirs: Sums) -> str:
-    """Why the target's sums are not those of the source; empty when every span of every rank has the same one."""
-    of = list(spans)
-    for rank in ranks:
-        for span in of:
-            here, there = ours.get((rank, span.number)), theirs.get((rank, span.number))
-            if here is None or here != there:
-                what = f"tokens {span.first_token} to {span.end_token}, layers {span.first_layer} to {span.end_layer}"
-                return (
-                    f"checksum of span {span.number} ({what}) on rank {rank} is {_shown(here)} at the target and "
-                    f"{_shown(there)} at the source; send the request again, and check the transport if it happens again"
-                )
+def sums_problem(spans: Iterable[Span], ours: Sums, theirs: Sums) -> str:
+    """Why the target's sums are not those of the source; empty when every leg has the same one of every span."""
+    of = {span.number: span for span in spans}
+    for leg, number in sorted(ours.keys() | theirs.keys()):
+        here, there, span = ours.get((leg, number)), theirs.get((leg, number)), of.get(number)
+        if here != there:
+            what = (
+                f"tokens {span.first_token} to {span.end_token}, layers {span.first_layer} to {span.end_layer}"
+                if span is not None
+                else "which was never announced"
+            )
+            return (
+                f"checksum of span {number} ({what}) in leg {leg} is {_shown(here)} at the target and {_shown(there)} at the "
+                "source; send the request again, and check the transport if it happens again"
+            )
     return ""
 
 

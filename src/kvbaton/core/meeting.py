@@ -35,11 +35,6 @@ class Meeting:
 
     legs: tuple[Leg, ...]
 
-    @property
-    def is_rank_by_rank(self) -> bool:
-        """Whether every rank meets the one of its own number, and no other."""
-        return all(leg.source == leg.target == leg.number for leg in self.legs)
-
     def of_source(self, rank: int) -> tuple[Leg, ...]:
         """The legs of a source rank: as many targets wait for it."""
         return tuple(leg for leg in self.legs if leg.source == rank)

@@ -26,6 +26,7 @@ __all__ = [
     "check_groups",
     "common_heads",
     "join_runs",
+    "local_head",
     "pair_layouts",
 ]
 
@@ -184,9 +185,8 @@ def _piece(index: int, source: Group, target: Group, shares: Sequence[PlaneShare
     slots, slot_layers = _without_aliases(index, slots.reshape(-1, 2), slot_layers)
     joins = bool((runs[:, 2] == ours.token_stride).all()) and theirs.token_stride == ours.token_stride
     extent = np.concatenate([runs[:, :2].min(axis=0), (runs[:, :2] + runs[:, 2:]).max(axis=0)])
-    return Piece(
-        theirs, ours, runs, joins, slots, slot_layers, _slots_in_block((source, target), (theirs, ours), slots, extent)
-    )
+    in_block = _slots_in_block((source, target), (theirs, ours), slots, extent)
+    return Piece(theirs, ours, runs, joins, slots, slot_layers, in_block)
 
 
 def _layer_places(group: Group, shares: Sequence[PlaneShare], layers: Sequence[int]) -> Numbers:
@@ -268,7 +268,7 @@ def _head_places(source: Plane, target: Plane, heads: Sequence[HeadRange], chann
     is_packed = len(channels) == 1 and source.head_stride == target.head_stride == source.head_bytes
     parts = []
     for each in common_heads(common_heads(source.heads, target.heads), heads):
-        first = np.array([_local_head(source, each.start), _local_head(target, each.start)], np.int64)
+        first = np.array([local_head(source, each.start), local_head(target, each.start)], np.int64)
         strides = np.array([source.head_stride, target.head_stride], np.int64)
         if is_packed:
             parts.append(np.array([[*(first * strides), each.count * source.head_bytes]], np.int64))
@@ -278,8 +278,8 @@ def _head_places(source: Plane, target: Plane, heads: Sequence[HeadRange], chann
     return np.concatenate(parts)
 
 
-def _local_head(plane: Plane, head: int) -> int:
-    """Where a global head stands among those that this rank holds."""
+def local_head(plane: Plane, head: int) -> int:
+    """Where one of the model's heads stands among those that this rank holds."""
     before = 0
     for each in plane.heads:
         if each.start <= head < each.end:

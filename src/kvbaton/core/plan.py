@@ -20,6 +20,8 @@ __all__ = ["BlockRuns", "Pair", "Runs", "pair_layouts", "plan_blocks", "plan_lay
 Runs = npt.NDArray[np.uint64]
 """Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
 
+_TOGETHER = 16
+
 BlockRuns = tuple[tuple[Numbers, ...], ...]
 """Per group and piece the runs of one layer, as offsets from where that layer starts."""
 
@@ -150,7 +152,20 @@ def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
     if piece.slots_in_block and len(slots) > 1:
         runs = _sums(in_layer[:, None], slots[None])
         return join_runs(_in_order(runs)).view(np.uint64)
-    return _sums(in_layer[None], slots[:, None]).view(np.uint64)
+    return _slot_by_slot(in_layer, slots).view(np.uint64)
+
+
+def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
+    """Every run at every slot, slot after slot. Several runs are added as one long row, which is several times as fast."""
+    width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
+    rows: Numbers = np.zeros((len(slots), _TOGETHER, 3), np.int64)
+    rows[:, :, :2] = slots[:, None]
+    rows = rows.reshape(len(slots), width)
+    flat, out = runs.reshape(-1), np.empty((len(slots), runs.size), np.int64)
+    many = out[:, :whole].reshape(len(slots), whole // width, width)
+    np.add(flat[:whole].reshape(whole // width, width), rows[:, None], out=many)
+    np.add(flat[whole:], rows[:, : runs.size - whole], out=out[:, whole:])
+    return out.reshape(len(slots) * len(runs), 3)
 
 
 def _sums(runs: Numbers, offsets: Numbers) -> Numbers:

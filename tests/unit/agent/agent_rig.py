@@ -204,7 +204,7 @@ class ScriptedRanks:
         while self.sums:
             rank, ask = self.sums.pop(0)
             for span in ask.spans:
-                self.report(LegSummed(ask.leg, ask.side, rank, span.number, 100 * rank + span.number + wrong))
+                self.report(LegSummed(ask.leg, ask.side, rank, span.number, ((rank, 100 * rank + span.number + wrong),)))
 
     def finish(self, move: Move) -> None:
         """A span is where it belongs."""

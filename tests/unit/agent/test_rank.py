@@ -400,3 +400,17 @@ def test_a_transport_that_cannot_fence_does_not_claim_to_and_keeps_working() -> 
     agent.open_leg(START)
     agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
     assert len(transport.posted) == 1
+
+
+def test_a_mistake_in_planning_fails_the_leg_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a leg that nothing moves; that it is a mistake is still told."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr("kvbaton.agent.rank.plan_layers", broken)
+    rig.agent.open_leg(START)
+    with pytest.raises(ZeroDivisionError):
+        rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    assert rig.reports == [LegFailed(LEG, 0, "ZeroDivisionError: a mistake")]
+    assert not rig.agent.legs

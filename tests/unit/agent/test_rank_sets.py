@@ -151,7 +151,7 @@ def test_every_report_survives_its_frame() -> None:
         LegMoved(LEG, 1, 2, 3, 4),
         LegFailed(LEG, 1, "why"),
         LegStopped(LEG, 1),
-        LegSummed(LEG, Side.SOURCE, 1, 2, 3, ""),
+        LegSummed(LEG, Side.SOURCE, 1, 2, ((4, 3), (5, 6)), ""),
         AuxRead(LEG, 0, b"aux"),
         PeerFenced(SOURCE, 3, 1),
         RegionFenced(3, 1),

@@ -11,11 +11,15 @@ import numpy.typing as npt
 import pytest
 from agent_rig import card_of, key_of
 
-from kvbaton.agent.ports import LegId, LegMoved, LegOpen, RankReport
+from kvbaton.agent.ports import LegId, LegMoved, LegOpen, LegSummed, RankReport, SumAsk
 from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.records import sums_by_leg
+from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.card import Card, RankCard
-from kvbaton.core.handoff import Executor, Incarnation, Span
+from kvbaton.core.checks import sums_problem
+from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
 from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.timeline import Side
 from kvbaton.core.topology import Shape, head_range, stage_layers
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
@@ -144,3 +148,47 @@ def test_control_a_layer_that_is_left_out_is_seen(pair: tuple[Ranks, Ranks, Rank
     source, target, wanted = pair
     gather(source, target, (Span(0, 0, TOKENS, 0, LAYERS - 1),))
     assert any(not np.array_equal(found, expected) for found, expected in zip(target.memories, wanted.memories, strict=True))
+
+
+def sums(own: Ranks, peer: Ranks, side: Side, spans: tuple[Span, ...]) -> dict[tuple[int, int], int]:
+    """Let every rank of an instance sum these spans for its legs with the ranks of `peer`."""
+    reports: list[RankReport] = []
+    for rank, (layout, transport) in enumerate(zip(own.layouts, own.transports, strict=True)):
+        memory = RegionMemory(own.memories[rank].data)
+        agent = RankAgent(
+            rank, layout, transport, reports.append, clock=time.monotonic, patience_s=30.0, memory=memory, instance=own.layouts
+        )
+        agent.connect(peer.card)
+        agent.sum_spans(SumAsk(LEG, side, IDS, spans, 0, Integrity.FULL, TOKENS, peer.card.incarnation))
+        while agent.has_work:
+            agent.poll()
+    summed = [report for report in reports if isinstance(report, LegSummed)]
+    assert len(summed) == len(own.layouts) * len(spans)
+    assert not any(report.error for report in summed)
+    return sums_by_leg({(report.rank, report.span): report.sums for report in summed})
+
+
+def test_both_sides_sum_every_leg_alike_and_a_byte_that_changed_is_found(pair: tuple[Ranks, Ranks, Ranks]) -> None:
+    source, target, _ = pair
+    spans = (Span(0, 0, 5, 0, LAYERS), Span(1, 5, TOKENS, 0, LAYERS))
+    gather(source, target, spans)
+    theirs = sums(source, target, Side.SOURCE, spans)
+    assert sums_problem(spans, sums(target, source, Side.TARGET, spans), theirs) == ""
+    changed = target.memories[-1]
+    at = int(np.flatnonzero(changed != POISON)[-1])
+    changed[at] ^= 1
+    assert "checksum of span" in sums_problem(spans, sums(target, source, Side.TARGET, spans), theirs)
+
+
+def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
+    hub = MemoryHub()
+    own = Ranks("own", "tp1", 2, hub)
+    reports: list[RankReport] = []
+    agent = RankAgent(0, own.layouts[0], own.transports[0], reports.append, clock=time.monotonic, patience_s=30.0)
+    agent.sum_spans(
+        SumAsk(LEG, Side.SOURCE, IDS, (Span(0, 0, 5, 0, LAYERS),), 0, Integrity.FULL, TOKENS, Incarnation("nobody"))
+    )
+    own.close()
+    (report,) = reports
+    assert isinstance(report, LegSummed)
+    assert report.error == "checksum: nobody is not connected"

@@ -53,7 +53,7 @@ def test_a_span_is_summed_over_its_blocks_in_order() -> None:
     leg = LegId(key_of("k"), 1, 1)
     both = zlib.crc32(bytes([4, 1, BLOCKS + 4, BLOCKS + 1]))
     second = zlib.crc32(bytes([BLOCKS + 4, BLOCKS + 1]))
-    assert reports == [LegSummed(leg, Side.SOURCE, 2, 0, both), LegSummed(leg, Side.SOURCE, 2, 1, second)]
+    assert reports == [LegSummed(leg, Side.SOURCE, 2, 0, ((2, both),)), LegSummed(leg, Side.SOURCE, 2, 1, ((2, second),))]
 
 
 def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
@@ -76,7 +76,7 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
             assert [report.leg.key for report in reports] == [key_of("short")], "a long one does not hold up a short one"
     assert turns >= 10
     assert max(memory.summed) == 2
-    assert sorted(report.value for report in reports) == [1, 20]
+    assert sorted(report.sums for report in reports) == [((0, 1),), ((0, 20),)]
 
 
 def test_what_is_dropped_is_neither_summed_nor_reported() -> None:

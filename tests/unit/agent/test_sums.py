@@ -99,7 +99,7 @@ def test_a_wrong_sum_fails_the_handoff_with_both_values_and_is_counted(writes: b
     pair.quiet()
     (ended,) = pair.target_told()
     assert ended.outcome is Outcome.FAILED
-    assert ended.reason.startswith("checksum of span 0 (tokens 0 to 1, layers 0 to 1) on rank 0")
+    assert ended.reason.startswith("checksum of span 0 (tokens 0 to 1, layers 0 to 1) in leg 0")
     assert "00000007 at the target and 00000000 at the source" in ended.reason
     assert pair.target.coordinator.target.mismatches_total == 1
     assert [event.outcome for event in pair.source.events if isinstance(event, SourceEnded)] == [Outcome.FAILED]
@@ -134,7 +134,7 @@ def test_sums_that_are_missing_are_wrong() -> None:
 def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
     pair = Pair()
     rank, ask = pair.source.ranks.sums[0]
-    pair.source.coordinator.on_rank(LegSummed(ask.leg, Side.SOURCE, rank, 0, 0, "checksum: no memory"))
+    pair.source.coordinator.on_rank(LegSummed(ask.leg, Side.SOURCE, rank, 0, (), "checksum: no memory"))
     pair.settle()
     pair.quiet()
     (ended,) = pair.target_told()
@@ -145,7 +145,7 @@ def test_a_retraction_drops_the_sums_with_the_spans() -> None:
     pair = Pair()
     pair.move()
     source, target = pair.source.ranks, pair.target.ranks
-    late = [LegSummed(ask.leg, ask.side, rank, 0, 99) for rank, ask in source.sums + target.sums[:1]]
+    late = [LegSummed(ask.leg, ask.side, rank, 0, ((rank, 99),)) for rank, ask in source.sums + target.sums[:1]]
     pair.source.coordinator.retract(KEY)
     pair.settle()
     assert source.sums == []
@@ -196,7 +196,7 @@ def test_real_bytes_pass_their_checksums(integrity: Integrity) -> None:
 @pytest.mark.parametrize("integrity", [Integrity.SAMPLED, Integrity.FULL])
 def test_bytes_that_changed_on_their_way_fail_the_request_and_only_that(faults: Faults, integrity: Integrity) -> None:
     with pair(faults=faults, settings=HandoffSettings(integrity=integrity)) as (source, target):
-        assert _fails(source, target, "k").startswith("checksum of span 0 (tokens 0 to 10, layers 0 to 2) on rank 0 is ")
+        assert _fails(source, target, "k").startswith("checksum of span 0 (tokens 0 to 10, layers 0 to 2) in leg 0 is ")
         assert target.driver.stats().mismatches_total == 1
         target.transport.set_faults(Faults())
         landed(source, target, "next")

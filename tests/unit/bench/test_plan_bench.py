@@ -19,7 +19,7 @@ def test_a_small_run_has_all_rows_and_plans_what_is_needed() -> None:
     assert {row.ratio for row in report.rows if row.unit == "bytes"} == {1.0}
     assert report.problems == []
     assert len(report.rounds[0]["equal TP"]) == 2
-    assert len(said) == 4
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,44 @@ def test_an_interpreter_without_the_package_is_named() -> None:
 def test_what_is_no_interpreter_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot run plan_sglang"):
         run_plan_bench(PlanBench(tokens=16, layers=1, rounds=1, sglang=Path("/nowhere/python")), lambda _: None)
+
+
+ANSWERING = """\
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({"plans": ["equal"]}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"seconds": 2.0, "runs": 7}), flush=True)
+"""
+DYING = """\
+import sys
+sys.stdin.readline()
+print('{"plans": ["equal"]}', flush=True)
+sys.stdin.readline()
+sys.exit("it broke")
+"""
+
+
+def _interpreter(tmp_path: Path, program: str) -> Path:
+    """Something that is called like an interpreter with a script, and runs `program` instead."""
+    (tmp_path / "program.py").write_text(program)
+    found = tmp_path / "python"
+    found.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'program.py'}\n")
+    found.chmod(0o755)
+    return found
+
+
+def test_a_peer_stands_beside_us_in_the_rows_that_it_can_plan(tmp_path: Path) -> None:
+    bench = PlanBench(tokens=100, layers=3, rounds=4, vllm=_interpreter(tmp_path, ANSWERING))
+    report = run_plan_bench(bench, lambda _: None)
+    first, second, *_ = report.rows
+    assert first.peer == "vLLM: 2000.0 ms"
+    assert 0 < first.ratio < 0.1
+    assert second.peer == ""
+    assert report.rounds[0]["vLLM equal"] == [2.0] * 4
+
+
+def test_a_peer_that_breaks_is_told_with_its_last_line(tmp_path: Path) -> None:
+    bench = PlanBench(tokens=16, layers=1, rounds=1, sglang=_interpreter(tmp_path, DYING))
+    with pytest.raises(ConfigError, match=r"plan_sglang\.py failed in .*: it broke;"):
+        run_plan_bench(bench, lambda _: None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from caches import Choose, GroupModel, PlaneModel, Side, draw_group, draw_sizes
+from caches import Choose, GroupModel, PlaneModel, Side, draw_group, draw_model, draw_sizes
 
 from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit, uniform_group
 from kvbaton.core.meeting import Meeting
@@ -15,7 +15,7 @@ from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import Shape, head_range, part_ranges, stage_layers
 
-__all__ = ["Instance", "compact_instance", "draw_instance", "hand_off", "tagged"]
+__all__ = ["Instance", "Meet", "compact_instance", "draw_instance", "draw_meet", "hand_off", "tagged"]
 
 Memory = npt.NDArray[np.uint8]
 
@@ -60,6 +60,37 @@ def draw_instance(choose: Choose, models: list[GroupModel], shape: Shape, interl
             lists.append(ids)
         ranks.append(Side(Layout(end, tuple(groups)), tuple(lists)))
     return Instance(shape, tuple(ranks))
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Two instances of one model, and a request that is cut into chunks."""
+
+    source: Instance
+    target: Instance
+    cuts: list[int]
+    total: int
+
+
+def _sizes(models: list[GroupModel]) -> list[int]:
+    """Tensor-parallel sizes by which all of these can be cut."""
+    counts = [plane.total_heads for model in models if model.kind not in ("latent", "index") for plane in model.planes]
+    counts += [
+        count // 2 for model in models for plane in model.planes if plane.name == "conv" for count in [plane.total_heads]
+    ]
+    return [size for size in range(1, 5) if all(count % size == 0 or size % count == 0 for count in counts)]
+
+
+def draw_meet(choose: Choose) -> Meet:
+    """Two instances of one model in shapes of their own, and a request."""
+    models = [draw_model(choose) for _ in range(choose.integer(1, 2))]
+    total = choose.integer(0, 9)
+    instances = []
+    for _ in range(2):
+        shape = Shape(pp=choose.integer(1, 2), tp=choose.one_of(_sizes(models)), cp=choose.one_of([1, 1, 1, 2]))
+        instances.append(draw_instance(choose, models, shape, choose.integer(0, 3), total))
+    cuts = sorted({0, total, *(choose.integer(0, total) for _ in range(2))})
+    return Meet(instances[0], instances[1], cuts if total else [0, 0], total)
 
 
 def tagged(instance: Instance, total: int) -> list[Memory]:

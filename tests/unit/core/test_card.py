@@ -10,6 +10,7 @@ from caches import compact_group, layout_of, reshaped
 
 from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.layout import Group
 from kvbaton.errors import Incompatible
 
 
@@ -44,27 +45,42 @@ def test_numbers_of_blocks_may_differ() -> None:
     check_compatible(small, _card(), ours=small)
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "theirs_shown"),
-    [
-        ({"protocol": PROTOCOL + 1}, "protocol", str(PROTOCOL + 1)),
-        ({"fingerprint": "beef", "model": "tiny:1"}, "model", "tiny:1 (beef)"),
-        ({"shape": "tp2"}, "what the ranks hold", "1 ranks where shape tp2 has 2"),
-        ({"ranks": ()}, "what the ranks hold", "0 ranks where shape tp1 has 1"),
-    ],
-)
-def test_a_difference_is_refused_with_the_field_and_both_values(
-    change: dict[str, Any], field: str, theirs_shown: object
-) -> None:
-    ours, theirs = _card(), _card(**change)
-    for source, target in ((ours, theirs), (theirs, ours)):
-        here = _refusal(source, target, ours)
-        there = _refusal(source, target, theirs)
-        assert here.field == field
-        assert here.theirs == theirs_shown
-        assert (there.ours, there.theirs) == (here.theirs, here.ours)
-        assert str(here.ours) in str(here)
-        assert str(here.theirs) in str(here)
+class TestVllmRow12:
+    """Another version, model or shape is refused by both, before any address is used; block sizes may differ."""
+
+    @pytest.mark.parametrize(
+        ("change", "field", "theirs_shown"),
+        [
+            ({"protocol": PROTOCOL + 1}, "protocol", str(PROTOCOL + 1)),
+            ({"fingerprint": "beef", "model": "tiny:1"}, "model", "tiny:1 (beef)"),
+            ({"shape": "tp2"}, "what the ranks hold", "1 ranks where shape tp2 has 2"),
+            ({"ranks": ()}, "what the ranks hold", "0 ranks where shape tp1 has 1"),
+        ],
+    )
+    def test_a_difference_is_refused_with_the_field_and_both_values(
+        self, change: dict[str, Any], field: str, theirs_shown: object
+    ) -> None:
+        ours, theirs = _card(), _card(**change)
+        for source, target in ((ours, theirs), (theirs, ours)):
+            here = _refusal(source, target, ours)
+            there = _refusal(source, target, theirs)
+            assert here.field == field
+            assert here.theirs == theirs_shown
+            assert (there.ours, there.theirs) == (here.theirs, here.ours)
+            assert str(here.ours) in str(here)
+            assert str(here.theirs) in str(here)
+
+    def test_another_model_is_refused_with_what_differs_in_its_cache(self) -> None:
+        wide = RankCard(0, layout_of(compact_group(head_size=8)), ())
+        ours, theirs = _card(), _card(fingerprint="beef", model="wide", ranks=(wide,))
+        for source, target in ((ours, theirs), (theirs, ours)):
+            refusal = _refusal(source, target, ours)
+            assert refusal.ours == "tiny (f00d), layout group 0 (full) plane k head_size 3"
+            assert refusal.theirs == "wide (beef), layout group 0 (full) plane k head_size 8"
+
+    def test_blocks_of_other_sizes_fit(self) -> None:
+        large = _card(ranks=(RankCard(0, layout_of(compact_group(block_tokens=24)), ()),))
+        check_compatible(large, _card(), ours=large)
 
 
 def test_the_same_weights_under_another_name_pass() -> None:
@@ -117,6 +133,8 @@ def test_a_shape_that_cannot_be_read_is_refused() -> None:
     assert "shape 'odd'" in str(_refusal(_card(shape="odd"), _card(shape="odd"), _card(shape="odd")))
 
 
+_STATE = msgspec.structs.replace(compact_group(block_tokens=1), kind="ssm", block_tokens=0, page_tokens=0)
+
 FIELDS = {
     "another model's layers": (compact_group(layers=3), "layers is '0, 1' here and '0-2' there"),
     "another type": (reshaped(compact_group(), dtype="bfloat16"), "dtype is 'float16' here and 'bfloat16' there"),
@@ -129,13 +147,31 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_layouts_of_another_model_are_refused_with_both_values(name: str) -> None:
-    group, words = FIELDS[name]
-    theirs = _card(ranks=(RankCard(0, layout_of(group), ()),))
-    refusals = [_refusal(theirs, _card(), theirs), _refusal(theirs, (mine := _card()), mine)]
-    assert words in str(refusals[1])
-    assert (refusals[0].ours, refusals[0].theirs) == (refusals[1].theirs, refusals[1].ours)
+class TestSglangRow4:
+    """What differs in the layouts is refused at the handshake with both values, whoever looks; states are counted too."""
+
+    @pytest.mark.parametrize("name", FIELDS)
+    def test_layouts_of_another_model_are_refused_with_both_values(self, name: str) -> None:
+        group, words = FIELDS[name]
+        theirs = _card(ranks=(RankCard(0, layout_of(group), ()),))
+        refusals = [_refusal(theirs, _card(), theirs), _refusal(theirs, (mine := _card()), mine)]
+        assert words in str(refusals[1])
+        assert (refusals[0].ours, refusals[0].theirs) == (refusals[1].theirs, refusals[1].ours)
+
+    @pytest.mark.parametrize(
+        ("groups", "words"),
+        [
+            ((compact_group(),), r"layout groups is '2 \(full, ssm\)' here and '1 \(full\)' there"),
+            ((_STATE, compact_group()), "layout group 0 kind is 'full' here and 'ssm' there"),
+            ((compact_group(), reshaped(_STATE, dtype="float32")), "plane k dtype is 'float16' here and 'float32' there"),
+            ((compact_group(), reshaped(_STATE, element_bytes=1)), "plane k element_bytes is 2 here and 1 there"),
+        ],
+    )
+    def test_states_that_are_missing_elsewhere_or_of_another_type(self, groups: tuple[Group, ...], words: str) -> None:
+        ours = _card(ranks=(RankCard(0, layout_of(compact_group(), _STATE), ()),))
+        theirs = _card(ranks=(RankCard(0, layout_of(*groups), ()),))
+        with pytest.raises(Incompatible, match=words):
+            check_compatible(theirs, ours, ours=ours)
 
 
 def test_a_card_survives_the_wire() -> None:

@@ -168,14 +168,12 @@ def test_blocks_that_do_not_exist_are_refused(blocks: tuple[tuple[int, ...], ...
 def test_what_differs_is_named_with_both_values() -> None:
     spans = (Span(0, 0, 4, 0, 1), Span(1, 4, 9, 2, 3))
     ours = {(rank, span.number): 10 * rank + span.number for rank in range(2) for span in spans}
-    assert sums_problem(spans, range(2), ours, dict(ours)) == ""
-    wrong = sums_problem(spans, range(2), ours, {**ours, (1, 1): 0xABC})
-    assert wrong.startswith(
-        "checksum of span 1 (tokens 4 to 9, layers 2 to 3) on rank 1 is 0000000b at the target and 00000abc"
-    )
+    assert sums_problem(spans, ours, dict(ours)) == ""
+    wrong = sums_problem(spans, ours, {**ours, (1, 1): 0xABC})
+    assert wrong.startswith("checksum of span 1 (tokens 4 to 9, layers 2 to 3) in leg 1 is 0000000b at the target and 00000abc")
     missing = {where: value for where, value in ours.items() if where != (0, 1)}
-    assert "is missing at the target and 00000001 at the source" in sums_problem(spans, range(2), missing, ours)
-    assert "missing at the source" in sums_problem(spans, range(2), ours, missing)
+    assert "is missing at the target and 00000001 at the source" in sums_problem(spans, missing, ours)
+    assert "missing at the source" in sums_problem(spans, ours, missing)
 
 
 def test_windows_and_states_are_summed_as_they_are_moved() -> None:

@@ -7,43 +7,13 @@ import dataclasses
 import msgspec
 import numpy as np
 import pytest
-from caches import Choose, GroupModel, Rolled, draw_model
-from instances import Instance, Memory, compact_instance, draw_instance, hand_off, tagged
+from caches import Rolled
+from instances import Instance, Memory, compact_instance, draw_meet, hand_off, tagged
 
 from kvbaton.core.layout import Layout, TokenSplit
 from kvbaton.core.meeting import Meeting, arrange
-from kvbaton.core.topology import Shape, instance_problem
+from kvbaton.core.topology import instance_problem
 from kvbaton.errors import Incompatible
-
-
-@dataclasses.dataclass(frozen=True)
-class Meet:
-    """Two instances of one model, and a request that is cut into chunks."""
-
-    source: Instance
-    target: Instance
-    cuts: list[int]
-    total: int
-
-
-def _sizes(models: list[GroupModel]) -> list[int]:
-    """Tensor-parallel sizes by which all of these can be cut."""
-    counts = [plane.total_heads for model in models if model.kind not in ("latent", "index") for plane in model.planes]
-    counts += [
-        count // 2 for model in models for plane in model.planes if plane.name == "conv" for count in [plane.total_heads]
-    ]
-    return [size for size in range(1, 5) if all(count % size == 0 or size % count == 0 for count in counts)]
-
-
-def _meet(choose: Choose) -> Meet:
-    models = [draw_model(choose) for _ in range(choose.integer(1, 2))]
-    total = choose.integer(0, 9)
-    instances = []
-    for _ in range(2):
-        shape = Shape(pp=choose.integer(1, 2), tp=choose.one_of(_sizes(models)), cp=choose.one_of([1, 1, 1, 2]))
-        instances.append(draw_instance(choose, models, shape, choose.integer(0, 3), total))
-    cuts = sorted({0, total, *(choose.integer(0, total) for _ in range(2))})
-    return Meet(instances[0], instances[1], cuts if total else [0, 0], total)
 
 
 def _differences(target: Instance, found: list[Memory], total: int) -> int:
@@ -53,7 +23,7 @@ def _differences(target: Instance, found: list[Memory], total: int) -> int:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_any_shape_to_any_shape_fills_every_element_once_and_no_other(seed: int) -> None:
-    meet = _meet(Rolled(seed))
+    meet = draw_meet(Rolled(seed))
     meeting = arrange(meet.source.layouts, meet.target.layouts)
     # A window is counted from the end, so what lies before it stays empty on the target and is no difference.
     wanted = [np.zeros(rank.layout.region_bytes, np.uint8) for rank in meet.target.ranks]

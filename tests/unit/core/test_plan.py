@@ -49,9 +49,10 @@ def _fewest_per_layer(case: Case) -> int:
     return sum(map(_fewest, layers.values()))
 
 
-@settings(max_examples=1000, deadline=None)
-@given(cases())
-def test_every_byte_comes_from_the_right_place_exactly_once_and_no_other_is_touched(case: Case) -> None:
+@pytest.mark.parametrize("part", range(5))
+@settings(max_examples=250, deadline=None)
+@given(case=cases())
+def test_every_byte_comes_from_the_right_place_exactly_once_and_no_other_is_touched(case: Case, part: int) -> None:
     assert _copied(_plan(case)) == case.copies()
 
 

@@ -1,7 +1,8 @@
 """Run in an SGLang environment: times the planning of its Mooncake backend, with an engine that copies nothing.
 
-Reads the question as JSON from standard input, and prints the answer as JSON. Copies are only counted; what is timed is what
-SGLang does between having the page lists and handing transfers to its engine.
+The first line of standard input is what to plan, as JSON; each line after it is the name of a plan to make once. Every line is
+answered with one of JSON. Copies are only counted; what is timed is what SGLang does between having the page lists and handing
+transfers to its engine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 
@@ -66,41 +68,54 @@ def _manager(kind: Any, ask: dict[str, Any], counted: list[int]) -> Any:
     return manager
 
 
-def main() -> None:
-    """Time the plan of all layers, with equal and with halved tensor parallelism."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def _plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
+    """The plan of all layers with equal and with halved tensor parallelism; each says how many runs it has made."""
     import numpy as np
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    ask: dict[str, Any] = json.load(sys.stdin)
     counted = [0]
     manager = _manager(MooncakeKVManager, ask, counted)
     source, target = (np.asarray(ask[side], np.int32) for side in ("source", "target"))
     pointers = list(manager.kv_args.kv_data_ptrs)
     page = manager.kv_args.kv_item_lens[0] * ask["source_tp"] // ask["target_tp"]
-
     generic = getattr(manager, "_send_kvcache_generic")  # noqa: B009
 
-    def equal() -> None:
+    def equal() -> int:
+        counted[0] = 0
         generic("", pointers, pointers, manager.kv_args.kv_item_lens, source, target, _Now())
+        return counted[0]
 
-    def split() -> None:
+    def split() -> int:
+        counted[0] = 0
         manager.send_kvcache_slice("", source, pointers, target, 0, ask["target_tp"], page, _Now())
+        return counted[0]
 
-    answer: dict[str, Any] = {}
-    for name, plan in (("equal", equal), ("split", split)):
-        answer[name] = []
-        for _ in range(ask["rounds"] if name == "equal" else min(ask["rounds"], 3)):
-            counted[0], since = 0, time.perf_counter()
-            plan()
-            answer[name].append(time.perf_counter() - since)
-        answer[f"{name} runs"] = counted[0]
-    json.dump(answer, sys.stdout)
+    return {"equal": equal, "split": split}
+
+
+def _vision_operators() -> Any:
+    """Operators that torchvision wants to find, and has not on CPUs; they are there as long as what is returned."""
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def main() -> None:
+    """Answer until standard input ends. What others print goes to standard error."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    operators = _vision_operators()
+    plans = _plans(json.loads(sys.stdin.readline()))
+    print(json.dumps({"plans": list(plans)}), file=answers, flush=True)
+    for line in sys.stdin:
+        since = time.perf_counter()
+        runs = plans[line.strip()]()
+        print(json.dumps({"seconds": time.perf_counter() - since, "runs": runs}), file=answers, flush=True)
+    del operators
 
 
 main()

@@ -14,9 +14,9 @@ from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.shaped.cut import check_cut
-from kvbaton.engines.embedded.shaped.drops import check_drop, dropping
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, dropping
 from kvbaton.engines.embedded.shaped.layouts import layout_of
-from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache, check_dtype
 from kvbaton.engines.embedded.shaped.model import LoadedShaped
 from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RemoteCache, RemoteModel
 from kvbaton.engines.embedded.shaped.setup import RankTransport
@@ -38,6 +38,7 @@ class BodySettings:
     blocks: int
     block_tokens: int
     transport: RankTransport
+    dtype: str = CACHE_DTYPES[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,22 @@ class Body:
 def make_body(settings: BodySettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]) -> Body:
     """Make it; what has to be closed afterwards goes onto `parts`, and `lost` is told if a rank dies. Raises LocalError."""
     check_drop(settings.transport.drop)
+    check_dtype(settings.dtype)
     loaded = find_model(settings.model, progress=say)
     if isinstance(loaded, LoadedModel):
         if settings.shape != Shape():
             raise ConfigError(
                 f"model {settings.model} cannot be cut into {settings.shape}; use tp1, or a small model such as tiny-gqa8"
             )
+        if settings.dtype != CACHE_DTYPES[0]:
+            raise ConfigError(f"model {settings.model} has a cache of {CACHE_DTYPES[0]} only, not of {settings.dtype}")
         body = _paged_body(settings, loaded)
         parts.callback(body.ranks.close)
         return body
     if not isinstance(loaded, LoadedShaped):
         raise Bug(f"model {settings.model} is of no kind that can be served")
     check_cut(loaded.blueprint, settings.shape)
+    check_has(loaded.blueprint, settings.transport.drop)
     is_cut = settings.shape.ranks > 1
     body = _remote_body(settings, loaded, parts, lost) if is_cut else _shaped_body(settings, loaded)
     parts.callback(body.ranks.close)
@@ -83,7 +88,7 @@ def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:
 
 
 def _shaped_body(settings: BodySettings, loaded: LoadedShaped) -> Body:
-    cache = ShapedCache(loaded.blueprint, settings.blocks, settings.block_tokens)
+    cache = ShapedCache(loaded.blueprint, settings.blocks, settings.block_tokens, dtype=settings.dtype)
     transport = dropping(_open(settings.transport, Region.of(cache.memory)), cache, settings.transport.drop)
     layout = layout_of(cache)
     ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
@@ -98,6 +103,7 @@ def _remote_body(settings: BodySettings, loaded: LoadedShaped, parts: ExitStack,
             tp_size=settings.shape.tp,
             blocks=settings.blocks,
             block_tokens=settings.block_tokens,
+            dtype=settings.dtype,
             transport=settings.transport,
         ),
         lost,

@@ -24,7 +24,9 @@ from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.engines.embedded.bodies import Body, BodySettings, make_body
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
+from kvbaton.engines.embedded.lacks import without
 from kvbaton.engines.embedded.server import make_app, start_server
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 from kvbaton.engines.embedded.shaped.setup import RankTransport
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError, LocalError
@@ -71,6 +73,9 @@ class InstanceSettings:
     shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
+    cache_dtype: str = CACHE_DTYPES[0]
+    lacks: str = ""
+    """What a control leaves out of the card."""
 
     @property
     def control_address(self) -> ControlAddress:
@@ -175,7 +180,7 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
         drop=settings.drop or ("all" if settings.drop_writes else ""),
     )
-    return BodySettings(settings.model, settings.shape, settings.blocks, settings.block_tokens, transport)
+    return BodySettings(settings.model, settings.shape, settings.blocks, settings.block_tokens, transport, settings.cache_dtype)
 
 
 def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> Card:
@@ -184,7 +189,7 @@ def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> C
         model=body.loaded.name,
         fingerprint=body.loaded.fingerprint,
         shape=str(settings.shape),
-        ranks=body.cards,
+        ranks=without(body.cards, settings.lacks),
         process=this_process(),
         hold_s=settings.limits.defer_timeout,
         give_up_s=settings.limits.transfer_timeout,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import re
 
 import msgspec
 
 from kvbaton.errors import ModelError
 
-__all__ = ["BLUEPRINTS", "Blueprint", "Kind", "find_blueprint", "is_blueprint"]
+__all__ = ["BLUEPRINTS", "SIZES", "Blueprint", "Kind", "find_blueprint", "is_blueprint"]
 
 
 class Kind(enum.StrEnum):
@@ -83,18 +84,36 @@ BLUEPRINTS: dict[str, Blueprint] = {
 }
 """Every model by its name."""
 
+SIZES = {"conv_taps": 16, "head_size": 64, "index_size": 64, "latent_size": 256, "window": 1024}
+"""The sizes of a model that can be chosen, and the largest of each."""
+
 
 def is_blueprint(model: str) -> bool:
-    """Whether this is the name of one of these models, with or without `:SEED`."""
-    return model.partition(":")[0] in BLUEPRINTS
+    """Whether this is the name of one of these models, with or without `:SEED` and `@SIZE=N`."""
+    return re.split("[:@]", model)[0] in BLUEPRINTS
 
 
 def find_blueprint(model: str) -> Blueprint:
-    """The blueprint behind `NAME` or `NAME:SEED`. Raises ModelError when there is none."""
-    name, _, seed = model.partition(":")
+    """The blueprint behind `NAME`, `NAME:SEED` or `NAME:SEED@SIZE=N,...`. Raises ModelError when there is none."""
+    named, _, sizes = model.partition("@")
+    name, _, seed = named.partition(":")
     found = BLUEPRINTS.get(name)
     if found is None:
         raise ModelError(f"model {model!r} is none of the small ones; give {', '.join(BLUEPRINTS)}")
     if seed and not (seed.isascii() and seed.isdigit() and len(seed) <= 9):
         raise ModelError(f"model {model!r}: {seed!r} is no seed; write {name}:SEED with a number of at most nine digits")
-    return msgspec.structs.replace(found, seed=int(seed or 0))
+    return msgspec.structs.replace(found, seed=int(seed or 0), **_sizes(model, sizes))
+
+
+def _sizes(model: str, text: str) -> dict[str, int]:
+    """Other sizes than the model's own, as `conv_taps=6,head_size=16`. Heads of a Mamba are as wide as its state."""
+    sizes: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        size, _, number = part.partition("=")
+        most = SIZES.get(size)
+        if most is None:
+            raise ModelError(f"model {model!r}: {size!r} is no size that can be chosen; give {', '.join(SIZES)}")
+        if not (number.isascii() and number.isdigit() and 2 <= int(number[:9]) <= most and int(number) % 2 == 0):
+            raise ModelError(f"model {model!r}: {size} is {number!r}; give an even number from 2 to {most}")
+        sizes[size] = int(number)
+    return sizes | ({"state_size": sizes["head_size"]} if "head_size" in sizes else {})

@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.plan import Runs
-from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec
+from kvbaton.engines.embedded.shaped.blueprint import Blueprint
+from kvbaton.engines.embedded.shaped.cut import WHOLE
+from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec, group_specs
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
-__all__ = ["check_drop", "drop_filter", "dropping"]
+__all__ = ["check_drop", "check_has", "drop_filter", "dropping"]
 
-_WORD = 4
 _KINDS = ("full", "sliding", "latent", "index", "conv", "ssm")
 
 
@@ -30,6 +31,19 @@ def check_drop(drop: str) -> None:
     is_known = drop in ("", "all", *_KINDS) or (what in ("layer", "head") and number.isascii() and number.isdigit())
     if not is_known:
         raise ConfigError(f"--drop {drop!r} names nothing; give all, layer:N, head:N, or one of {', '.join(_KINDS)}")
+
+
+def check_has(blueprint: Blueprint, drop: str) -> None:
+    """Raise ConfigError for something to leave out that the model does not have: such a control would prove nothing."""
+    groups = group_specs(blueprint, WHOLE)
+    heads = max(plane.total_heads for group in groups for plane in group.planes)
+    what, _, number = drop.partition(":")
+    most = {"layer": blueprint.layers, "head": heads}.get(what, 0)
+    if number and int(number) >= most:
+        raise ConfigError(f"--drop {drop}: {blueprint.name} has {what}s 0 to {most - 1}; name one of them")
+    kinds = [group.kind for group in groups]
+    if drop in _KINDS and drop not in kinds:
+        raise ConfigError(f"--drop {drop}: {blueprint.name} has nothing of that kind; it has {', '.join(kinds)}")
 
 
 def dropping(transport: Transport, cache: ShapedCache, drop: str) -> Transport:
@@ -44,35 +58,36 @@ def dropping(transport: Transport, cache: ShapedCache, drop: str) -> Transport:
 
 def drop_filter(cache: ShapedCache, drop: str) -> Callable[[Runs], Runs]:
     """What is left of runs into `cache` without what `drop` names."""
-    left_out = np.zeros(cache.region_bytes // _WORD, np.bool_)
+    unit = cache.element_bytes
+    left_out = np.zeros(cache.region_bytes // unit, np.bool_)
     for group in cache.groups:
         for plane in group.planes:
             values = cache.plane(group.kind, plane.name)
-            start = cache.offset(group.kind, plane.name) // _WORD
+            start = cache.offset(group.kind, plane.name) // unit
             _mark(left_out[start : start + values.size].reshape(values.shape), group, plane, drop)
 
     def keep(runs: Runs) -> Runs:
-        parts = [_kept(left_out, *map(int, run)) for run in runs]
+        parts = [_kept(left_out, unit, *map(int, run)) for run in runs]
         return np.concatenate(parts) if parts else runs
 
     return keep
 
 
-def _mark(words: npt.NDArray[np.bool_], group: GroupSpec, plane: PlaneSpec, drop: str) -> None:
+def _mark(elements: npt.NDArray[np.bool_], group: GroupSpec, plane: PlaneSpec, drop: str) -> None:
     what, _, number = drop.partition(":")
     if what == "layer":
-        words[[place for place, layer in enumerate(group.layers) if layer == int(number)]] = True
+        elements[[place for place, layer in enumerate(group.layers) if layer == int(number)]] = True
     elif what == "head":
         held = [head for each in plane.heads for head in each]
-        by_head = np.moveaxis(words, -1 - len(plane.head_shape), 0)
+        by_head = np.moveaxis(elements, -1 - len(plane.head_shape), 0)
         by_head[[place for place, head in enumerate(held) if head == int(number)]] = True
     elif what == group.kind:
-        words[...] = True
+        elements[...] = True
 
 
-def _kept(left_out: npt.NDArray[np.bool_], source: int, target: int, size: int) -> Runs:
+def _kept(left_out: npt.NDArray[np.bool_], unit: int, source: int, target: int, size: int) -> Runs:
     """What is left of one run, in pieces."""
-    kept = np.concatenate([[False], ~left_out[target // _WORD : (target + size) // _WORD], [False]]).astype(np.int8)
+    kept = np.concatenate([[False], ~left_out[target // unit : (target + size) // unit], [False]]).astype(np.int8)
     edges = np.diff(kept)
-    starts, ends = np.flatnonzero(edges == 1) * _WORD, np.flatnonzero(edges == -1) * _WORD
+    starts, ends = np.flatnonzero(edges == 1) * unit, np.flatnonzero(edges == -1) * unit
     return np.stack([source + starts, target + starts, ends - starts], axis=1).astype(np.uint64)

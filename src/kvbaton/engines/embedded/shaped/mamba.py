@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import Cut
-from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.memory import ShapedCache, Values
 from kvbaton.engines.embedded.shaped.mixing import Place, rms_normed, rows_of, silu
 from kvbaton.engines.embedded.shaped.weights import Array
 
@@ -35,7 +34,7 @@ class Mamba:
     def mix(self, rows: Array, places: list[Place], cache: ShapedCache) -> Array:
         """Step the states through the tokens of each place."""
         conv, ssm = (cache.layer(name, name, self._layer) for name in ("conv", "ssm"))
-        inputs = (rows @ self._project.T).astype(np.float32)
+        inputs = (rows @ self._project.T).astype(conv.dtype)
         steps = np.logaddexp(0.0, rows @ self._step.T)
         seen = np.empty((len(rows), self._heads, self._blueprint.head_size))
         for place in places:
@@ -48,7 +47,7 @@ class Mamba:
         added: Array = rms_normed(seen * gate, self._blueprint.norm_epsilon).reshape(len(rows), -1) @ self._out.T
         return added
 
-    def _convolve(self, inputs: npt.NDArray[np.float32], state: npt.NDArray[np.float32]) -> Array:
+    def _convolve(self, inputs: Values, state: Values) -> Array:
         """The convolution of each channel with its inputs; `state` keeps the last of them, as (units, channels, taps)."""
         taps = self._blueprint.conv_taps
         before = state.reshape(-1, taps - 1).T
@@ -57,7 +56,7 @@ class Mamba:
         state[...] = known[len(known) - taps + 1 :].T.reshape(state.shape)
         return silu(np.asarray(mixed, np.float64))
 
-    def _run(self, mixed: Array, steps: Array, state: npt.NDArray[np.float32]) -> Array:
+    def _run(self, mixed: Array, steps: Array, state: Values) -> Array:
         """Step the state of every head token by token; what is read from it after each step."""
         size, width = self._blueprint.head_size, self._blueprint.state_size
         inner, shared = self._heads * size, self._groups * width

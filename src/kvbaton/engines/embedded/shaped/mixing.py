@@ -1,8 +1,8 @@
 """How the layers of each kind mix tokens, over a paged cache and on one rank: only its own heads, over its own memory.
 
 What a rank returns is its part of a sum over all ranks of its stage. All arithmetic is in float64, and whatever is remembered
-is rounded to float32 and read back from the cache before it is used: so answers do not depend on how a prompt is cut into
-chunks, nor, but for the last bits of a sum, on how the model is cut into ranks.
+is rounded to the type of the cache and read back from there before it is used: so answers do not depend on how a prompt is cut
+into chunks, nor, but for the last bits of a sum, on how the model is cut into ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvbaton.engines.embedded.model import Span
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint, Kind
 from kvbaton.engines.embedded.shaped.cut import Cut
-from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.memory import ShapedCache, Values
 from kvbaton.engines.embedded.shaped.weights import Array
 
 __all__ = ["Mixer", "Place", "make_mixer", "rms_normed", "rows_of", "silu"]
@@ -150,7 +150,7 @@ class _Index:
             for place in places
         ]
 
-    def _chosen(self, queries: Array, keys: npt.NDArray[np.float32], place: Place) -> npt.NDArray[np.bool_]:
+    def _chosen(self, queries: Array, keys: Values, place: Place) -> npt.NDArray[np.bool_]:
         scores = np.maximum(queries @ keys.T.astype(np.float64), 0.0).sum(axis=1)
         causal = np.arange(place.end) <= place.positions[:, None]
         scores = np.where(causal, scores + 1.0, _HIDDEN)
@@ -201,9 +201,7 @@ class _Latent:
         return added
 
 
-def attend(
-    queries: Array, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32], mask: npt.NDArray[np.bool_]
-) -> Array:
+def attend(queries: Array, keys: Values, values: Values, mask: npt.NDArray[np.bool_]) -> Array:
     """What queries (rows, kv_heads, heads per KV head, size) see of keys and values (tokens, kv_heads, size)."""
     by_head = keys.transpose(1, 2, 0).astype(np.float64)
     kept = values.transpose(1, 0, 2).astype(np.float64)
@@ -217,12 +215,12 @@ def attend(
     return seen
 
 
-def _by_token(plane: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _by_token(plane: Values) -> Values:
     """(blocks, block_tokens, ...) as (tokens, ...), in place."""
     return plane.reshape(-1, *plane.shape[2:])
 
 
-def _store(plane: npt.NDArray[np.float32], rows: Array, places: list[Place], block_tokens: int) -> None:
+def _store(plane: Values, rows: Array, places: list[Place], block_tokens: int) -> None:
     slots = [place.slots(block_tokens, place.span.start, place.end) for place in places]
     plane[np.concatenate(slots)] = rows
 

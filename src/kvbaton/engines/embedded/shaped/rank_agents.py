@@ -43,7 +43,7 @@ class RankAgents:
 
 def _outline(setup: RankSetup, cut: Cut) -> Layout:
     """What another rank of this instance holds, whatever the size of its cache."""
-    return layout_of(ShapedCache(find_blueprint(setup.model), 1, setup.block_tokens, cut))
+    return layout_of(ShapedCache(find_blueprint(setup.model), 1, setup.block_tokens, cut, setup.dtype))
 
 
 def open_rank_transport(settings: RankTransport, cache: ShapedCache) -> Transport:

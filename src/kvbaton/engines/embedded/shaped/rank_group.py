@@ -24,7 +24,7 @@ from kvbaton.engines.embedded.model import Span, Written
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.groups import group_specs
-from kvbaton.engines.embedded.shaped.memory import lists_of
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, lists_of
 from kvbaton.engines.embedded.shaped.setup import Links, RankSetup, RankTransport, rank_name
 from kvbaton.engines.embedded.shaped.step_messages import (
     Answer,
@@ -65,6 +65,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
     block_tokens: int
     transport: RankTransport
     step_s: float = 60.0
+    dtype: str = CACHE_DTYPES[0]
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -324,7 +325,16 @@ def _start_rank(settings: GroupSettings, cut: Cut, ends: dict[str, list[socket.s
         before=next(iter(numbers.get("before", ())), None),
         after=next(iter(numbers.get("after", ())), None),
     )
-    setup = RankSetup(settings.model, cut, settings.blocks, settings.block_tokens, settings.transport, links, settings.step_s)
+    setup = RankSetup(
+        model=settings.model,
+        cut=cut,
+        blocks=settings.blocks,
+        block_tokens=settings.block_tokens,
+        dtype=settings.dtype,
+        transport=settings.transport,
+        links=links,
+        step_s=settings.step_s,
+    )
     return subprocess.Popen(
         [sys.executable, "-m", "kvbaton.engines.embedded.shaped.rank_process", msgspec.json.encode(setup).decode()],
         stdin=subprocess.DEVNULL,

@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     weights = make_weights(blueprint)
     exchange = _exchange(setup.links, setup.cut, setup.step_s)
     steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (setup.links.steps, setup.links.agent))
-    cache = ShapedCache(blueprint, setup.blocks, setup.block_tokens, setup.cut)
+    cache = ShapedCache(blueprint, setup.blocks, setup.block_tokens, setup.cut, setup.dtype)
     worker = RankWorker(
         ShapedModel(blueprint, weights, setup.cut, exchange.reduce), cache, steps, exchange, timeout_s=setup.step_s
     )

@@ -43,6 +43,7 @@ class RankSetup(msgspec.Struct, frozen=True):
     cut: Cut
     blocks: int
     block_tokens: int
+    dtype: str
     transport: RankTransport
     links: Links
     step_s: float

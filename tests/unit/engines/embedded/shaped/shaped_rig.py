@@ -34,8 +34,8 @@ def span(tokens: tuple[int, ...], start: int, table: npt.NDArray[np.int32] = TAB
     return Span(np.array(tokens, np.int32), start, table)
 
 
-def fresh_cache(loaded: LoadedShaped) -> ShapedCache:
-    made = ShapedCache(loaded.blueprint, BLOCKS, BLOCK_TOKENS)
+def fresh_cache(loaded: LoadedShaped, dtype: str = "float32") -> ShapedCache:
+    made = ShapedCache(loaded.blueprint, BLOCKS, BLOCK_TOKENS, dtype=dtype)
     made.poison(range(BLOCKS))
     return made
 

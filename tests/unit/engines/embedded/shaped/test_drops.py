@@ -10,7 +10,7 @@ from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
 from kvbaton.engines.embedded.shaped.cut import Cut
-from kvbaton.engines.embedded.shaped.drops import check_drop, drop_filter
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, drop_filter
 from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError
@@ -74,3 +74,21 @@ def test_what_is_not_named_is_moved_as_it_is() -> None:
 def test_what_names_nothing_is_refused(drop: str) -> None:
     with pytest.raises(ConfigError, match="names nothing"):
         check_drop(drop)
+
+
+@pytest.mark.parametrize(
+    ("model", "drop", "words"),
+    [
+        ("tiny-gqa8", "conv", "has nothing of that kind; it has full"),
+        ("tiny-gqa8", "layer:4", "has layers 0 to 3"),
+        ("tiny-gqa2", "head:2", "has heads 0 to 1"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(model: str, drop: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_has(BLUEPRINTS[model], drop)
+
+
+@pytest.mark.parametrize("drop", ["", "all", "conv", "ssm", "full", "layer:3", "head:11"])
+def test_what_the_model_has_can_be_left_out(drop: str) -> None:
+    check_has(BLUEPRINTS["tiny-mamba"], drop)

@@ -9,10 +9,10 @@ import pytest
 from shaped_rig import BLOCK_TOKENS, BLOCKS, PROMPT, TABLE, Ranks, decode, fresh_cache, model_of, prefill, span
 
 from kvbaton.core.topology import Shape
-from kvbaton.engines.embedded.cache import POISON_WORD
-from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Kind
+from kvbaton.engines.embedded.cache import POISON_BYTE
+from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Kind, find_blueprint
 from kvbaton.engines.embedded.shaped.cut import check_cut
-from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import load_shaped
 from kvbaton.errors import ConfigError, ModelError
 
@@ -34,13 +34,14 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_answers_do_not_depend_on_chunks(name: str) -> None:
+def test_answers_do_not_depend_on_chunks(name: str, dtype: str) -> None:
     loaded = model_of(name)
-    whole = fresh_cache(loaded)
+    whole = fresh_cache(loaded, dtype)
     expected = decode(loaded, whole, prefill(loaded, whole), 6)
     for chunk in (5, 32):
-        memory = fresh_cache(loaded)
+        memory = fresh_cache(loaded, dtype)
         rows = decode(loaded, memory, prefill(loaded, memory, chunk), 6)
         np.testing.assert_allclose(rows, expected, atol=TOLERANCE)
 
@@ -74,21 +75,21 @@ def _poisoned_heads(memory: ShapedCache) -> Iterator[str]:
     """Poison one head of one plane of one layer after another, and say which; what was before is put back."""
     for group in memory.groups:
         for plane in group.planes:
-            words = memory.plane(group.kind, plane.name).view(np.uint32)
-            kept = words.copy()
+            values = memory.plane(group.kind, plane.name)
+            kept = values.copy()
+            bad = np.frombuffer(bytes([POISON_BYTE] * memory.element_bytes), values.dtype)[0]
             for place, layer in enumerate(group.layers):
                 for head in range(plane.head_count):
-                    words[(place, slice(None), head) if group.is_state else (place, slice(None), slice(None), head)] = (
-                        POISON_WORD
-                    )
+                    values[(place, slice(None), head) if group.is_state else (place, slice(None), slice(None), head)] = bad
                     yield f"{group.kind} {plane.name} layer {layer} head {head}"
-                    words[...] = kept
+                    values[...] = kept
 
 
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_answers_depend_on_every_head_of_every_plane_and_layer(name: str) -> None:
+def test_answers_depend_on_every_head_of_every_plane_and_layer(name: str, dtype: str) -> None:
     loaded = model_of(name)
-    memory = fresh_cache(loaded)
+    memory = fresh_cache(loaded, dtype)
     chosen = span((int(prefill(loaded, memory).argmax()),), len(PROMPT))
     before = memory.memory.tobytes()
     expected = loaded.model.forward([chosen], memory)[0]
@@ -152,3 +153,24 @@ def test_only_models_that_keep_everything_share_prefixes() -> None:
     shared = {name for name in NAMES if BLUEPRINTS[name].shares_prefixes}
     assert shared == set(NAMES) - {"tiny-swa", "tiny-mamba"}
     assert Kind.SLIDING in BLUEPRINTS["tiny-swa"].kinds
+
+
+def test_a_model_with_other_sizes_is_another_model() -> None:
+    wide = find_blueprint("tiny-mamba:2@conv_taps=6,head_size=16")
+    assert (wide.name, wide.seed, wide.conv_taps, wide.head_size, wide.state_size) == ("tiny-mamba", 2, 6, 16, 16)
+    assert load_shaped("tiny-mamba@conv_taps=6").fingerprint != model_of("tiny-mamba").fingerprint
+    loaded = load_shaped("tiny-mamba@conv_taps=6,head_size=16")
+    assert np.isfinite(prefill(loaded, fresh_cache(loaded))).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", ["heads=2", "conv_taps", "conv_taps=", "conv_taps=5", "conv_taps=0", "window=10000", "x=2", "window=²"]
+)
+def test_sizes_that_cannot_be_are_refused(sizes: str) -> None:
+    with pytest.raises(ModelError, match=r"is no size that can be chosen|give an even number from 2 to"):
+        find_blueprint(f"tiny-mamba@{sizes}")
+
+
+def test_a_type_that_a_cache_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'bfloat16' is not known; give float32 or float16"):
+        fresh_cache(model_of("tiny-gqa2"), "bfloat16")
