@@ -26,7 +26,7 @@ from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.job import Digits, Job, new_job
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import RouteRequest
-from kvbaton.router.routed import RoutedTransfers
+from kvbaton.router.routed import TransferBook
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.waiting import Waiting
 
@@ -55,7 +55,7 @@ class Dispatcher:
         chooser: Chooser,
         upstream: Upstream,
         metrics: RouterMetrics,
-        routed: RoutedTransfers,
+        routed: TransferBook,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -289,9 +289,7 @@ class Exchange:
             dispatcher.metrics.add("retries")
         if seats.pair.prefill is None:
             dispatcher.metrics.add("local_prefills")
-        job = self._job = new_job(
-            request.path, self._body, seats.pair, dispatcher.forwarded_lines(request), dispatcher.digits
-        )
+        job = self._job = new_job(request.path, self._body, seats.pair, dispatcher.forwarded_lines(request), dispatcher.digits)
         self._answer_lines = job.answer_lines(self._client_request_id())
         dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
         self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)

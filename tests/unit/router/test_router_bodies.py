@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.errors import BadRequest, ProtocolError
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Instance
+from kvbaton.errors import BadRequest, ProtocolError
 from kvbaton.router.bodies import bootstrap_body, decode_body, parse_body, plain_body, prefill_body, transfer_params
 from kvbaton.router.wording import Wording
 
@@ -74,7 +74,9 @@ def test_decode_gets_the_bytes_that_the_client_sent(fields: dict[str, Any], gap:
 @pytest.mark.parametrize("name", ["kv_transfer_params", "kv_transfer_param\\u0073", "bootstrap_room", "bootstrap_host"])
 def test_what_chooses_peers_is_taken_out_however_it_is_spelt(name: str) -> None:
     """The control to the test above: such a body does not go on as it came, not even when the name comes twice."""
-    body = parse_body(b'{"%b":{"transfer_id":"evil"},"prompt":"x","%b":{"transfer_id":"evil"}}' % (name.encode(), name.encode()))
+    body = parse_body(
+        b'{"%b":{"transfer_id":"evil"},"prompt":"x","%b":{"transfer_id":"evil"}}' % (name.encode(), name.encode())
+    )
     for content in (plain_body(body), decode_body(body, _PARAMS), prefill_body(body, _PARAMS)):
         assert b"evil" not in content
     assert json.loads(decode_body(body, _PARAMS)) == {"prompt": "x", "kv_transfer_params": {"transfer_id": "tx-1"}}
@@ -150,8 +152,7 @@ def test_what_prefill_answered_goes_to_decode_byte_for_byte() -> None:
     answer = b'{"id":1,"kv_transfer_params":{"remote_block_ids":[[1,2]],"remote_dp_size":9,"big":18446744073709551617}}'
     sent = decode_body(parse_body(b'{"prompt":"x"}'), transfer_params(answer, 2))
     assert sent == (
-        b'{"prompt":"x","kv_transfer_params":'
-        b'{"remote_block_ids":[[1,2]],"remote_dp_size":2,"big":18446744073709551617}}'
+        b'{"prompt":"x","kv_transfer_params":{"remote_block_ids":[[1,2]],"remote_dp_size":2,"big":18446744073709551617}}'
     )
 
 
