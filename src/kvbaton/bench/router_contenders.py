@@ -21,10 +21,13 @@ from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.router_peers import RouterPeers, sglang_router_part, vllm_router_part
 
-__all__ = ["Contender", "Driven", "SGLANG_ROUTER", "LoadTool", "Running", "build_load_tool", "running"]
+__all__ = ["Contender", "Driven", "NO_ROUTER", "SGLANG_ROUTER", "LoadTool", "Running", "build_load_tool", "running"]
 
 SGLANG_ROUTER = "sglang-router"
 """The name of the contender that is told its instances when it starts."""
+
+NO_ROUTER = "no router"
+"""The name of the contender that is an instance itself."""
 
 _HEALTHY_S = 60.0
 _DRIVE_EXTRA_S = 60.0
@@ -72,6 +75,11 @@ class Contender:
     transfer_mode: TransferMode
     processes: int = 0
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is no router at all."""
+        return self.name == NO_ROUTER
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -116,6 +124,11 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
             instances = {kind: ports.pick() for kind in InstanceType}
             for kind, port in instances.items():
                 fleet.start(Part(kind.word, [str(tool.path), "serve", str(port)], f"http://127.0.0.1:{port}/health"))
+            if contender.is_bare:
+                fleet.wait_healthy(_HEALTHY_S)
+                word = InstanceType.DECODE.word
+                found.append(Running(contender, instances[InstanceType.DECODE], fleet.pid(word)))
+                continue
             port, discovery_port = ports.pick(), ports.pick()
             if contender.name == SGLANG_ROUTER:
                 fleet.start(_sglang_router(peers, port, instances, ports))

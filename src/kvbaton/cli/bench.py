@@ -219,14 +219,15 @@ def router(
     *,
     clients: str = "1,32,256",
     processes: str = "1,2",
-    rounds: int = 3,
+    rounds: int = 5,
     seconds: float = 2.0,
     prompt_bytes: int = 64,
     peers: bool = True,
+    plot: Path | None = None,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """The router beside vllm-router, both in front of the same instances without a model; needs a C compiler.
+    """The router beside vllm-router and sglang-router, all in front of the same instances without a model; needs a C compiler.
 
     Parameters
     ----------
@@ -241,18 +242,28 @@ def router(
     prompt_bytes
         length of a prompt.
     peers
-        measure vllm-router too; installed on first use.
+        measure vllm-router and sglang-router too; installed on first use.
+    plot
+        file for a picture, drawn as .png and as .svg.
     out
         file for the raw results (JSON).
     json
         print one JSON object instead of a table.
     """
     from kvbaton.bench.router import RouterBench, run_router_bench
+    from kvbaton.bench.router_plot import plot_router_bench
+    from kvbaton.bench.vllm.plot import check_can_plot
 
+    if plot is not None:
+        check_can_plot()
     bench = RouterBench(
         _numbers(clients, "--clients"), _numbers(processes, "--processes"), rounds, seconds, prompt_bytes, peers
     )
-    return _finish("router", run_router_bench(bench, _progress), bench.described(), out, json)
+    report = run_router_bench(bench, _progress)
+    if plot is not None:
+        for path in plot_router_bench(report, bench, plot):
+            _progress(f"drawn: {path}")
+    return _finish("router", report, bench.described(), out, json)
 
 
 def _serve_vllm(

@@ -31,7 +31,7 @@ from kvbaton.core.auth import Seal
 from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
 from kvbaton.discovery.announcer_child import Order
 from kvbaton.discovery.heartbeats import Errand, Heartbeats, News
-from kvbaton.discovery.messages import Registration, check_http_address, encode_registration
+from kvbaton.discovery.messages import Registration, check_http_address
 from kvbaton.errors import ConfigError
 
 __all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "ThreadAnnouncer"]
@@ -181,10 +181,8 @@ def _errand(registration: Registration, routers: Sequence[str], heartbeat_s: flo
             raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
     if not 0 < heartbeat_s <= _LONGEST_HEARTBEAT_S:
         raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
-    seal = Seal(cluster_key)
-    hello = encode_registration(msgspec.structs.replace(registration, answer=True, bye=False), seal)
-    goodbye = encode_registration(msgspec.structs.replace(registration, answer=False, bye=True), seal)
-    return Errand(hello, goodbye, tuple(dict.fromkeys(routers)), heartbeat_s)
+    Seal(cluster_key)  # Refuses a key that is too short, here rather than in the child.
+    return Errand(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key)
 
 
 def _spawn() -> subprocess.Popen[bytes]:

@@ -1,7 +1,8 @@
 """Heartbeats to any number of routers: what is due is sent, what a router answers is told. One thread owns the sockets.
 
 Each router has its own socket, and a send never waits: a router that is away holds up no other, and nothing stale queues up
-for it. Real routers never answer; kvbaton's does, when a registration asks for it.
+for it. Real routers never answer; kvbaton's does, when a registration asks for it. With a cluster key it asks back first: it
+gives the connection a nonce, which belongs under the seal of all that follows.
 """
 
 from __future__ import annotations
@@ -14,22 +15,39 @@ from typing import Self
 import msgspec
 import zmq
 
-__all__ = ["Errand", "Heartbeats", "News", "NewsKind"]
+from kvbaton.core.auth import Seal
+from kvbaton.discovery.messages import Registration, encode_registration
+
+__all__ = ["AnswerKind", "Errand", "Heartbeats", "News", "NewsKind"]
 
 _RETRY_S = 0.1
 _COMPLAIN_AFTER_S = 5.0
 _LINGER_MS = 300
 _MAX_ANSWER_BYTES = 4096
 _MAX_ANSWERS = 16
+_MAX_NONCE_BYTES = 64
+_EAGER_S = 1.0
+_EAGER_LOOK_S = 0.02
 
 
 class Errand(msgspec.Struct, frozen=True):
-    """What to tell whom, and how often; the frames are ready to be sent."""
+    """What to tell whom, and how often; with a key, under its seal."""
 
-    hello: bytes
-    goodbye: bytes
+    registration: Registration
     routers: tuple[str, ...]
     heartbeat_s: float
+    cluster_key: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"Errand({self.registration.http_address} to {', '.join(self.routers)})"
+
+
+class AnswerKind(enum.StrEnum):
+    """What a router may say to a registration."""
+
+    WELCOME = "welcome"
+    REFUSED = "refused"
+    CHALLENGE = "challenge"
 
 
 class NewsKind(enum.StrEnum):
@@ -50,18 +68,41 @@ class News(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What kvbaton's router answers to a registration that asks."""
+    """What kvbaton's router answers to a registration that asks, or that it does not believe yet."""
 
-    type: NewsKind
+    type: AnswerKind
     reason: str = ""
+    nonce: bytes = b""
+
+
+class _Words:
+    """The two messages of an instance, as frames."""
+
+    def __init__(self, errand: Errand) -> None:
+        self._seal = Seal(errand.cluster_key)
+        self._hello = msgspec.structs.replace(errand.registration, answer=True, bye=False)
+        self._goodbye = msgspec.structs.replace(errand.registration, answer=False, bye=True)
+
+    @property
+    def are_sealed(self) -> bool:
+        """Whether a router may ask back."""
+        return self._seal.is_keyed
+
+    def frames(self, nonce: bytes) -> tuple[bytes, bytes]:
+        """Hello and goodbye, for a connection that was given `nonce`."""
+        return encode_registration(self._hello, self._seal, nonce), encode_registration(self._goodbye, self._seal, nonce)
 
 
 class _Link:
     """One router: its socket, when the next message is due, and what was last told of it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, now: float) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, words: _Words, now: float) -> None:
         self.router = router
         self.due = now
+        self.sent_at = now
+        self._words = words
+        self._asked_at = -_RETRY_S
+        self.hello, self.goodbye = words.frames(b"")
         self.away_since: float | None = now
         self.complained = False
         self.answer: _Answer | None = None
@@ -85,20 +126,35 @@ class _Link:
             return False
         return True
 
-    def read_answer(self) -> _Answer | None:
+    def read_answer(self, now: float) -> _Answer | None:
         """The latest answer, when it differs from the one before. What is no answer is skipped."""
         latest = self.answer
         for _ in range(_MAX_ANSWERS):
             try:
-                latest = msgspec.msgpack.decode(self._socket.recv(zmq.NOBLOCK), type=_Answer)
+                said = msgspec.msgpack.decode(self._socket.recv(zmq.NOBLOCK), type=_Answer)
             except zmq.ZMQError:
                 break
             except msgspec.MsgspecError:
                 continue
+            if said.type is AnswerKind.CHALLENGE:
+                self._prove(said.nonce, now)
+            else:
+                latest = said
         if latest == self.answer:
             return None
         self.answer = latest
         return latest
+
+    def _prove(self, nonce: bytes, now: float) -> None:
+        """Say it again with the nonce, at once, but not as often as somebody likes to ask."""
+        self.hello, self.goodbye = self._words.frames(nonce[:_MAX_NONCE_BYTES])
+        if now - self._asked_at >= _RETRY_S:
+            self._asked_at = self.due = now
+
+    def next_look(self, now: float) -> float:
+        """When to look at it again: soon while a router that may ask back has not said a word, else when a beat is due."""
+        is_eager = self._words.are_sealed and self.answer is None and now - self.sent_at < _EAGER_S
+        return min(self.due, now + _EAGER_LOOK_S) if is_eager else self.due
 
     def close(self) -> None:
         """Flush what was sent within the linger time, and close."""
@@ -112,7 +168,8 @@ class Heartbeats:
         self._errand = errand
         self._tell = tell
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._links = [_Link(self._context, router, now) for router in errand.routers]
+        words = _Words(errand)
+        self._links = [_Link(self._context, router, words, now) for router in errand.routers]
 
     def __enter__(self) -> Self:
         return self
@@ -127,21 +184,22 @@ class Heartbeats:
         for link in self._links:
             if now >= link.due:
                 self._beat(link, now)
-            answer = link.read_answer()
+            answer = link.read_answer(now)
             if answer is not None:
-                self._tell(News(link.router, answer.type, answer.reason))
-        return min(link.due for link in self._links)
+                self._tell(News(link.router, NewsKind(answer.type), answer.reason))
+        return min(link.next_look(now) for link in self._links)
 
     def say_goodbye(self, now: float) -> None:
         """Tell every router that can be reached that we leave; the next turn after this registers anew."""
         for link in self._links:
-            link.send(self._errand.goodbye)
+            link.send(link.goodbye)
             link.due, link.away_since, link.answer = now, now, None
 
     def _beat(self, link: _Link, now: float) -> None:
-        if link.send(self._errand.hello):
+        if link.send(link.hello):
             link.due = now + self._errand.heartbeat_s
             if link.away_since is not None:
+                link.sent_at = now
                 self._tell(News(link.router, NewsKind.REACHED))
             link.away_since, link.complained = None, False
             return

@@ -3,17 +3,21 @@
 Whatever arrives, the thread goes on: what is no registration is counted by cause, logged (rate limited) with the field's
 name, and skipped. With a cluster key, so is what no holder of the key has written. An instance that asks for it is answered,
 in one frame: `{"type": "welcome"}` or `{"type": "refused", "reason": …}`; real routers answer nobody, and an answer that
-cannot be sent at once is dropped.
+cannot be sent at once is dropped. With a cluster key each connection has a nonce, which every message on it must carry
+under its seal; one that does not is answered with the nonce: a recorded message is worth nothing on another connection.
 
-Everybody who sends has a turn, a small piece at a time, and a flood has a fifth of a core: what is beyond waits in its
-sender's buffers, and holds up neither the router's requests nor the heartbeats of others. Connections, frames and messages
-are bounded (`zmtp.py`); when there are too many connections, the one that was silent for longest goes.
+A flood is dropped, and counted: a connection has so many messages per second, and speaks for so many instances; what is
+beyond is not looked at. Everybody who sends has a turn, a small piece at a time, and all together have a fifth of a core:
+what even that cannot read waits in its sender's buffers. Neither holds up the router's requests or the heartbeats of others.
+Connections, frames and messages are bounded (`zmtp.py`); when there are too many connections, the one that was silent for
+longest goes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import selectors
 import socket
 import threading
@@ -26,9 +30,9 @@ from typing import Self
 import msgspec
 
 from kvbaton.core.auth import Seal
-from kvbaton.discovery.heartbeats import NewsKind
+from kvbaton.discovery.heartbeats import AnswerKind
 from kvbaton.discovery.log_limit import LogLimit
-from kvbaton.discovery.messages import Cause, Malformed, Registration, decode_registration
+from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, decode_registration
 from kvbaton.discovery.registry import Left, Outcome, Refreshed, Refused, Registered, Registry, Replaced
 from kvbaton.discovery.zmtp import Zmtp, ZmtpError, encode_frame
 from kvbaton.errors import Bug, ConfigError
@@ -48,6 +52,12 @@ _REST_PER_WORK = 4.0
 _LONGEST_REST_S = 0.2
 _JOIN_S = 5.0
 _FRAMES = 2
+_MESSAGES_PER_S = 100.0
+_BURST = 200.0
+_SPEAKS_FOR = 64
+_FORGET_S = 60.0
+_NONCE_BYTES = 16
+_JOIN_LINES = 200
 
 
 class _Connection:
@@ -57,13 +67,35 @@ class _Connection:
         self.socket = sock
         self.name = name
         self.since = now
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
         self.zmtp = Zmtp()
         self._unsent = bytearray()
+        self._credit = _BURST
+        self._credited_at = now
+        self._speaks_for: dict[tuple[str, InstanceType], float] = {}
 
     @property
     def has_unsent(self) -> bool:
         """Whether something waits to be sent."""
         return bool(self._unsent)
+
+    def allowed(self, count: int, now: float) -> int:
+        """Of so many messages, how many may be looked at; the others are too many."""
+        self._credit = min(_BURST, self._credit + (now - self._credited_at) * _MESSAGES_PER_S)
+        self._credited_at = now
+        allowed = min(count, int(self._credit))
+        self._credit -= allowed
+        return allowed
+
+    def may_speak_for(self, message: Registration, now: float) -> bool:
+        """Whether the sender may register one more instance; those it has not spoken of for long do not count."""
+        key = (message.http_address, message.type)
+        if key not in self._speaks_for and len(self._speaks_for) >= _SPEAKS_FOR:
+            self._speaks_for = {k: last for k, last in self._speaks_for.items() if now - last < _FORGET_S}
+            if len(self._speaks_for) >= _SPEAKS_FOR:
+                return False
+        self._speaks_for[key] = now
+        return True
 
     def read(self) -> list[list[bytes]] | None:
         """The messages that are complete now; None at the end. Raises ZmtpError."""
@@ -114,6 +146,7 @@ class Listener:
         self._seal = Seal(cluster_key)
         self._max_connections = max_connections
         self._limit = LogLimit()
+        self._joins = LogLimit(burst=_JOIN_LINES)
         self._malformed: Counter[Cause] = Counter()
         self._messages = 0
         self._stopping = threading.Event()
@@ -213,10 +246,7 @@ class Listener:
             cause = Cause.TOO_LONG if error.is_too_long else Cause.NOT_ZMTP
             self._skip(Malformed(cause, "", str(error)), connection.name, self._clock())
             messages = None
-        for frames in messages or ():
-            answer = _answer_to(self.take([connection.name.encode(), *frames]))
-            if answer is not None:
-                connection.answer(answer)
+        self._take_all(messages or [], connection)
         if messages is None or not connection.flush():
             self._drop(connection, selector)
             return
@@ -225,6 +255,19 @@ class Listener:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
         if selector.get_key(connection.socket).events != events:
             selector.modify(connection.socket, events)
+
+    def _take_all(self, messages: list[list[bytes]], connection: _Connection) -> None:
+        now = self._clock()
+        allowed = connection.allowed(len(messages), now)
+        for frames in messages[:allowed]:
+            answer = _answer_to(self.take([connection.name.encode(), *frames], connection), connection.nonce)
+            if answer is not None:
+                connection.answer(answer)
+        if dropped := len(messages) - allowed:
+            self._messages += dropped
+            self._malformed[Cause.TOO_MANY] += dropped - 1
+            detail = f"more than {_MESSAGES_PER_S:g} messages per second; the others are dropped"
+            self._skip(Malformed(Cause.TOO_MANY, "", detail), connection.name, now)
 
     def _make_room(self, selector: selectors.BaseSelector) -> None:
         """This process has too many connections, or no file descriptor left: whoever was silent for longest goes."""
@@ -244,7 +287,7 @@ class Listener:
             selector.unregister(connection.socket)
         connection.socket.close()
 
-    def take(self, frames: list[bytes]) -> Outcome | Malformed:
+    def take(self, frames: list[bytes], connection: _Connection | None = None) -> Outcome | Malformed:
         """Handle one message: the sender's name and the frame. Returns what came of it."""
         self._messages += 1
         now = self._clock()
@@ -252,30 +295,37 @@ class Listener:
         if len(frames) != _FRAMES:
             detail = f"{len(frames) - 1} frames instead of one; send one msgpack map from a DEALER socket"
             return self._skip(Malformed(Cause.FRAMES, "", detail), source, now)
-        message = decode_registration(frames[1], self._seal)
+        message = decode_registration(frames[1], self._seal, b"" if connection is None else connection.nonce)
         if isinstance(message, Malformed):
             return self._skip(message, source, now)
+        if connection is not None and not connection.may_speak_for(message, now):
+            detail = f"{message.http_address!r} is one more than the {_SPEAKS_FOR} instances that a connection may speak for"
+            return self._skip(Malformed(Cause.TOO_MANY, "http_address", detail), source, now)
         outcome = self._registry.register(message, now)
         self._tell(message, outcome, now)
         return outcome
 
     def _skip(self, malformed: Malformed, source: str, now: float) -> Malformed:
         self._malformed[malformed.cause] += 1
+        if malformed.cause is Cause.NOT_FRESH:
+            return malformed
         held_back = self._limit.allow((malformed.cause, malformed.field, source), now)
         if held_back is not None:
             _logger.warning("discovery: registration from %s skipped: %s%s", source, malformed, _more(held_back))
         return malformed
 
     def _tell(self, message: Registration, outcome: Outcome, now: float) -> None:
+        if isinstance(outcome, Refreshed):
+            return
         name = f"{message.type.word} instance {message.http_address}"
         match outcome:
             case Registered():
-                _logger.info("discovery: %s joined (%s)", name, message.zmq_address)
+                self._tell_join(f"discovery: {name} joined ({message.zmq_address})", now)
             case Replaced(earlier=earlier):
                 was = ", ".join(f"{i.type.word} {i.zmq_address} {i.registration.incarnation}".rstrip() for i in earlier)
-                _logger.info("discovery: %s was restarted (%s, before: %s)", name, message.zmq_address, was)
+                self._tell_join(f"discovery: {name} was restarted ({message.zmq_address}, before: {was})", now)
             case Left(instance=instance) if instance is not None:
-                _logger.info("discovery: %s said goodbye", name)
+                self._tell_join(f"discovery: {name} said goodbye", now)
             case Refused(reason=reason):
                 held_back = self._limit.allow((message.http_address, message.type, reason), now)
                 if held_back is not None:
@@ -283,14 +333,21 @@ class Listener:
             case _:
                 pass
 
+    def _tell_join(self, line: str, now: float) -> None:
+        held_back = self._joins.allow((line, now), now)
+        if held_back is not None:
+            _logger.info("%s%s", line, _more(held_back))
 
-def _answer_to(outcome: Outcome | Malformed) -> bytes | None:
-    """What the sender hears, if it wants to."""
+
+def _answer_to(outcome: Outcome | Malformed, nonce: bytes) -> bytes | None:
+    """What the sender hears, if it wants to, or has to."""
     match outcome:
+        case Malformed(cause=Cause.NOT_FRESH):
+            return msgspec.msgpack.encode({"type": AnswerKind.CHALLENGE, "nonce": nonce})
         case Registered(instance) | Refreshed(instance) | Replaced(instance) if instance.registration.answer:
-            return msgspec.msgpack.encode({"type": NewsKind.WELCOME})
+            return msgspec.msgpack.encode({"type": AnswerKind.WELCOME})
         case Refused(reason, wants_answer=True):
-            return msgspec.msgpack.encode({"type": NewsKind.REFUSED, "reason": reason})
+            return msgspec.msgpack.encode({"type": AnswerKind.REFUSED, "reason": reason})
     return None
 
 

@@ -1,9 +1,9 @@
 """The registration message: one msgpack map, both registration and heartbeat, in the form that vllm-router expects.
 
-`incarnation`, `model`, `fingerprint`, `handoffs_address`, `dispatch`, `bootstrap_port`, `answer` and `seal` are kvbaton's own
-additions; routers that do not know them ignore them, and instances that do not send them are served all the same. A goodbye
-has a type of its own, `BYE`, because a router that does not know it must not take it for one more heartbeat: it warns and
-ignores it.
+`incarnation`, `model`, `fingerprint`, `handoffs_address`, `dispatch`, `bootstrap_port`, `answer`, `nonce` and `seal` are
+kvbaton's own additions; routers that do not know them ignore them, and instances that do not send them are served all the
+same. A goodbye has a type of its own, `BYE`, because a router that does not know it must not take it for one more heartbeat:
+it warns and ignores it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class Cause(enum.StrEnum):
     NOT_ZMTP = "not_zmtp"
     FRAMES = "wrong_frame_count"
     TOO_LONG = "too_long"
+    TOO_MANY = "too_many"
     NOT_SEALED = "not_sealed"
+    NOT_FRESH = "not_fresh"
     NOT_A_MAP = "not_a_map"
     MISSING_FIELD = "missing_field"
     WRONG_TYPE = "wrong_type"
@@ -129,8 +131,11 @@ class Malformed:
         return f"{self.field}: {self.detail}" if self.field else self.detail
 
 
-def encode_registration(registration: Registration, seal: Seal | None = None) -> bytes:
-    """The one frame that is sent, sealed where there is a key; what says nothing new is left out."""
+def encode_registration(registration: Registration, seal: Seal | None = None, nonce: bytes = b"") -> bytes:
+    """The one frame that is sent, sealed where there is a key; what says nothing new is left out.
+
+    `nonce` is what the router gave this connection: under the seal, it shows that the frame was not recorded elsewhere.
+    """
     fields = msgspec.structs.asdict(registration)
     del fields["bye"]
     for name in _LEFT_OUT:
@@ -141,12 +146,17 @@ def encode_registration(registration: Registration, seal: Seal | None = None) ->
     if registration.bye:
         fields |= {"type": _GOODBYE, "leaving": registration.type}
     if seal is not None and seal.is_keyed:
+        if nonce:
+            fields["nonce"] = nonce
         fields["seal"] = seal.seal(msgspec.msgpack.encode(fields), Way.TO_ROUTER)[:SEAL_BYTES]
     return msgspec.msgpack.encode(fields)
 
 
-def decode_registration(frame: bytes, seal: Seal | None = None) -> Registration | Malformed:
-    """Read one frame; never raises, whatever the bytes are. Unknown keys are ignored; with a key, only sealed ones are read."""
+def decode_registration(frame: bytes, seal: Seal | None = None, nonce: bytes = b"") -> Registration | Malformed:
+    """Read one frame; never raises, whatever the bytes are. Unknown keys are ignored.
+
+    With a key, only frames that are sealed, and with the connection's `nonce` in them, are read.
+    """
     if len(frame) > _MAX_FRAME_BYTES:
         return Malformed(Cause.TOO_LONG, "", f"{len(frame)} bytes; the limit is {_MAX_FRAME_BYTES}")
     try:
@@ -160,6 +170,8 @@ def decode_registration(frame: bytes, seal: Seal | None = None) -> Registration 
             seal.open((given if isinstance(given, bytes) else b"") + content, Way.TO_ROUTER)
         except ProtocolError as error:
             return Malformed(Cause.NOT_SEALED, "seal", str(error))
+        if raw.get("nonce", b"") != nonce:
+            return Malformed(Cause.NOT_FRESH, "nonce", "is not the one that this connection was given; send that one")
     return read_registration(raw)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Registered",
     "Registry",
     "Replaced",
+    "Standing",
 ]
 
 _Key = tuple[str, InstanceType]
@@ -129,6 +130,17 @@ class Left:
     instance: Instance | None
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is held against an instance, told to a registry that has not seen it itself; 0 strikes is nothing any more."""
+
+    http_address: str
+    type: InstanceType
+    incarnation: str
+    strikes: int
+    aside_s: float
+
+
 Outcome = Registered | Refreshed | Replaced | Refused | Left
 
 
@@ -197,13 +209,38 @@ class Registry:
             self.version += 1
             return aside_s
 
-    def report_heard(self, instance: Instance) -> None:
-        """The instance answered: what was held against it is forgotten."""
+    def report_heard(self, instance: Instance) -> bool:
+        """The instance answered: what was held against it is forgotten. Whether there was anything."""
         with self._lock:
             known = self._live.get(_key(instance.registration))
-            if known is not None and known.strikes and _is_same_process(known.registration, instance.registration):
-                self._live[_key(known.registration)] = replace(known, strikes=0, aside_until=_NEVER)
-                self.version += 1
+            if known is None or not known.strikes or not _is_same_process(known.registration, instance.registration):
+                return False
+            self._live[_key(known.registration)] = replace(known, strikes=0, aside_until=_NEVER)
+            self.version += 1
+            return True
+
+    def standing(self, instance: Instance, now: float) -> Standing:
+        """What is held against an instance now, in a form that can be told."""
+        known = self.find(instance.http_address, instance.type) or instance
+        aside_s = max(0.0, known.aside_until - now)
+        return Standing(known.http_address, known.type, known.registration.incarnation, known.strikes, aside_s)
+
+    def adopt(self, standing: Standing, now: float) -> None:
+        """Hold the same against an instance as whoever tells it; nothing changes when it is not the one that is live."""
+        with self._lock:
+            known = self._live.get((standing.http_address, standing.type))
+            if known is None or known.registration.incarnation != standing.incarnation:
+                return
+            strikes = min(standing.strikes, _MOST_STRIKES)
+            aside_until = max(known.aside_until, now + min(standing.aside_s, _LONGEST_ASIDE_S)) if strikes else _NEVER
+            fresh = replace(known, strikes=max(known.strikes, strikes) if strikes else 0, aside_until=aside_until)
+            self._live[standing.http_address, standing.type] = fresh
+            self.version += 1
+
+    def find(self, http_address: str, kind: InstanceType) -> Instance | None:
+        """The instance of that type at that address, as it was last heard of; it may have been silent for too long."""
+        with self._lock:
+            return self._live.get((http_address, kind))
 
     def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
         """The instances that may be used, in the order they came; all, or those of one type."""

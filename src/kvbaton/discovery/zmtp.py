@@ -67,8 +67,9 @@ class Zmtp:
         if self._stage is _Stage.GREETING and not self._greeted():
             return []
         messages: list[list[bytes]] = []
-        while (found := self._next_frame()) is not None:
-            flags, body = found
+        at = 0
+        while (found := self._frame_at(at)) is not None:
+            flags, body, at = found
             if flags & _COMMAND:
                 self._obey(body)
             elif self._stage is not _Stage.TRAFFIC:
@@ -80,6 +81,7 @@ class Zmtp:
                     self._frames = []
                 elif len(self._frames) >= MAX_FRAMES or sum(map(len, self._frames)) > MAX_FRAME_BYTES:
                     raise ZmtpError(f"a message has more than {MAX_FRAMES} frames or {MAX_FRAME_BYTES} bytes", is_too_long=True)
+        del self._buffer[:at]
         return messages
 
     def _greeted(self) -> bool:
@@ -98,24 +100,22 @@ class Zmtp:
         self._outgoing += _command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
         return True
 
-    def _next_frame(self) -> tuple[int, bytes] | None:
+    def _frame_at(self, at: int) -> tuple[int, bytes, int] | None:
+        """The frame at this place of the buffer: its flags, its body and where the next one begins."""
         buffer = self._buffer
-        if len(buffer) < 2:
+        if len(buffer) < at + 2:
             return None
-        flags = buffer[0]
+        flags = buffer[at]
         if flags > _MORE | _LONG | _COMMAND or (flags & _MORE and flags & _COMMAND):
             raise ZmtpError(f"a frame has the flags {flags:#x}, which mean nothing")
-        start = 9 if flags & _LONG else 2
+        start = at + (9 if flags & _LONG else 2)
         if len(buffer) < start:
             return None
-        size = int.from_bytes(buffer[1:start], "big")
+        size = int.from_bytes(buffer[at + 1 : start], "big")
         if size > MAX_FRAME_BYTES:
             raise ZmtpError(f"a frame has {size} bytes; the limit is {MAX_FRAME_BYTES}", is_too_long=True)
-        if len(buffer) < start + size:
-            return None
-        body = bytes(buffer[start : start + size])
-        del buffer[: start + size]
-        return flags, body
+        end = start + size
+        return None if len(buffer) < end else (flags, bytes(buffer[start:end]), end)
 
     def _obey(self, body: bytes) -> None:
         name, content = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""

@@ -11,7 +11,16 @@ from kvbaton.core.addresses import ControlAddress, parse_request_id
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Incarnation, TransferId
 from kvbaton.errors import AddressError, BadRequest
 
-__all__ = ["HandoffInfo", "HandoffWish", "KVTransferParams", "SourceWish", "TargetWish", "answer_params", "read_params"]
+__all__ = [
+    "HandoffInfo",
+    "HandoffWish",
+    "KVTransferParams",
+    "SourceWish",
+    "TargetWish",
+    "answer_params",
+    "read_params",
+    "size_doubt",
+]
 
 _FIELD = "kv_transfer_params"
 _MAX_PORT = 65535
@@ -74,6 +83,20 @@ def read_params(params: KVTransferParams | None, request_id: str | None) -> Hand
         return SourceWish(_transfer_id(params, TransferId(f"auto-{uuid.uuid4().hex}")))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
     return TargetWish(_transfer_id(params, None), _source_address(params, request_id), incarnation)
+
+
+def size_doubt(params: KVTransferParams | None) -> str | None:
+    """What is odd about the size that a router says the other side has, and what to do; None when nothing is.
+
+    vllm-router takes it from its own options, not from what was registered.
+    """
+    told = None if params is None else params.remote_dp_size
+    if told is None or told == 1:
+        return None
+    return (
+        f"{_FIELD}.remote_dp_size: the router says that the other side has {told} data-parallel ranks, and every instance of"
+        " kvbaton has 1; start vllm-router with --intra-node-data-parallel-size 1"
+    )
 
 
 def answer_params(wish: SourceWish, info: HandoffInfo) -> dict[str, object]:

@@ -23,7 +23,7 @@ from kvbaton.router.handoffs import HandoffFace
 from kvbaton.router.http.server import HttpServer
 from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.metrics import COLUMNS, RouterMetrics
-from kvbaton.router.routed import RoutedTransfers
+from kvbaton.router.routed import Rings, RoutedTransfers, SharedTransfers, TransferBook
 from kvbaton.router.routes import Routes
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
@@ -39,18 +39,22 @@ _SWEEP_S = 0.1
 
 
 class RouterCore:
-    """One process's router over a registry that somebody else feeds; `row` of `board` is its own."""
+    """One process's router over a registry that somebody else feeds; `row` of `board` and of `rings` is its own."""
 
-    def __init__(self, settings: RouterSettings, registry: Registry, board: Board, row: int = 0) -> None:
+    def __init__(
+        self, settings: RouterSettings, registry: Registry, board: Board, row: int = 0, rings: Rings | None = None
+    ) -> None:
         self.settings = settings
         self.registry = registry
         self.slots = SlotBook(MAX_SLOTS)
         self.metrics = RouterMetrics(board, row, registry)
         self.upstream = Upstream(settings.connect_timeout_s)
-        routed = RoutedTransfers()
+        routed: TransferBook = RoutedTransfers()
+        if rings is not None:
+            routed = SharedTransfers(rings, row, self.slots, registry)
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
-        handoffs = HandoffFace(registry, self.upstream, routed, settings.explain_timeout_s, board.rows > 1)
+        handoffs = HandoffFace(registry, self.upstream, routed, settings.explain_timeout_s, rings is not None)
         self.routes = Routes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
         self.server = HttpServer(settings, self.routes.handle, self.routes.count)
 

@@ -17,7 +17,6 @@ from typing import Protocol
 from kvbaton.discovery.messages import InstanceType, TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError
-from kvbaton.router.bodies import transfer_params
 from kvbaton.router.choosing import Seats
 from kvbaton.router.http.call import Call, Nobody
 from kvbaton.router.http.messages import Answer, request_head
@@ -62,19 +61,12 @@ class Owner(Protocol):
 class Attempt:
     """Runs `job` in `seats`, which it leaves as soon as each side is done."""
 
-    __slots__ = (
-        "_decode",
-        "_has_begun",
-        "_is_held",
-        "_is_over",
-        "_job",
-        "_owner",
-        "_prefill",
-        "_seats",
-        "_settings",
-        "_upstream",
-        "_verdict",
-    )
+    _prefill: Call | None = None
+    _decode: Call | None = None
+    _verdict: asyncio.TimerHandle | None = None
+    _has_begun = False
+    _is_held = False
+    _is_over = False
 
     def __init__(self, owner: Owner, upstream: Upstream, settings: RouterSettings, job: Job, seats: Seats) -> None:
         self._owner = owner
@@ -82,12 +74,6 @@ class Attempt:
         self._settings = settings
         self._job = job
         self._seats = seats
-        self._prefill: Call | None = None
-        self._decode: Call | None = None
-        self._verdict: asyncio.TimerHandle | None = None
-        self._has_begun = False
-        self._is_held = False
-        self._is_over = False
 
     def start(self) -> None:
         """Call the instances; in pull, the first of them."""
@@ -180,7 +166,7 @@ class Attempt:
         elif self._decode is None:
             self._is_held = True
             try:
-                payload = self._job.pull_payload(transfer_params(answer.content))
+                payload = self._job.pull_payload(answer.content)
             except PeerError as error:
                 self._give_up(self._failure(InstanceType.PREFILL, error))
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,38 +11,36 @@ from kvbaton.errors import BadRequest, ProtocolError
 __all__ = [
     "ClientBody",
     "Fields",
-    "Peer",
     "bootstrap_body",
     "decode_body",
     "parse_body",
     "plain_body",
     "prefill_body",
-    "push_params",
     "transfer_params",
 ]
 
 Fields = dict[str, msgspec.Raw]
 """The top-level fields of a JSON object, each still encoded."""
 
-_CHOOSES_PEERS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-_DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
-_PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
+_CHOOSES_PEERS = frozenset(("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"))
 _MAX_SHOWN = 100
+_ONE = msgspec.Raw(b"1")
+_FALSE = msgspec.Raw(b"false")
 
 
-class Peer(msgspec.Struct, frozen=True):
-    """What one instance is told about the other: its sizes, and the data-parallel rank that prefills, if there are several."""
-
-    dp_size: int = 1
-    tp_size: int = 1
-    prefill_dp_rank: int | None = None
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class ClientBody(msgspec.Struct, frozen=True):
-    """A client's request: its fields without those that could choose peers, and whether it wants a stream."""
+    """A client's request: its fields without those that could choose peers, and whether it wants a stream.
+
+    `content` is the body as it came, where nothing was taken out of it.
+    """
 
     fields: Fields
     stream: bool
+    content: bytes | None = None
 
     def batch_size(self) -> int | None:
         """How many prompts a batch has; None for a single one."""
@@ -75,14 +72,18 @@ def parse_body(content: bytes) -> ClientBody:
         raise BadRequest("body", "the body is nested too deeply") from None
     except ValueError as error:
         raise BadRequest("body", f"the body is no JSON object: {error}") from error
-    for name in _CHOOSES_PEERS:
-        fields.pop(name, None)
-    _check_what_differs(fields)
-    return ClientBody(fields, "stream" in fields and bool(_value(fields, "stream")))
+    is_whole = bool(fields) and _CHOOSES_PEERS.isdisjoint(fields)
+    if not is_whole:
+        for name in _CHOOSES_PEERS:
+            fields.pop(name, None)
+    return ClientBody(fields, _check_what_differs(fields), content if is_whole else None)
 
 
-def _check_what_differs(fields: Fields) -> None:
-    """The prefill instance does not see these as they are; found wrong only at decode, they would cost held blocks."""
+def _check_what_differs(fields: Fields) -> bool:
+    """The prefill instance does not see these as they are; found wrong only at decode, they would cost held blocks.
+
+    Whether a stream is wanted.
+    """
     for name in ("max_tokens", "max_completion_tokens"):
         if name not in fields:
             continue
@@ -91,62 +92,63 @@ def _check_what_differs(fields: Fields) -> None:
             raise BadRequest(name, f"{name} is {_shown(value)}; it must be a whole number")
         if value is not None and value < 1:
             raise BadRequest(name, f"{name} is {value}; it must be at least 1")
-    for name, kind, words in (("stream", bool, "true or false"), ("stream_options", dict, "an object")):
-        value = _value(fields, name) if name in fields else None
+    stream = _value(fields, "stream") if "stream" in fields else None
+    options = _value(fields, "stream_options") if "stream_options" in fields else None
+    for name, value, kind, words in (("stream", stream, bool, "true or false"), ("stream_options", options, dict, "an object")):
         if value is not None and not isinstance(value, kind):
             raise BadRequest(name, f"{name} is {_shown(value)}; it must be {words}")
+    return bool(stream)
 
 
 def _shown(value: Any) -> str:
     return repr(value)[:_MAX_SHOWN]
 
 
-def prefill_body(body: ClientBody, transfer_id: str, target: Peer, *, in_push: bool) -> bytes:
-    """To the prefill instance: one token, no stream, and the order to keep the cache for a remote decode.
-
-    In push it is told more of its target, which it must know before the target speaks.
-    """
-    fields: dict[str, Any] = dict(body.fields)
+def prefill_body(body: ClientBody, params: bytes) -> bytes:
+    """To the prefill instance: one token, no stream, and the order to keep the cache for a remote decode."""
+    fields = dict(body.fields)
     fields.pop("stream_options", None)
     if "max_completion_tokens" in fields:
-        fields["max_completion_tokens"] = 1
+        fields["max_completion_tokens"] = _ONE
     if "min_tokens" in fields:
         least = _value(body.fields, "min_tokens")
-        if isinstance(least, int):
-            fields["min_tokens"] = min(least, 1)
-    fields["max_tokens"] = 1
-    fields["stream"] = False
-    fields["kv_transfer_params"] = _params(_DECODES_ELSEWHERE, transfer_id, target, with_tp_size=in_push)
+        if isinstance(least, int) and least > 1:
+            fields["min_tokens"] = _ONE
+    fields["max_tokens"] = _ONE
+    fields["stream"] = _FALSE
+    fields["kv_transfer_params"] = msgspec.Raw(params)
     return msgspec.json.encode(fields)
 
 
-def push_params(transfer_id: str, source: Peer) -> dict[str, Any]:
-    """What decode is told in push, where prefill has not answered yet: only the request id names the source."""
-    return _params(_PREFILLS_ELSEWHERE, transfer_id, source, with_tp_size=True)
+def transfer_params(answer: bytes, source_dp_size: int) -> bytes:
+    """What decode is told in pull: the `kv_transfer_params` of prefill's answer, and the size of the source.
 
-
-def transfer_params(answer: bytes) -> Fields:
-    """The `kv_transfer_params` object in a prefill instance's answer. Raises ProtocolError when there is none."""
+    Raises ProtocolError when there are none.
+    """
     try:
-        top = msgspec.json.decode(answer, type=Fields)
+        found = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the prefill answer is no JSON object: {error}") from error
-    if "kv_transfer_params" not in top:
+    if found is msgspec.UNSET:
         raise ProtocolError("the prefill answer has no kv_transfer_params; is that instance running with a KV connector?")
     try:
-        return msgspec.json.decode(top["kv_transfer_params"], type=Fields)
+        params: dict[str, Any] = dict(msgspec.json.decode(found, type=Fields))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"kv_transfer_params in the prefill answer is no object: {error}") from error
+    params["remote_dp_size"] = source_dp_size
+    return msgspec.json.encode(params)
 
 
-def decode_body(body: ClientBody, params: Mapping[str, Any], source: Peer) -> bytes:
-    """To the decode instance: the client's body, and where its cache is."""
-    return msgspec.json.encode({**body.fields, "kv_transfer_params": {**params, "remote_dp_size": source.dp_size}})
+def decode_body(body: ClientBody, params: bytes) -> bytes:
+    """To the decode instance: the client's body, byte for byte if nothing was taken out of it, and where its cache is."""
+    if body.content is None:
+        return msgspec.json.encode({**body.fields, "kv_transfer_params": msgspec.Raw(params)})
+    return b'%b,"kv_transfer_params":%b}' % (body.content[: body.content.rindex(b"}")], params)
 
 
 def plain_body(body: ClientBody) -> bytes:
     """To a decode instance that does it all: the client's body without what could choose peers."""
-    return msgspec.json.encode(body.fields)
+    return msgspec.json.encode(body.fields) if body.content is None else body.content
 
 
 def bootstrap_body(body: ClientBody, host: str, port: int | None, rooms: list[int] | int) -> bytes:
@@ -157,16 +159,6 @@ def bootstrap_body(body: ClientBody, host: str, port: int | None, rooms: list[in
         count = len(rooms)
         where = {"bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}
     return msgspec.json.encode({**body.fields, **where})
-
-
-def _params(sides: dict[str, bool], transfer_id: str, peer: Peer, *, with_tp_size: bool) -> dict[str, Any]:
-    params: dict[str, Any] = {**sides, "remote_engine_id": None, "remote_block_ids": None, "transfer_id": transfer_id}
-    params["remote_dp_size"] = peer.dp_size
-    if with_tp_size:
-        params["remote_tp_size"] = peer.tp_size
-        if peer.prefill_dp_rank is not None:
-            params["remote_dp_rank"] = peer.prefill_dp_rank
-    return params
 
 
 def _value(fields: Fields, name: str) -> Any:

@@ -22,6 +22,7 @@ from kvbaton.router.slots import SlotBook, instance_key
 __all__ = ["Busy", "Chooser", "Missing", "Seats", "Wish"]
 
 _NOBODY: frozenset[str] = frozenset()
+_MOST_PAIRS = 4096
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -46,6 +47,9 @@ class Busy:
     """Everybody who could serve the request on this side has as much as it takes."""
 
     side: InstanceType
+
+
+_NO_SEATS = (Missing, Busy)
 
 
 class Seats:
@@ -74,8 +78,11 @@ class Seats:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    places: tuple[tuple[Instance, int], ...]
+    """The instances of one type, what each takes at most, and until when any of them is put aside."""
+
+    places: tuple[Candidate, ...]
     cap: float
+    aside_until: float
 
 
 class _Ranks:
@@ -108,16 +115,15 @@ class Chooser:
         self._registry = registry
         self._loads = loads
         self._slots = slots
-        self._policies = {
-            InstanceType.PREFILL: make_policy(settings.prefill_policy),
-            InstanceType.DECODE: make_policy(settings.decode_policy),
-        }
+        self._prefill_policy = make_policy(settings.prefill_policy)
+        self._decode_policy = make_policy(settings.decode_policy)
         self._must_lock = loads.is_shared and bool(settings.max_per_prefill or settings.max_per_decode)
         self._ranks: dict[str, _Ranks] = {}
         self._version = -1
         self._turn = 0
         self._pools: list[tuple[Pool, _Side, _Side]] = []
-        self._decodes = _Side((), math.inf)
+        self._decodes = self._side(())
+        self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], Pair] = {}
         self._live: tuple[Instance, ...] = ()
         self.freed = False
         """Set when a seat was left; whoever keeps requests waiting looks at it and unsets it."""
@@ -128,6 +134,7 @@ class Chooser:
             return False
         self._version = self._registry.version
         self._live = self._registry.live(now)
+        self._pairs.clear()
         self._slots.keep({instance_key(i.registration) for i in self._live}, now, self._loads.of)
         self._pools = [(pool, self._side(pool.prefills), self._side(pool.decodes)) for pool in pools_of(self._live)]
         decodes = tuple(i for i in self._live if i.type is InstanceType.DECODE)
@@ -154,12 +161,13 @@ class Chooser:
         pool, prefills, decodes = pools[0] if len(pools) == 1 else self._share(pools)
         source = self._candidates(prefills, wish, now)
         target = self._candidates(decodes, wish, now)
-        if isinstance(source, Busy) and self._settings.local_prefill_when_busy and not isinstance(target, Missing | Busy):
-            return self._alone(wish, now)
-        for found in (source, target):
-            if isinstance(found, Missing | Busy):
-                return found
-        return self._seated(wish, pool, source, target)  # type: ignore[arg-type]
+        if isinstance(source, _NO_SEATS):
+            if isinstance(source, Busy) and self._settings.local_prefill_when_busy and not isinstance(target, _NO_SEATS):
+                return self._alone(wish, now)
+            return source
+        if isinstance(target, _NO_SEATS):
+            return target
+        return self._seated(wish, pool, source, target)
 
     def load_of(self, instance: Instance) -> int:
         """The requests at an instance, of all processes."""
@@ -174,22 +182,34 @@ class Chooser:
             ranks.give(dp_rank)
 
     def _seated(self, wish: Wish, pool: Pool, sources: Sequence[Candidate], targets: Sequence[Candidate]) -> Seats:
-        shift = self._turn // math.lcm(len(pool.prefills), len(pool.decodes))
-        source = self._policies[InstanceType.PREFILL].choose(wish.request, sources, self._turn)
-        target = self._policies[InstanceType.DECODE].choose(wish.request, targets, self._turn + shift)
+        shift = self._turn // pool.period
+        source = self._prefill_policy.choose(wish.request, sources, self._turn)
+        target = self._decode_policy.choose(wish.request, targets, self._turn + shift)
         self._loads.take(source.slot)
         self._loads.take(target.slot)
-        pair = Pair(source.instance, target.instance, self._rank(source.instance), self._rank(target.instance))
-        return Seats(self, pair, source.slot, target.slot)
+        return Seats(self, self._pair(source, target), source.slot, target.slot)
 
     def _alone(self, wish: Wish, now: float) -> Seats | Missing | Busy:
         found = self._candidates(self._decodes, wish, now)
-        if isinstance(found, Missing | Busy):
+        if isinstance(found, _NO_SEATS):
             return found
         self._turn += 1
-        target = self._policies[InstanceType.DECODE].choose(wish.request, found, self._turn)
+        target = self._decode_policy.choose(wish.request, found, self._turn)
         self._loads.take(target.slot)
-        return Seats(self, Pair(None, target.instance, None, self._rank(target.instance)), None, target.slot)
+        return Seats(self, self._pair(None, target), None, target.slot)
+
+    def _pair(self, source: Candidate | None, target: Candidate) -> Pair:
+        """The same two are the same pair each time, as long as nothing changes."""
+        source_rank = None if source is None else self._rank(source.instance)
+        target_rank = self._rank(target.instance)
+        key = (source, target, source_rank, target_rank)
+        pair = self._pairs.get(key)
+        if pair is None:
+            if len(self._pairs) >= _MOST_PAIRS:
+                self._pairs.clear()
+            prefill = None if source is None else source.instance
+            pair = self._pairs[key] = Pair(prefill, target.instance, source_rank, target_rank)
+        return pair
 
     def _share(self, pools: list[tuple[Pool, _Side, _Side]]) -> tuple[Pool, _Side, _Side]:
         """Each pool has as large a share of the requests as it has of the prefill instances."""
@@ -197,23 +217,25 @@ class Chooser:
         return shares[self._turn % len(shares)]
 
     def _candidates(self, side: _Side, wish: Wish, now: float) -> Sequence[Candidate] | Missing | Busy:
-        loads, avoid = self._loads, wish.avoid
-        usable = [(i, slot) for i, slot in side.places if i.http_address not in avoid] if avoid else side.places
-        reachable = [place for place in usable if place[0].aside_until <= now] or usable
+        found: Sequence[Candidate] = side.places
+        if wish.avoid:
+            found = [place for place in found if place.instance.http_address not in wish.avoid]
+        if side.aside_until > now:
+            found = [place for place in found if place.instance.aside_until <= now] or found
         if wish.shun:
-            reachable = [place for place in reachable if place[0].http_address not in wish.shun] or reachable
-        if not reachable:
+            found = [place for place in found if place.instance.http_address not in wish.shun] or found
+        if not found:
             return Missing("no other instance is left to try")
-        found = [Candidate(i, slot, loads.of(slot)) for i, slot in reachable]
         if side.cap < math.inf:
-            found = [candidate for candidate in found if candidate.load < side.cap]
-        return found or Busy(side.places[0][0].type)
+            found = [place for place in found if place.load < side.cap]
+        return found or Busy(side.places[0].instance.type)
 
     def _side(self, instances: tuple[Instance, ...]) -> _Side:
         is_prefill = bool(instances) and instances[0].type is InstanceType.PREFILL
         cap = self._settings.max_per_prefill if is_prefill else self._settings.max_per_decode
-        places = tuple((instance, self._slots.slot_of(instance_key(instance.registration))) for instance in instances)
-        return _Side(places, cap or math.inf)
+        load_of, slots = self._loads.of, self._slots
+        places = tuple(Candidate(i, slots.slot_of(instance_key(i.registration)), load_of) for i in instances)
+        return _Side(places, cap or math.inf, max((i.aside_until for i in instances), default=-math.inf))
 
     def _rank(self, instance: Instance) -> int | None:
         """The data-parallel rank with the fewest requests of ours; of equal ones, the next. None without a choice."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable
 
@@ -24,10 +23,10 @@ from kvbaton.router.choosing import Busy, Chooser, Missing, Seats, Wish
 from kvbaton.router.http.client_connection import ClientConnection
 from kvbaton.router.http.messages import Answer, Request, Response, head_lines, is_header_value
 from kvbaton.router.http.upstream import Upstream
-from kvbaton.router.job import Job, new_job
+from kvbaton.router.job import Digits, Job, new_job
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import RouteRequest
-from kvbaton.router.routed import RoutedTransfers
+from kvbaton.router.routed import TransferBook
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.waiting import Waiting
 
@@ -56,7 +55,7 @@ class Dispatcher:
         chooser: Chooser,
         upstream: Upstream,
         metrics: RouterMetrics,
-        routed: RoutedTransfers,
+        routed: TransferBook,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -66,6 +65,7 @@ class Dispatcher:
         self.metrics = metrics
         self.routed = routed
         self.clock = clock
+        self.digits = Digits()
         self.waiting = Waiting(settings.queue_limit)
         self._in_flight = 0
         self._limit = LogLimit()
@@ -73,7 +73,8 @@ class Dispatcher:
         names = [
             name.lower() for name in settings.forward_headers if not (settings.api_keys and name.lower() == "authorization")
         ]
-        self._forwarded = [(name.encode(), name.encode()) for name in names]
+        self._forwarded = tuple(name.encode() for name in names)
+        self._forwarded_names = frozenset(self._forwarded)
         key = settings.instance_api_key
         self._instance_lines = head_lines({"Authorization": f"Bearer {key}"}) if key is not None else b""
 
@@ -113,7 +114,9 @@ class Dispatcher:
     def forwarded_lines(self, request: Request) -> bytes:
         """The client's headers that instances may see, as lines."""
         headers = request.headers
-        found = [b"%b: %b\r\n" % (name, headers[key]) for key, name in self._forwarded if key in headers]
+        if self._forwarded_names.isdisjoint(headers):
+            return self._instance_lines
+        found = [b"%b: %b\r\n" % (name, headers[name]) for name in self._forwarded if name in headers]
         if self._instance_lines:
             found = [line for line in found if not line.startswith(b"authorization:")]
         return self._instance_lines + b"".join(found)
@@ -134,29 +137,25 @@ class Dispatcher:
 class Exchange:
     """One client's request and everything it has open."""
 
-    __slots__ = (
-        "_answer_lines", "_arrived", "_attempt", "_attempts", "_avoid", "_body", "_connection", "_dispatcher", "_failure",
-        "_has_begun", "_is_over", "_is_waiting", "_job", "_request", "_shun", "_stale_retries", "_tail",
-    )  # fmt: skip
+    _body: ClientBody | None = None
+    _attempt: Attempt | None = None
+    _job: Job | None = None
+    _failure: Failure | None = None
+    _avoid: frozenset[str] = frozenset()
+    _shun: frozenset[str] = frozenset()
+    _attempts = 0
+    _stale_retries = 0
+    _answer_lines = b""
+    _tail = b""
+    _has_begun = False
+    _is_waiting = False
+    _is_over = False
 
     def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: Request) -> None:
         self._dispatcher = dispatcher
         self._connection = connection
         self._request = request
         self._arrived = dispatcher.clock()
-        self._body: ClientBody | None = None
-        self._attempt: Attempt | None = None
-        self._job: Job | None = None
-        self._failure: Failure | None = None
-        self._avoid: set[str] = set()
-        self._shun: set[str] = set()
-        self._attempts = 0
-        self._stale_retries = 0
-        self._answer_lines = b""
-        self._tail = b""
-        self._has_begun = False
-        self._is_waiting = False
-        self._is_over = False
 
     def begin(self) -> None:
         """Read the request and find it a pair."""
@@ -290,7 +289,7 @@ class Exchange:
             dispatcher.metrics.add("retries")
         if seats.pair.prefill is None:
             dispatcher.metrics.add("local_prefills")
-        job = self._job = new_job(request.path, self._body, seats.pair, dispatcher.forwarded_lines(request))
+        job = self._job = new_job(request.path, self._body, seats.pair, dispatcher.forwarded_lines(request), dispatcher.digits)
         self._answer_lines = job.answer_lines(self._client_request_id())
         dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
         self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
@@ -298,7 +297,7 @@ class Exchange:
 
     def _client_request_id(self) -> str:
         given = self._request.header(b"x-request-id")
-        return given[:_MAX_ECHO] if given is not None and is_header_value(given) else secrets.token_hex(16)
+        return given[:_MAX_ECHO] if given is not None and is_header_value(given) else self._dispatcher.digits.take()
 
     def _may_try_again(self, failure: Failure) -> bool:
         self._failure = failure
@@ -309,11 +308,11 @@ class Exchange:
             return False
         if isinstance(failure.said, Answer) and failure.said.status not in _TRIED_AGAIN:
             return False
-        self._avoid.add(failure.instance.http_address)
+        self._avoid |= {failure.instance.http_address}
         pair = self._job.pair if self._job is not None else None
         is_push = pair is not None and pair.transfer_mode is TransferMode.WRITE
         if failure.side is InstanceType.DECODE and is_push and pair is not None and pair.prefill is not None:
-            self._shun.add(pair.prefill.http_address)
+            self._shun |= {pair.prefill.http_address}
         return True
 
     def _note(self, failure: Failure) -> None:

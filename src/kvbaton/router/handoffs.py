@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from itertools import islice
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -24,7 +23,7 @@ from kvbaton.observe.story import Account, tell_story
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.http.messages import Answer, Request, Response
 from kvbaton.router.http.upstream import Upstream, fetch
-from kvbaton.router.routed import Routed, RoutedTransfers
+from kvbaton.router.routed import Routed, TransferBook
 
 __all__ = ["HandoffFace"]
 
@@ -43,7 +42,7 @@ class HandoffFace:
         self,
         registry: Registry,
         upstream: Upstream,
-        routed: RoutedTransfers,
+        routed: TransferBook,
         timeout_s: float,
         is_shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -59,7 +58,7 @@ class HandoffFace:
     def newest(self, _request: Request) -> Response:
         """GET /handoffs."""
         now = self._clock()
-        newest = [_line(routed, now) for routed in islice(reversed(self._routed), _MOST_LISTED)]
+        newest = [_line(routed, now) for routed in self._routed.newest(_MOST_LISTED)]
         return json_response({"handoffs": newest})
 
     async def one(self, request: Request) -> Response:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
-from kvbaton.core.addresses import make_request_id
-from kvbaton.discovery.messages import Dispatch, TransferMode
+from kvbaton.discovery.messages import Dispatch
 from kvbaton.discovery.registry import Instance
-from kvbaton.router.bodies import (
-    ClientBody,
-    Peer,
-    bootstrap_body,
-    decode_body,
-    plain_body,
-    prefill_body,
-    push_params,
-)
-from kvbaton.router.http.messages import request_head
+from kvbaton.router.bodies import ClientBody, bootstrap_body, decode_body, plain_body, prefill_body, transfer_params
 from kvbaton.router.policy import Pair
 
-__all__ = ["Job", "new_job"]
+__all__ = ["Digits", "Job", "new_job"]
 
 _ROOM_BITS = 63
+_ID_DIGITS = 32
+_DRAWN_BYTES = 2048
+
+
+class Digits:
+    """Random hex digits for ids, drawn from the system in large pieces."""
+
+    def __init__(self) -> None:
+        self._drawn = ""
+        self._next = 0
+
+    def take(self) -> str:
+        """32 digits that nobody has had."""
+        start = self._next
+        if start >= len(self._drawn):
+            self._drawn, start = os.urandom(_DRAWN_BYTES).hex(), 0
+        self._next = start + _ID_DIGITS
+        return self._drawn[start : start + _ID_DIGITS]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -49,66 +56,46 @@ class Job(msgspec.Struct, frozen=True):
 
     def prefill_payload(self) -> bytes:
         """To the prefill instance."""
-        in_push = self.pair.transfer_mode is TransferMode.WRITE
-        target = self._peer(self.pair.decode)
-        content = prefill_body(self.body, self.transfer_id, target, in_push=in_push)
-        return self._payload(self._source, self.pair.prefill_dp_rank, content)
+        wording = self.pair.wording
+        return self._payload(wording.prefill_head, prefill_body(self.body, wording.prefill_params.under(self.transfer_id)))
 
     def push_payload(self) -> bytes:
         """To the decode instance, before prefill has answered."""
-        source = self._peer(self._source)
-        content = decode_body(self.body, push_params(self.transfer_id, source), source)
-        return self._payload(self.pair.decode, self.pair.decode_dp_rank, content)
+        wording = self.pair.wording
+        return self._payload(wording.decode_head, decode_body(self.body, wording.push_params.under(self.transfer_id)))
 
-    def pull_payload(self, params: Mapping[str, Any]) -> bytes:
-        """To the decode instance, with what prefill has answered."""
-        content = decode_body(self.body, params, self._peer(self._source))
-        return self._payload(self.pair.decode, self.pair.decode_dp_rank, content)
+    def pull_payload(self, answer: bytes) -> bytes:
+        """To the decode instance, with what prefill has answered. Raises ProtocolError when that names no hand-off."""
+        wording = self.pair.wording
+        return self._payload(wording.decode_head, decode_body(self.body, transfer_params(answer, wording.source_dp_size)))
 
     def local_payload(self) -> bytes:
         """To a decode instance that prefills by itself."""
-        return self._payload(self.pair.decode, self.pair.decode_dp_rank, plain_body(self.body))
+        return self._payload(self.pair.wording.decode_head, plain_body(self.body))
 
     def bootstrap_payload(self, instance: Instance) -> bytes:
         """To either SGLang instance."""
-        host = self._source.http_address.rpartition(":")[0]
-        content = bootstrap_body(self.body, host, self._source.registration.bootstrap_port or None, self.rooms)
-        rank = self.pair.prefill_dp_rank if instance is self.pair.prefill else self.pair.decode_dp_rank
-        return self._payload(instance, rank, content)
+        source, wording = self.pair.prefill, self.pair.wording
+        assert source is not None  # noqa: S101
+        host = source.http_address.rpartition(":")[0]
+        content = bootstrap_body(self.body, host, source.registration.bootstrap_port or None, self.rooms)
+        return self._payload(wording.prefill_head if instance is source else wording.decode_head, content)
 
     def answer_lines(self, request_id: str) -> bytes:
         """The headers that tell the client what became of its request; `request_id` is its own, or new."""
-        pair = self.pair
-        source = "" if pair.prefill is None else f"X-KVBaton-Prefill: {pair.prefill.http_address}\r\n"
-        mode = "local" if pair.prefill is None else pair.transfer_mode.mode
-        return (
-            f"X-Request-Id: {request_id}\r\nX-KVBaton-Transfer: {self.transfer_id}\r\n{source}"
-            f"X-KVBaton-Decode: {pair.decode.http_address}\r\nX-KVBaton-Mode: {mode}\r\n"
-        ).encode("latin-1", "replace")
+        ids = f"X-Request-Id: {request_id}\r\nX-KVBaton-Transfer: {self.transfer_id}\r\n"
+        return ids.encode("latin-1", "replace") + self.pair.wording.answer_lines
 
-    @property
-    def _source(self) -> Instance:
-        assert self.pair.prefill is not None  # noqa: S101
-        return self.pair.prefill
-
-    def _peer(self, instance: Instance) -> Peer:
-        registration = instance.registration
-        return Peer(registration.dp_size, registration.tp_size, self.pair.prefill_dp_rank)
-
-    def _payload(self, instance: Instance, dp_rank: int | None, content: bytes) -> bytes:
-        lines = self.lines if dp_rank is None else b"%bX-Data-Parallel-Rank: %d\r\n" % (self.lines, dp_rank)
-        return request_head("POST", self.path, instance.http_address, len(content), lines) + content
+    def _payload(self, head: bytes, content: bytes) -> bytes:
+        start = b"POST %b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n"
+        return start % (self.path.encode(), head, self.lines, len(content)) + content
 
 
-def new_job(path: str, body: ClientBody, pair: Pair, forwarded: bytes) -> Job:
+def new_job(path: str, body: ClientBody, pair: Pair, forwarded: bytes, digits: Digits) -> Job:
     """A job under ids that nobody has used; `forwarded` are the client's headers that instances may see."""
-    tail = secrets.token_hex(32)
-    request_id = tail[:32]
-    if pair.prefill is not None:
-        request_id = make_request_id(pair.prefill.zmq_address, pair.decode.zmq_address, request_id)
-    lines = b"Content-Type: application/json\r\nX-Request-Id: %b\r\n%b" % (request_id.encode(), forwarded)
+    lines = pair.wording.request_id_line(digits.take()) + forwarded
     rooms: list[int] | int = 0
     if pair.decode.registration.dispatch is Dispatch.BOOTSTRAP:
         batch = body.batch_size()
         rooms = secrets.randbits(_ROOM_BITS) if batch is None else [secrets.randbits(_ROOM_BITS) for _ in range(batch)]
-    return Job(path, body, pair, f"tx-{tail[32:]}", lines, rooms)
+    return Job(path, body, pair, f"tx-{digits.take()}", lines, rooms)

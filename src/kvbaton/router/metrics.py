@@ -60,6 +60,7 @@ class RouterMetrics:
             for i, path in enumerate(_PATHS)
             for j, status in enumerate(_STATUSES)
         }
+        self._answer_columns = {(path, 200): self._request_columns[path, "2xx"] for path in _PATHS}
         self._prometheus = CollectorRegistry()
         self._prometheus.register(_Collector(self, registry, clock))
 
@@ -71,6 +72,14 @@ class RouterMetrics:
         """A request was answered, or its client went away; an unknown path counts as `other`."""
         column = self._request_columns.get((path, status))
         self._cells[self._request_columns["other", status] if column is None else column] += 1
+
+    def count_answer(self, path: str, status: int) -> None:
+        """A request was answered with this status."""
+        column = self._answer_columns.get((path, status))
+        if column is None:
+            self.count_request(path, f"{status // 100}xx")
+        else:
+            self._cells[column] += 1
 
     def see_first_byte(self, seconds: float) -> None:
         """A request's first byte came after so long."""

@@ -6,9 +6,10 @@ load of each candidate: the requests of all processes of this router there.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import msgspec
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.settings import PolicyName
+from kvbaton.router.wording import Wording
 
 __all__ = [
     "Candidate",
@@ -51,26 +53,51 @@ class RouteRequest(msgspec.Struct, frozen=True):
         return b""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class Pair:
     """The two instances that serve one request; they hand over in the same mode. Without `prefill`, decode does it all."""
 
-    prefill: Instance | None
-    decode: Instance
-    prefill_dp_rank: int | None = None
-    decode_dp_rank: int | None = None
+    __slots__ = ("_wording", "decode", "decode_dp_rank", "prefill", "prefill_dp_rank")
+
+    def __init__(
+        self,
+        prefill: Instance | None,
+        decode: Instance,
+        prefill_dp_rank: int | None = None,
+        decode_dp_rank: int | None = None,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.prefill_dp_rank = prefill_dp_rank
+        self.decode_dp_rank = decode_dp_rank
+        self._wording: Wording | None = None
 
     @property
     def transfer_mode(self) -> TransferMode:
         """How the two hand over."""
         return self.decode.transfer_mode
 
+    @property
+    def wording(self) -> Wording:
+        """What all requests to this pair have in common; made when first asked for."""
+        if self._wording is None:
+            self._wording = Wording(self.prefill, self.decode, self.prefill_dp_rank, self.decode_dp_rank)
+        return self._wording
 
-class Candidate(msgspec.Struct, frozen=True):
-    """An instance that may be chosen: the slot in which its load is counted, and that load."""
 
-    instance: Instance
-    slot: int
-    load: int
+class Candidate:
+    """An instance that may be chosen, and the slot in which its load is counted; `load_of` tells the load of a slot."""
+
+    __slots__ = ("_load_of", "instance", "slot")
+
+    def __init__(self, instance: Instance, slot: int, load_of: Callable[[int], int]) -> None:
+        self.instance = instance
+        self.slot = slot
+        self._load_of = load_of
+
+    @property
+    def load(self) -> int:
+        """The requests that it has now."""
+        return self._load_of(self.slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +108,8 @@ class Pool:
     dispatch: Dispatch
     prefills: tuple[Instance, ...]
     decodes: tuple[Instance, ...]
+    period: int
+    """After so many requests in turn, the same two would meet again."""
 
 
 class Policy(Protocol):
@@ -105,8 +134,9 @@ class LeastLoaded:
         """The one with the fewest requests."""
         if len(candidates) == 1:
             return candidates[0]
-        least = min([candidate.load for candidate in candidates])
-        equals = [candidate for candidate in candidates if candidate.load == least]
+        loads = [candidate.load for candidate in candidates]
+        least = min(loads)
+        equals = [candidate for candidate, load in zip(candidates, loads, strict=True) if load == least]
         return equals[turn % len(equals)]
 
 
@@ -179,10 +209,13 @@ def _pointed_at(pieces: Sequence[int], candidates: Sequence[Candidate]) -> Candi
 
 def pools_of(live: Sequence[Instance]) -> list[Pool]:
     """The instances that can be paired, by the way in which they hand over."""
-    pools = [
-        Pool(mode, way, *(_of(live, kind, mode, way) for kind in InstanceType)) for mode in TransferMode for way in Dispatch
-    ]
-    return [pool for pool in pools if pool.prefills and pool.decodes]
+    pools = []
+    for mode in TransferMode:
+        for way in Dispatch:
+            prefills, decodes = (_of(live, kind, mode, way) for kind in InstanceType)
+            if prefills and decodes:
+                pools.append(Pool(mode, way, prefills, decodes, math.lcm(len(prefills), len(decodes))))
+    return pools
 
 
 def missing_sides(live: Sequence[Instance]) -> str:

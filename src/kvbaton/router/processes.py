@@ -2,8 +2,10 @@
 
 The first process owns the discovery socket and starts the workers, which bind the same port; the kernel spreads
 connections over them. It passes on each registration that may matter, with the slot in which the instance's load is
-counted. Workers are forked before there are threads or an event loop, and begin with nothing but the board and their end
-of a socket. A worker that dies is replaced; workers end when the first process does.
+counted. A worker that could not reach an instance, or reached it again, tells the first process, which tells the others: what
+one has found out none must find out again. Workers are forked before there are threads or an event loop, and begin with
+nothing but the memory that all share and their end of a socket. A worker that dies is replaced; workers end when the first
+process does.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,12 +28,13 @@ import uvloop
 
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Registration, decode_registration, encode_registration
-from kvbaton.discovery.registry import Outcome, Refreshed, Registry
+from kvbaton.discovery.registry import Instance, Outcome, Refreshed, Refused, Registry, Standing
 from kvbaton.discovery.static import StaticInstances
 from kvbaton.errors import ConfigError
 from kvbaton.router.app import MAX_SLOTS, RouterCore, new_board
 from kvbaton.router.board import Board, Loads
 from kvbaton.router.metrics import COLUMNS, GAUGES, write_messages
+from kvbaton.router.routed import Rings
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook, instance_key
 
@@ -46,11 +50,17 @@ _MAX_MESSAGE = 65536
 _READY = b"ready"
 
 
-class _News(msgspec.Struct, array_like=True):
+class _News(msgspec.Struct, array_like=True, tag="news"):
     """One registration for the workers, and the slot of its instance."""
 
     slot: int
     frame: bytes
+
+
+class _Held(msgspec.Struct, array_like=True, tag="held"):
+    """What is held against an instance, from a worker to the first process and from there to the others."""
+
+    standing: Standing
 
 
 @dataclass(slots=True)
@@ -82,12 +92,35 @@ def run_processes(settings: RouterSettings, ready: Callable[[], None] | None = N
     return _Head(settings).run(ready)
 
 
+class _Sharer(Registry):
+    """A worker's registry: what is held against instances, the others are told too."""
+
+    def __init__(self, settings: RouterSettings, tell: Callable[[Standing], None]) -> None:
+        super().__init__(settings.transfer_mode, settings.expire_after_s)
+        self._tell = tell
+
+    def report_lost(self, instance: Instance, now: float) -> float | None:
+        """Put an instance aside, here and in the other processes."""
+        aside_s = super().report_lost(instance, now)
+        if aside_s is not None:
+            self._tell(self.standing(instance, now))
+        return aside_s
+
+    def report_heard(self, instance: Instance) -> bool:
+        """Forget what was held against an instance, here and in the other processes."""
+        was_held = super().report_heard(instance)
+        if was_held:
+            self._tell(self.standing(instance, time.monotonic()))
+        return was_held
+
+
 class _Head:
     """The first process."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._board = new_board(settings.processes + 1)
+        self._rings = Rings(settings.processes)
         self._slots = SlotBook(MAX_SLOTS)
         self._loads = Loads(self._board, settings.processes, COLUMNS)
         self._workers: list[_Worker] = []
@@ -113,7 +146,7 @@ class _Head:
                     ready()
                 while not self._stopping:
                     self._look(registry, listener, static)
-                    time.sleep(_LOOK_S)
+                    self._hear_workers(registry)
         finally:
             self._end_workers()
         return 0
@@ -138,17 +171,44 @@ class _Head:
         """Pass on what changes something at once, and heartbeats often enough."""
         key = instance_key(message)
         with self._lock:
-            if isinstance(outcome, Refreshed) and now - self._told.get(key, float("-inf")) < _TELL_AGAIN_S:
+            if isinstance(outcome, Refreshed | Refused) and now - self._told.get(key, float("-inf")) < _TELL_AGAIN_S:
                 return
             self._told[key] = now
             for worker in self._workers:
                 self._send_to(worker, message)
 
     def _send_to(self, worker: _Worker, message: Registration) -> None:
+        self._send(worker, _News(self._slots.slot_of(instance_key(message)), encode_registration(message)))
+
+    def _send(self, worker: _Worker, news: _News | _Held) -> None:
         """A worker that does not keep up misses a heartbeat; the next one comes soon."""
-        news = _News(self._slots.slot_of(instance_key(message)), encode_registration(message))
         with contextlib.suppress(OSError):
             worker.channel.send(msgspec.msgpack.encode(news))
+
+    def _hear_workers(self, registry: Registry) -> None:
+        """For a moment, hear what workers say about instances."""
+        channels = {worker.channel: worker for worker in self._workers}
+        for channel in select.select(list(channels), [], [], _LOOK_S)[0]:
+            try:
+                content = channel.recv(_MAX_MESSAGE)
+            except OSError:
+                content = b""
+            if not content:
+                time.sleep(_LOOK_S)
+            elif content != _READY:
+                self._pass_on(content, channels[channel], registry)
+
+    def _pass_on(self, content: bytes, sender: _Worker, registry: Registry) -> None:
+        try:
+            held = msgspec.msgpack.decode(content, type=_Held)
+        except msgspec.MsgspecError:
+            _logger.error("router: process %d says: %s", sender.pid, content.decode(errors="replace"))
+            return
+        registry.adopt(held.standing, time.monotonic())
+        with self._lock:
+            for worker in self._workers:
+                if worker is not sender:
+                    self._send(worker, held)
 
     def _replace_dead(self, registry: Registry, now: float) -> None:
         for index, worker in enumerate(self._workers):
@@ -164,6 +224,8 @@ class _Head:
                 self._workers[index] = self._start(worker.row)
             for instance in registry.live(now):
                 self._send_to(self._workers[index], instance.registration)
+                if instance.strikes:
+                    self._send(self._workers[index], _Held(registry.standing(instance, now)))
 
     def _start(self, row: int) -> _Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -174,7 +236,7 @@ class _Head:
             ours.close()
             for worker in self._workers:
                 worker.channel.close()
-            os._exit(_run_worker(self._settings, self._board, row, theirs))
+            os._exit(_run_worker(self._settings, self._board, self._rings, row, theirs))
         theirs.close()
         ours.setblocking(False)
         return _Worker(row, pid, ours, time.monotonic())
@@ -210,22 +272,22 @@ class _Head:
             worker.channel.close()
 
 
-def _run_worker(settings: RouterSettings, board: Board, row: int, channel: socket.socket) -> int:
+def _run_worker(settings: RouterSettings, board: Board, rings: Rings, row: int, channel: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_work(settings, board, row, channel))
+            runner.run(_work(settings, board, rings, row, channel))
     except Exception:
         _logger.exception("router: a process failed; this is a bug")
         return 1
     return 0
 
 
-async def _work(settings: RouterSettings, board: Board, row: int, channel: socket.socket) -> None:
+async def _work(settings: RouterSettings, board: Board, rings: Rings, row: int, channel: socket.socket) -> None:
     """One worker: serve the port with what the first process tells, until it is asked to stop or the first one is gone."""
-    registry = Registry(settings.transfer_mode, settings.expire_after_s)
-    core = RouterCore(settings, registry, board, row)
+    registry = _Sharer(settings, lambda standing: _tell_head(channel, standing))
+    core = RouterCore(settings, registry, board, row, rings)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
@@ -259,11 +321,20 @@ def _hear(channel: socket.socket, core: RouterCore, stopping: asyncio.Event) -> 
     if not content:
         stopping.set()
         return
-    news = msgspec.msgpack.decode(content, type=_News)
+    news = msgspec.msgpack.decode(content, type=_News | _Held)
+    if isinstance(news, _Held):
+        core.registry.adopt(news.standing, time.monotonic())
+        return
     message = decode_registration(news.frame)
     if isinstance(message, Registration):
         core.slots.assign(instance_key(message), news.slot)
         core.registry.register(message, time.monotonic())
+
+
+def _tell_head(channel: socket.socket, standing: Standing) -> None:
+    """The first process may be busy; then the others find out by themselves."""
+    with contextlib.suppress(OSError):
+        channel.send(msgspec.msgpack.encode(_Held(standing)))
 
 
 def _check_port(settings: RouterSettings) -> None:

@@ -1,15 +1,29 @@
-"""Which pair of instances a transfer was routed to; the newest transfers only."""
+"""Which pair of instances a transfer was routed to; the newest transfers only, of this process or of all that share a port."""
 
 from __future__ import annotations
 
+import heapq
+import mmap
+import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Protocol
 
 import msgspec
 
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.router.policy import Pair
+from kvbaton.router.slots import InstanceKey, SlotBook, instance_key
 
-__all__ = ["Routed", "RoutedTransfers"]
+__all__ = ["Rings", "Routed", "RoutedTransfers", "SharedTransfers", "TransferBook"]
+
+_CELL = struct.Struct("=d16sHHII")
+_RING = 2048
+_NOBODY = 0xFFFF
+_PREFIX = "tx-"
+_MOST_CODES = 4096
 
 
 class Routed(msgspec.Struct, frozen=True):
@@ -20,8 +34,21 @@ class Routed(msgspec.Struct, frozen=True):
     arrived: float
 
 
+class TransferBook(Protocol):
+    """Remembers transfers. Belongs to the event loop's thread."""
+
+    def add(self, transfer_id: str, pair: Pair, arrived: float) -> None:
+        """Remember a transfer, and forget the oldest one when there are too many."""
+
+    def get(self, transfer_id: str) -> Routed | None:
+        """The transfer of that id; None when it is not known, or not any more."""
+
+    def newest(self, count: int) -> list[Routed]:
+        """The newest transfers, the very newest first."""
+
+
 class RoutedTransfers:
-    """The newest `limit` transfers that this router has made. Belongs to the event loop's thread."""
+    """The newest `limit` transfers that this process has made."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
@@ -37,8 +64,113 @@ class RoutedTransfers:
         """The transfer of that id; None when it is not known, or not any more."""
         return self._by_id.get(transfer_id)
 
+    def newest(self, count: int) -> list[Routed]:
+        """The newest transfers, the very newest first."""
+        return [routed for routed, _ in zip(reversed(self._by_id.values()), range(count), strict=False)]
+
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __reversed__(self) -> Iterator[Routed]:
-        return reversed(self._by_id.values())
+
+class _Cell(msgspec.Struct, frozen=True):
+    """One transfer as it is shared: slots of the board in place of instances, and digests that tell when a slot has changed."""
+
+    arrived: float
+    id_bytes: bytes
+    prefill_slot: int
+    decode_slot: int
+    prefill_digest: int
+    decode_digest: int
+
+
+class Rings:
+    """Memory that children of this process share: for each of `rows` processes, a ring of its newest transfers."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._memory = mmap.mmap(-1, rows * _RING * _CELL.size)
+
+    def write(self, row: int, number: int, cell: bytes) -> None:
+        """Put a process's transfer of that number into its ring."""
+        start = (row * _RING + number % _RING) * _CELL.size
+        self._memory[start : start + _CELL.size] = cell
+
+    def cells(self) -> Iterator[_Cell]:
+        """Every transfer of every process; one that is being written just now may be missing or garbled."""
+        for values in _CELL.iter_unpack(self._memory[:]):
+            if values[0]:
+                yield _Cell(*values)
+
+
+class SharedTransfers:
+    """The newest transfers of all processes of a router; this one writes `row` of `rings`.
+
+    An instance is written as its slot, on which all processes agree; what has become of it is looked up when it is read.
+    """
+
+    def __init__(self, rings: Rings, row: int, slots: SlotBook, registry: Registry) -> None:
+        self._rings = rings
+        self._row = row
+        self._slots = slots
+        self._registry = registry
+        self._number = 0
+        self._codes: dict[Pair, tuple[int, int, int, int]] = {}
+
+    def add(self, transfer_id: str, pair: Pair, arrived: float) -> None:
+        """Remember a transfer; the oldest one of this process gives way."""
+        code = self._codes.get(pair)
+        if code is None:
+            if len(self._codes) >= _MOST_CODES:
+                self._codes.clear()
+            code = self._codes[pair] = self._code(pair)
+        id_bytes = bytes.fromhex(transfer_id.removeprefix(_PREFIX))
+        self._rings.write(self._row, self._number, _CELL.pack(arrived, id_bytes, *code))
+        self._number += 1
+
+    def get(self, transfer_id: str) -> Routed | None:
+        """The transfer of that id; None when it is not known, or not any more."""
+        try:
+            wanted = bytes.fromhex(transfer_id.removeprefix(_PREFIX))
+        except ValueError:
+            return None
+        found = next((cell for cell in self._rings.cells() if cell.id_bytes == wanted), None)
+        return None if found is None else self._routed(found)
+
+    def newest(self, count: int) -> list[Routed]:
+        """The newest transfers, the very newest first."""
+        return [self._routed(cell) for cell in heapq.nlargest(count, self._rings.cells(), key=_arrival)]
+
+    def _code(self, pair: Pair) -> tuple[int, int, int, int]:
+        decode = instance_key(pair.decode.registration)
+        if pair.prefill is None:
+            return _NOBODY, self._slots.slot_of(decode), 0, _digest(decode)
+        prefill = instance_key(pair.prefill.registration)
+        return self._slots.slot_of(prefill), self._slots.slot_of(decode), _digest(prefill), _digest(decode)
+
+    def _routed(self, cell: _Cell) -> Routed:
+        prefill = None
+        if cell.prefill_slot != _NOBODY:
+            prefill = self._instance(cell.prefill_slot, cell.prefill_digest, InstanceType.PREFILL)
+        decode = self._instance(cell.decode_slot, cell.decode_digest, InstanceType.DECODE)
+        return Routed(f"{_PREFIX}{cell.id_bytes.hex()}", Pair(prefill, decode), cell.arrived)
+
+    def _instance(self, slot: int, digest: int, kind: InstanceType) -> Instance:
+        """Who has the slot, if that is still the one that was written; else somebody who is not there any more."""
+        key = self._slots.key_of(slot)
+        if key is None or _digest(key) != digest:
+            key = ("forgotten", str(kind), "")
+        known = self._registry.find(key[0], kind)
+        if known is not None and known.registration.incarnation == key[2]:
+            return known
+        mode = TransferMode.WRITE
+        return Instance(
+            Registration(type=kind, http_address=key[0], zmq_address="", transfer_mode=mode, incarnation=key[2]), 0, 0
+        )
+
+
+def _digest(key: InstanceKey) -> int:
+    return zlib.crc32("\n".join(key).encode())
+
+
+def _arrival(cell: _Cell) -> float:
+    return cell.arrived

@@ -90,7 +90,7 @@ class Routes:
 
     def count(self, path: str, status: int) -> None:
         """An answer was sent."""
-        self._metrics.count_request(_label(path), f"{status // 100}xx")
+        self._metrics.count_answer(path if path in COMPLETION_PATHS else _label(path), status)
 
     def close(self) -> None:
         """Give up what is still being answered."""

@@ -41,6 +41,12 @@ class SlotBook:
         """Use the slot that another process has given to the instance."""
         self._slots[key] = slot
 
+    def key_of(self, slot: int) -> InstanceKey | None:
+        """Whose slot it is; None when it is free, or shared by several."""
+        if slot == self._last:
+            return None
+        return next((key for key, taken in self._slots.items() if taken == slot), None)
+
     def keep(self, live: Collection[InstanceKey], now: float, load_of: Callable[[int], int]) -> None:
         """Keep the slots of `live`, and free those of instances that are gone for good."""
         for key in [key for key in self._slots if key not in live]:

@@ -18,6 +18,7 @@ from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, TransferMode, encode_registration
 from kvbaton.discovery.registry import Registered, Registry
+from kvbaton.discovery.zmtp import encode_frame
 from kvbaton.launch.ports import PortPicker
 from watching import wait_until
 
@@ -218,6 +219,130 @@ def test_a_router_with_a_key_takes_holders_of_the_key_only() -> None:
                 wait_until(lambda: is_live(registry), "the holder of the key registers")
             wait_until(lambda: listener.malformed_total()[Cause.NOT_SEALED] > 0, "the stranger is counted")
         assert not is_live(registry, "10.0.0.1:80")
+
+
+class Recorder:
+    """Stands between an instance and a router, and keeps what the instance says."""
+
+    def __init__(self, router_port: int) -> None:
+        self.heard = b""
+        self._router_port = router_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._listener.settimeout(10)
+
+    def pass_on(self, stopping: threading.Event) -> None:
+        """Pass everything on, both ways, until told to stop."""
+        router = ("127.0.0.1", self._router_port)
+        with self._listener, self._listener.accept()[0] as near, socket.create_connection(router, timeout=10) as far:
+            for sock in (near, far):
+                sock.settimeout(0.01)
+            while not stopping.is_set():
+                self.heard += _copy(near, far)
+                _copy(far, near)
+
+
+def _copy(one: socket.socket, other: socket.socket) -> bytes:
+    try:
+        data = one.recv(65536)
+    except TimeoutError:
+        return b""
+    other.sendall(data)
+    return data
+
+
+def test_what_was_recorded_brings_nobody_back() -> None:
+    """Every byte that an instance has said, on another connection: sealed, but for a nonce that is not this one's."""
+    key = b"k" * 32
+    with listening(cluster_key=key) as (registry, listener, port):
+        recorder = Recorder(port)
+        with in_background(recorder.pass_on), ThreadAnnouncer(GOOD, [f"127.0.0.1:{recorder.port}"], 0.05, cluster_key=key):
+            wait_until(lambda: is_live(registry), "the instance registers through the recorder")
+            seen = registry.live(time.monotonic())[0].last_seen
+            wait_until(lambda: registry.live(time.monotonic())[0].last_seen > seen, "and beats")
+            said = recorder.heard
+        registry.register(msgspec.structs.replace(GOOD, bye=True), time.monotonic())
+        assert not is_live(registry)
+        before = listener.malformed_total()[Cause.NOT_FRESH]
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
+            sender.sendall(said)
+            wait_until(lambda: listener.malformed_total()[Cause.NOT_FRESH] >= before + 2, "all of it is heard")
+        assert not is_live(registry)
+
+
+def test_control_without_a_key_what_was_recorded_counts() -> None:
+    with listening() as (registry, _, port):
+        recorder = Recorder(port)
+        with in_background(recorder.pass_on), ThreadAnnouncer(GOOD, [f"127.0.0.1:{recorder.port}"], 0.05):
+            wait_until(lambda: is_live(registry), "the instance registers through the recorder")
+            said = recorder.heard
+        registry.register(msgspec.structs.replace(GOOD, bye=True), time.monotonic())
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
+            sender.sendall(said)
+            wait_until(lambda: is_live(registry), "it is back")
+
+
+def test_an_instance_is_asked_anew_by_a_router_that_was_restarted() -> None:
+    key, port = b"k" * 32, PortPicker().pick()
+    with ThreadAnnouncer(GOOD, [f"127.0.0.1:{port}"], 0.05, cluster_key=key):
+        for _ in range(2):
+            registry = Registry()
+            with Listener(registry, "127.0.0.1", port, cluster_key=key) as listener:
+                wait_until(lambda registry=registry: is_live(registry), "the instance registers")  # type: ignore[misc]
+                assert listener.malformed_total()[Cause.NOT_SEALED] == 0
+
+
+def ten_thousand(number: int) -> bytes:
+    """Registrations as they go on the wire, one message each."""
+    return b"".join(encode_frame(stranger(n)[0]) for n in range(number, number + 10_000))
+
+
+def test_of_a_flood_only_what_one_sender_may_say_is_looked_at_and_the_rest_is_dropped_and_counted() -> None:
+    """Thirty thousand new instances over one connection, which stands at one moment of time: 200 are heard, 64 of them live."""
+    with listening(clock=lambda: 100.0) as (registry, listener, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as sender:
+            sender.sendall(GREETING + READY)
+            for start in range(0, 30_000, 10_000):
+                sender.sendall(ten_thousand(start))
+            wait_until(lambda: listener.messages_total() == 30_000, "every message is counted", 60)
+        assert len(registry.live(100.0)) == 64
+        assert listener.malformed_total()[Cause.TOO_MANY] == 30_000 - 64
+        listener.take([b"10.0.0.9", encode_registration(GOOD)])
+        assert is_live_at(registry, 100.0)
+
+
+def is_live_at(registry: Registry, now: float) -> bool:
+    return GOOD.http_address in [instance.http_address for instance in registry.live(now)]
+
+
+def test_whoever_keeps_to_the_limit_is_heard_all_the_time() -> None:
+    """The control: the limit is per second, not for good."""
+    now = [0.0]
+    with (
+        listening(clock=lambda: now[0]) as (_, listener, port),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sender,
+    ):
+        sender.sendall(GREETING + READY)
+        for beat in range(1, 9):
+            now[0] = float(beat)
+            sender.sendall(100 * encode_frame(encode_registration(GOOD)))
+            wait_until(lambda beat=beat: listener.messages_total() == 100 * beat, "all are heard")  # type: ignore[misc]
+        assert listener.malformed_total()[Cause.TOO_MANY] == 0
+
+
+def test_a_sender_may_speak_for_others_in_place_of_those_it_has_dropped() -> None:
+    now = [0.0]
+    with (
+        listening(clock=lambda: now[0]) as (_, listener, port),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sender,
+    ):
+        sender.sendall(GREETING + READY + b"".join(encode_frame(stranger(n)[0]) for n in range(70)))
+        wait_until(lambda: listener.messages_total() == 70, "all are heard")
+        assert listener.malformed_total()[Cause.TOO_MANY] == 6
+        now[0] = 61.0
+        sender.sendall(encode_frame(stranger(100)[0]))
+        wait_until(lambda: listener.messages_total() == 71, "one more is heard")
+        assert listener.malformed_total()[Cause.TOO_MANY] == 6
 
 
 def test_a_thousand_instances_are_live_at_once() -> None:

@@ -17,7 +17,7 @@ from kvbaton.router.choosing import Chooser, Seats, Wish
 from kvbaton.router.http.call import Call
 from kvbaton.router.http.messages import Answer
 from kvbaton.router.http.upstream import Upstream
-from kvbaton.router.job import new_job
+from kvbaton.router.job import Digits, new_job
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
@@ -69,7 +69,7 @@ class Rig:
         seats = Chooser(settings, registry, self.loads, SlotBook(8)).choose(Wish(RouteRequest({})), 0.0)
         assert isinstance(seats, Seats)
         self.wire, self.ear = Wire(), Ear()
-        job = new_job("/v1/completions", parse_body(b'{"prompt":"x"}'), seats.pair, b"")
+        job = new_job("/v1/completions", parse_body(b'{"prompt":"x"}'), seats.pair, b"", Digits())
         self.attempt = Attempt(self.ear, cast(Upstream, self.wire), settings, job, seats)
         self.attempt.start()
 

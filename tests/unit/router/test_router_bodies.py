@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.registry import Instance
 from kvbaton.errors import BadRequest, ProtocolError
-from kvbaton.router.bodies import Peer, bootstrap_body, decode_body, parse_body, prefill_body, push_params, transfer_params
+from kvbaton.router.bodies import bootstrap_body, decode_body, parse_body, plain_body, prefill_body, transfer_params
+from kvbaton.router.wording import Wording
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -19,11 +22,32 @@ _JSON = st.recursive(
     max_leaves=6,
 )
 _OURS = {"kv_transfer_params", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens"}
+_PARAMS = b'{"transfer_id":"tx-1"}'
 
 
 def parse(**fields: Any) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(prefill_body(parse_body(json.dumps(fields).encode()), "tx-1", Peer(), in_push=False))
+    body: dict[str, Any] = json.loads(prefill_body(parse_body(json.dumps(fields).encode()), _PARAMS))
     return body
+
+
+def instance(kind: InstanceType, mode: TransferMode, host: str = "10.0.0.1", tp_size: int = 1, dp_size: int = 1) -> Instance:
+    address = f"host:{host},handshake:7001,notify:7001"
+    message = Registration(
+        type=kind,
+        http_address="10.0.0.1:80",
+        zmq_address=address,
+        transfer_mode=mode,
+        tp_size=tp_size,
+        dp_size=dp_size,
+    )
+    return Instance(message, 0.0, 0.0)
+
+
+def told(mode: TransferMode, rank: int | None = None, host: str = "10.0.0.1") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of a prefill instance with tp 2 and of a decode instance with tp 4, in push."""
+    prefill = instance(InstanceType.PREFILL, mode, host, tp_size=2, dp_size=4 if rank is not None else 1)
+    wording = Wording(prefill, instance(InstanceType.DECODE, mode, tp_size=4), rank, None)
+    return json.loads(wording.prefill_params.under("tx-1")), json.loads(wording.push_params.under("tx-1"))
 
 
 @given(
@@ -31,16 +55,43 @@ def parse(**fields: Any) -> dict[str, Any]:
 )
 def test_what_is_not_ours_arrives_unchanged_on_both_sides(fields: dict[str, Any]) -> None:
     body = parse_body(json.dumps(fields).encode())
-    first, second = json.loads(prefill_body(body, "tx-1", Peer(), in_push=False)), json.loads(decode_body(body, {}, Peer()))
+    first, second = json.loads(prefill_body(body, _PARAMS)), json.loads(decode_body(body, _PARAMS))
     assert {k: v for k, v in first.items() if k not in _OURS} == fields
     assert {k: v for k, v in second.items() if k not in _OURS} == fields
-    assert second["kv_transfer_params"] == {"remote_dp_size": 1}
+    assert first["kv_transfer_params"] == second["kv_transfer_params"] == {"transfer_id": "tx-1"}
+    assert json.loads(plain_body(body)) == fields
+
+
+@given(st.dictionaries(st.text(max_size=4), _JSON, max_size=4), st.sampled_from(["", " ", "\n", "\r\n\t "]))
+def test_decode_gets_the_bytes_that_the_client_sent(fields: dict[str, Any], gap: str) -> None:
+    content = json.dumps({**fields, "prompt": "x"}, indent=2).encode() + gap.encode()
+    body = parse_body(content)
+    assert plain_body(body) == content
+    assert decode_body(body, _PARAMS).startswith(content.rstrip()[:-1])
+    assert json.loads(decode_body(body, _PARAMS)) == {**fields, "prompt": "x", "kv_transfer_params": {"transfer_id": "tx-1"}}
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "kv_transfer_param\\u0073", "bootstrap_room", "bootstrap_host"])
+def test_what_chooses_peers_is_taken_out_however_it_is_spelt(name: str) -> None:
+    """The control to the test above: such a body does not go on as it came, not even when the name comes twice."""
+    body = parse_body(
+        b'{"%b":{"transfer_id":"evil"},"prompt":"x","%b":{"transfer_id":"evil"}}' % (name.encode(), name.encode())
+    )
+    for content in (plain_body(body), decode_body(body, _PARAMS), prefill_body(body, _PARAMS)):
+        assert b"evil" not in content
+    assert json.loads(decode_body(body, _PARAMS)) == {"prompt": "x", "kv_transfer_params": {"transfer_id": "tx-1"}}
+
+
+def test_an_empty_object_is_a_body() -> None:
+    assert json.loads(decode_body(parse_body(b"{ }"), _PARAMS)) == {"kv_transfer_params": {"transfer_id": "tx-1"}}
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_than_a_bad_request(content: bytes) -> None:
     with suppress(BadRequest):
-        json.loads(prefill_body(parse_body(content), "tx-1", Peer(), in_push=True).decode(errors="replace"))
+        body = parse_body(content)
+        json.loads(prefill_body(body, _PARAMS).decode(errors="replace"))
+        json.loads(decode_body(body, _PARAMS).decode(errors="replace"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"a":tru}', b'{"a":' + b"[" * 100_000, b"\xff"])
@@ -66,7 +117,7 @@ def test_stream_must_be_a_truth_value(value: object) -> None:
 def test_null_means_absent() -> None:
     body = parse_body(b'{"stream":null,"max_tokens":null}')
     assert not body.stream
-    assert json.loads(decode_body(body, {}, Peer()))["max_tokens"] is None
+    assert json.loads(decode_body(body, _PARAMS))["max_tokens"] is None
 
 
 @pytest.mark.parametrize(("given_value", "sent"), [(0, 0), (1, 1), (7, 1)])
@@ -81,32 +132,41 @@ def test_max_completion_tokens_is_only_sent_where_it_was_given() -> None:
 
 
 def test_in_push_both_sides_know_the_transfer_and_the_size_of_the_other_side() -> None:
-    body = parse_body(b'{"prompt":"x"}')
-    first = json.loads(prefill_body(body, "tx-1", Peer(tp_size=4), in_push=True))["kv_transfer_params"]
-    second = json.loads(decode_body(body, push_params("tx-1", Peer(tp_size=2)), Peer(tp_size=2)))["kv_transfer_params"]
+    first, second = told(TransferMode.WRITE)
     common = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": "tx-1", "remote_dp_size": 1}
     assert first == {"do_remote_decode": True, "do_remote_prefill": False, "remote_tp_size": 4, **common}
-    assert second == {"do_remote_decode": False, "do_remote_prefill": True, "remote_tp_size": 2, **common}
+    where = {"remote_host": "10.0.0.1", "remote_port": 7001}
+    assert second == {"do_remote_decode": False, "do_remote_prefill": True, "remote_tp_size": 2, **where, **common}
+
+
+def test_in_pull_prefill_is_told_no_sizes_of_ranks() -> None:
+    assert "remote_tp_size" not in told(TransferMode.READ)[0]
+
+
+@pytest.mark.parametrize("host", ["::1", "fe80::1", "prefill-0.local", "127.0.0.1"])
+def test_in_push_decode_is_told_where_its_source_listens_as_the_request_id_tells_it(host: str) -> None:
+    assert told(TransferMode.WRITE, host=host)[1]["remote_host"] == host
 
 
 def test_what_prefill_answered_goes_to_decode_byte_for_byte() -> None:
-    params = transfer_params(b'{"id":1,"kv_transfer_params":{"remote_block_ids":[[1,2]],"big":18446744073709551617}}')
-    sent = decode_body(parse_body(b'{"prompt":"x"}'), params, Peer())
-    assert b'{"remote_block_ids":[[1,2]],"big":18446744073709551617,"remote_dp_size":1}' in sent
+    answer = b'{"id":1,"kv_transfer_params":{"remote_block_ids":[[1,2]],"remote_dp_size":9,"big":18446744073709551617}}'
+    sent = decode_body(parse_body(b'{"prompt":"x"}'), transfer_params(answer, 2))
+    assert sent == (
+        b'{"prompt":"x","kv_transfer_params":{"remote_block_ids":[[1,2]],"remote_dp_size":2,"big":18446744073709551617}}'
+    )
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":[1]}'])
 def test_an_answer_without_transfer_params_is_a_protocol_error(answer: bytes) -> None:
     with pytest.raises(ProtocolError):
-        transfer_params(answer)
+        transfer_params(answer, 1)
 
 
 def test_data_parallel_ranks_are_told_in_push() -> None:
-    body, peer = parse_body(b'{"prompt":"x"}'), Peer(dp_size=4, tp_size=2, prefill_dp_rank=3)
-    for content in (prefill_body(body, "tx-1", peer, in_push=True), decode_body(body, push_params("tx-1", peer), peer)):
-        params = json.loads(content)["kv_transfer_params"]
-        assert (params["remote_dp_size"], params["remote_dp_rank"], params["remote_tp_size"]) == (4, 3, 2)
-    assert "remote_dp_rank" not in json.loads(prefill_body(body, "tx-1", peer, in_push=False))["kv_transfer_params"]
+    first, second = told(TransferMode.WRITE, rank=3)
+    assert (first["remote_dp_size"], first["remote_dp_rank"], first["remote_tp_size"]) == (1, 3, 4)
+    assert (second["remote_dp_size"], second["remote_dp_rank"], second["remote_tp_size"]) == (4, 3, 2)
+    assert "remote_dp_rank" not in told(TransferMode.READ, rank=3)[0]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,26 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
-from router_fakes import Router, decode, prefill, routing, run, until, wait_for_ever
+from router_fakes import (
+    FakeInstance,
+    Router,
+    decode,
+    decode_well,
+    free_port,
+    prefill,
+    prefill_well,
+    routing,
+    run,
+    until,
+    wait_for_ever,
+)
 
-from kvbaton.discovery.messages import TransferMode
+from kvbaton.discovery.messages import InstanceType, TransferMode
 
 WRITE = TransferMode.WRITE
 BODY = b'{"prompt":"hello"}'
@@ -261,6 +273,42 @@ async def test_noise_never_kills_it() -> None:
             await asyncio.gather(*(one(number) for number in range(start, start + 20)))
         assert (await router.post({"prompt": "x"}))[0] == 200
         assert await router.metric("kvbaton_router_in_flight_requests") == 0
+
+
+ANSWERS = (
+    b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 25\r\n\r\n{"kv_transfer_params":{}}',
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: x\n\n\r\n0\r\n\r\n",
+)
+
+
+@run
+async def test_instances_that_answer_noise_fail_requests_and_nothing_else() -> None:
+    """Answers with random bytes in them, or cut short: a client hears 200, or a 4xx or 5xx that the router can vouch for."""
+    generator = random.Random(11)
+
+    async def noisy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            content = bytearray(generator.choice(ANSWERS))
+            for _ in range(generator.randint(0, 4)):
+                place = generator.randrange(len(content))
+                content[place : place + generator.randint(0, 3)] = generator.randbytes(generator.randint(0, 3))
+            writer.write(bytes(content[: generator.randint(1, 2 * len(content))]))
+            await writer.drain()
+        writer.close()
+
+    ports = [free_port() for _ in range(2)]
+    servers = [await asyncio.start_server(noisy, "127.0.0.1", port) for port in ports]
+    noise = FakeInstance(InstanceType.PREFILL, prefill_well, ports[0]), FakeInstance(InstanceType.DECODE, decode_well, ports[1])
+    async with routing(*noise, max_attempts=2, prefill_timeout_s=1.0, decode_timeout_s=1.0) as router:
+        replies = await asyncio.gather(*(router.post({"prompt": "x", "stream": bool(n % 2)}) for n in range(300)))
+        assert {status for status, _, _ in replies} >= {200, 502}
+        assert {status // 100 for status, _, _ in replies} <= {2, 3, 4, 5}
+        assert await router.metric("kvbaton_router_in_flight_requests") == 0
+        assert (await router.get("/health"))[0] == 200
+    for server in servers:
+        server.close()
+        await server.wait_closed()
 
 
 @pytest.mark.parametrize(

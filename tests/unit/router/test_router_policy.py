@@ -119,10 +119,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def candidates(*loads: int) -> list[Candidate]:
-    return [
-        Candidate(instance, n, load)
-        for n, (instance, load) in enumerate(zip(instances(PREFILL, len(loads)), loads, strict=True))
-    ]
+    return [Candidate(instance, n, loads.__getitem__) for n, instance in enumerate(instances(PREFILL, len(loads)))]
 
 
 def test_least_loaded_prefers_the_one_with_the_least() -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
+import msgspec
+import pytest
 from router_fakes import free_port
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode, encode_registration
+from kvbaton.discovery.zmtp import encode_frame
 from watching import descendants, wait_until
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 ANSWER = b'{"choices":[],"kv_transfer_params":{"transfer_id":"x"}}'
 SERVER = """
 import http.server, sys, threading, time
@@ -56,10 +65,19 @@ def registration(kind: InstanceType, port: int) -> Registration:
 class Group:
     """A router of several processes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, instances: list[int]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        discovery_port: int,
+        instances: list[int],
+        servers: list[subprocess.Popen[bytes]],
+    ) -> None:
         self.process = process
         self.port = port
         self.instances = instances
+        self.servers = servers
+        self.discovery_port = discovery_port
 
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         try:
@@ -88,7 +106,7 @@ def group(*more: str, processes: int = 2, delay_s: float = 0.0) -> Iterator[Grou
     try:
         for announcer in announcers:
             announcer.start()
-        running = Group(router, ports[2], ports[:2])
+        running = Group(router, ports[2], ports[3], ports[:2], servers)
         for _ in range(8):
             wait_until(lambda: running.ask("/ready")[0] == 200, "every process knows both instances")
         yield running
@@ -121,6 +139,45 @@ def test_all_processes_serve_and_count_together_and_a_dead_one_is_replaced() -> 
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left), "no process is left")  # noqa: PTH110
 
 
+def strikes_against_decode(router: Group) -> list[int]:
+    """What several processes say, each asked over a connection of its own."""
+    told = [json.loads(router.ask("/instances")[1] or b'{"live":[]}')["live"] for _ in range(16)]
+    return [instance["strikes"] for live in told for instance in live if instance["type"] == "D"]
+
+
+def test_what_one_process_holds_against_an_instance_all_do() -> None:
+    """One request, so one process, finds decode gone; a replaced process is told too, and an answer clears it for all."""
+    with group() as router:
+        assert strikes_against_decode(router) == [0] * 16
+        router.servers[1].kill()
+        router.servers[1].wait(20)
+        assert router.ask("/v1/completions", b'{"prompt":"x"}')[0] == 502
+        wait_until(lambda: all(strikes_against_decode(router)), "every process holds it against decode")
+        assert router.metric("kvbaton_router_quarantines_total") == 1
+        os.kill(min(descendants(router.process.pid)), signal.SIGKILL)
+        wait_until(lambda: len(strikes_against_decode(router)) == 16, "the dead one is replaced")
+        wait_until(lambda: all(strikes_against_decode(router)), "the new process knows")
+        again = [sys.executable, "-c", SERVER, str(router.instances[1]), "0", ANSWER.decode()]
+        router.servers[1] = subprocess.Popen(again)
+        try:
+            wait_until(lambda: router.ask("/v1/completions", b'{"prompt":"x"}')[0] == 200, "decode is back")
+            wait_until(lambda: not any(strikes_against_decode(router)), "nobody holds it against decode any more")
+        finally:
+            router.servers[1].kill()
+            router.servers[1].wait(20)
+
+
+def test_every_process_lists_the_handoffs_of_all() -> None:
+    with group() as router:
+        assert {router.ask("/v1/completions", b'{"prompt":"x"}')[0] for _ in range(20)} == {200}
+        for _ in range(8):
+            listed = json.loads(router.ask("/handoffs")[1])["handoffs"]
+            assert len({line["transfer_id"] for line in listed}) == 20
+            assert {(line["prefill"], line["decode"]) for line in listed} == {
+                (f"127.0.0.1:{router.instances[0]}", f"127.0.0.1:{router.instances[1]}")
+            }
+
+
 def test_a_cap_holds_for_all_processes_together() -> None:
     """Two at a time, whichever processes the requests reach; the others wait, and are all served."""
     with group("--max-per-decode", "2", delay_s=0.05) as router, ThreadPoolExecutor(16) as pool:
@@ -128,6 +185,45 @@ def test_a_cap_holds_for_all_processes_together() -> None:
         assert {status for status, _ in replies} == {200}
         with urllib.request.urlopen(f"http://127.0.0.1:{router.instances[1]}/", timeout=30) as answer:
             assert answer.read() == b"2"
+
+
+def flood(port: int, stopping: threading.Event) -> None:
+    """Registrations of ever new instances, a thousand at a time, ten times a second or as fast as they are taken.
+
+    They are of a mode that the router does not take: whoever takes strangers in must also try them.
+    """
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sender:
+        sender.sendall(GREETING + READY)
+        number = 0
+        while not stopping.wait(0.1):
+            strangers = [registration(InstanceType.DECODE, 1 + (number + n) % 60000) for n in range(1000)]
+            refused = [msgspec.structs.replace(stranger, transfer_mode=TransferMode.READ) for stranger in strangers]
+            sender.sendall(b"".join(encode_frame(encode_registration(stranger)) for stranger in refused))
+            number += 1000
+
+
+def memory_kib(pid: int) -> int:
+    pids = [pid, *descendants(pid)]
+    return sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in pids) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_flood_of_registrations_is_dropped_and_no_request_notices(processes: int) -> None:
+    stopping = threading.Event()
+    with group("--transfer-mode", "WRITE", processes=processes) as router, ThreadPoolExecutor(1) as pool:
+        assert router.ask("/v1/completions", b'{"prompt":"x"}')[0] == 200
+        before = memory_kib(router.process.pid)
+        flooding = pool.submit(flood, router.discovery_port, stopping)
+        too_many = 'kvbaton_router_malformed_registrations_total{cause="too_many"}'
+        try:
+            wait_until(lambda: router.metric(too_many) > 2000, "the flood is dropped", 60)
+            assert {router.ask("/v1/completions", b'{"prompt":"x"}')[0] for _ in range(30)} == {200}
+        finally:
+            stopping.set()
+            flooding.result(30)
+        live = {instance["http_address"] for instance in json.loads(router.ask("/instances")[1])["live"]}
+        assert {f"127.0.0.1:{port}" for port in router.instances} <= live
+        assert memory_kib(router.process.pid) - before < 32 * 1024
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -81,7 +81,8 @@ async def test_both_sides_are_sent_what_the_protocol_asks_for_at_once() -> None:
     common = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": transfer_id, "remote_dp_size": 1}
     (first,), (second,) = p.seen, d.seen
     source = {"do_remote_decode": True, "do_remote_prefill": False, **common, "remote_tp_size": 4}
-    target = {"do_remote_decode": False, "do_remote_prefill": True, **common, "remote_tp_size": 2}
+    where = {"remote_host": "127.0.0.1", "remote_port": p.port}
+    target = {"do_remote_decode": False, "do_remote_prefill": True, **common, "remote_tp_size": 2, **where}
     assert first.body == {**BODY, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": source}
     assert second.body == {**BODY, "min_tokens": 4, "kv_transfer_params": target}
     assert first.headers["x-request-id"] == second.headers["x-request-id"]

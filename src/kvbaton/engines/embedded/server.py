@@ -19,6 +19,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvbaton.core.handoff import RequestId
+from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
@@ -37,7 +38,7 @@ from kvbaton.engines.embedded.openai import (
 from kvbaton.engines.embedded.openai_answers import DONE_EVENT, Answer, sse_event
 from kvbaton.engines.embedded.stats import EngineStats
 from kvbaton.engines.embedded.submission import Runner, Submission
-from kvbaton.engines.handoff_params import HandoffInfo, SourceWish, answer_params
+from kvbaton.engines.handoff_params import HandoffInfo, SourceWish, answer_params, size_doubt
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 
@@ -148,6 +149,7 @@ class _Face:
         self._registry = registry
         self._sources: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
         self._created = int(time.time())
+        self._doubts = LogLimit(every_s=600.0)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._answer(http, await self._read(http, CompletionBody, completion_request))
@@ -209,10 +211,15 @@ class _Face:
         if body.model is not None and body.model != self._served_model:
             message = f"model: {body.model!r} is not served here; this instance serves {self._served_model!r}"
             raise HttpError(404, "invalid_request_error", message, param="model", code="model_not_found")
+        self._tell_doubt(size_doubt(body.kv_transfer_params))
         api = check(body, self._tokenizer, self._limits, request_id)
         if api.wish is not None and self._handoff is None:
             raise BadRequest("kv_transfer_params", "kv_transfer_params: this instance hands nothing off; leave the field out")
         return api
+
+    def _tell_doubt(self, doubt: str | None) -> None:
+        if doubt is not None and self._doubts.allow(doubt, time.monotonic()) is not None:
+            _logger.warning("%s", doubt)
 
     async def _answer(self, http: web.Request, api: ApiRequest) -> web.StreamResponse:
         params = answer_params(api.wish, self._handoff) if isinstance(api.wish, SourceWish) and self._handoff else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -72,7 +73,12 @@ class WorkerInstance:
         poison = self._poison if settings.poison else None
         layers = len(cache.layout.groups[0].layers)
         self.half = WorkerHalf(self.driver, layers, self._news, limits.stop_timeout, poison, observe)
-        self._announcer = _announcer(settings, self.info, model, registers_as)
+        self._announcer = _announcer(settings, self.info, model, registers_as, self.is_used)
+
+    def is_used(self) -> bool:
+        """Whether anybody has ever wanted a hand-off of it."""
+        stats = self.driver.stats()
+        return bool(stats.handshakes_total or stats.failures_total or any(stats.handoffs_live.values()))
 
     def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
         """The control channel."""
@@ -133,7 +139,11 @@ def _card(
 
 
 def _announcer(
-    settings: ConnectorSettings, info: HandoffInfo, model: ModelName, registers_as: InstanceType | None
+    settings: ConnectorSettings,
+    info: HandoffInfo,
+    model: ModelName,
+    registers_as: InstanceType | None,
+    is_used: Callable[[], bool],
 ) -> LateAnnouncer | None:
     if registers_as is None or not settings.routers:
         return None
@@ -147,5 +157,7 @@ def _announcer(
         fingerprint=model.fingerprint,
         handoffs_address=settings.handoffs_address,
     )
-    announcer = Announcer(registration, settings.routers, settings.heartbeat_s, cluster_key=settings.trust().key)
+    announcer = Announcer(
+        registration, settings.routers, settings.heartbeat_s, is_used=is_used, cluster_key=settings.trust().key
+    )
     return LateAnnouncer(announcer, settings.http_address)

@@ -47,27 +47,20 @@ class Caller(Protocol):
 class Call:
     """One request to an instance. Its deadline is for the whole call, or for each piece of a stream."""
 
-    __slots__ = (
-        "_collected",
-        "_collected_bytes",
-        "_connection",
-        "address",
-        "caller",
-        "content_type",
-        "deadline",
-        "has_heard",
-        "idle_s",
-        "instance",
-        "is_over",
-        "is_paused",
-        "is_stream",
-        "max_bytes",
-        "may_stream",
-        "over",
-        "payload",
-        "was_kept",
-        "was_sent",
-    )  # fmt: skip
+    content_type = "application/octet-stream"
+    is_stream = False
+    is_over = False
+    is_paused = False
+    has_heard = False
+    was_sent = False
+    """Whether there was a connection to send it over."""
+    was_kept = False
+    """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
+    over: Callable[[Call], object] | None = None
+    """Told once, when the call is over, however it ended."""
+    _connection: Connection | None = None
+    _pieces: list[bytes] | None = None
+    _collected_bytes = 0
 
     def __init__(
         self,
@@ -83,26 +76,12 @@ class Call:
     ) -> None:
         self.caller = caller
         self.instance = instance
-        self.address = address or instance.http_address
+        self.address = address or instance.registration.http_address
         self.payload = payload
         self.deadline = deadline
         self.idle_s = idle_s
         self.may_stream = may_stream
         self.max_bytes = max_bytes
-        self.content_type = "application/octet-stream"
-        self.is_stream = False
-        self.is_over = False
-        self.is_paused = False
-        self.has_heard = False
-        self.was_sent = False
-        """Whether there was a connection to send it over."""
-        self.was_kept = False
-        """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
-        self.over: Callable[[Call], object] | None = None
-        """Told once, when the call is over, however it ended."""
-        self._connection: Connection | None = None
-        self._collected: list[bytes] = []
-        self._collected_bytes = 0
 
     @property
     def name(self) -> str:
@@ -157,8 +136,10 @@ class Call:
         self._collected_bytes += len(piece)
         if self._collected_bytes > self.max_bytes:
             self.lose(ProtocolError(f"{self.name} sent an answer of more than {self.max_bytes} bytes"))
+        elif self._pieces is None:
+            self._pieces = [piece]
         else:
-            self._collected.append(piece)
+            self._pieces.append(piece)
 
     def take_end(self, status: int, retry_after: str | None) -> None:
         """The body is complete."""
@@ -169,7 +150,9 @@ class Call:
         if self.is_stream:
             self.caller.call_ended(self)
         else:
-            self.caller.call_answered(self, Answer(status, self.content_type, b"".join(self._collected), retry_after))
+            pieces = self._pieces or (b"",)
+            content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            self.caller.call_answered(self, Answer(status, self.content_type, content, retry_after))
 
     def _set_over(self) -> None:
         self.is_over = True

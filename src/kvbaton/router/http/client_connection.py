@@ -138,17 +138,17 @@ class ClientConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The head is in: refuse what cannot be served before its body comes."""
         self._in_head = False
-        limit = self._server.settings.max_body_bytes
-        length = self._headers.get(b"content-length", b"0")
-        if int(length) > limit:
-            self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {limit}")
+        headers, settings = self._headers, self._server.settings
+        length = headers.get(b"content-length", b"0")
+        if int(length) > settings.max_body_bytes:
+            self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {settings.max_body_bytes}")
         if self._parser.should_upgrade():
             self._refuse(400, "upgrading the connection is not possible here")
-        if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
-            self.deadline = self._server.clock() + self._server.settings.client_timeout_s
-            if self._headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
+            self.deadline = self._server.clock() + settings.client_timeout_s
+            if headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:

@@ -98,6 +98,16 @@ def test_target_understands_what_a_source_answers() -> None:
     assert engine.submitted[0].handoff == FromSource(HandoffKey(TransferId("tx")), P, Incarnation("inc-p"))
 
 
+@pytest.mark.parametrize(("told", "is_odd"), [(None, False), (1, False), (2, True), (0, True)])
+def test_a_size_that_a_router_made_up_is_told_and_harms_nobody(
+    told: int | None, is_odd: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine()
+    params = {"do_remote_prefill": True, "transfer_id": "tx", "remote_dp_size": told}
+    assert replied(engine, params, REQUEST_ID).status == 200
+    assert ("--intra-node-data-parallel-size 1" in caplog.text) is is_odd
+
+
 @pytest.mark.parametrize("request_id", [None, "plain-id", FOREIGN_ID])
 def test_target_falls_back_to_the_body(request_id: str | None) -> None:
     params = KVTransferParams(do_remote_prefill=True, transfer_id="t", remote_host="::1", remote_port=7)
