@@ -22,6 +22,7 @@ from kvbaton.transport.faulty import Faults
 KINDS = (
     "memory",
     "local",
+    "shared",
     "tcp",
     "faulty",
     pytest.param("cuda", marks=pytest.mark.skipif(not has_gpu(), reason="needs kvbaton[cuda] and an NVIDIA GPU")),
@@ -248,6 +249,16 @@ def test_a_peer_killed_while_the_batch_runs_is_an_error(rig: Rig) -> None:
     assert_quiet(target)
 
 
+def test_withdrawn_memory_is_an_error_though_the_process_lives(rig: Rig) -> None:
+    if rig.kind == "cuda":
+        pytest.skip("memory that was opened through CUDA IPC stays readable until the process ends")
+    target, source = rig.pair(MIB)
+    assert target.read(source, make_runs((0, 0, KIB))).error == ""
+    source.withdraw()
+    completion = target.read(source, make_runs((0, 0, KIB)))
+    assert completion.error.startswith("PeerLost")
+
+
 def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     if not rig.has_processes:
         pytest.skip("a peer in this process cannot stand still alone")
@@ -257,7 +268,7 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     source.stop()
     runs = make_runs((0, 0, 100_000))
     stuck = target.post(source, runs)
-    if rig.kind in ("local", "cuda"):
+    if rig.kind in ("local", "shared", "cuda"):
         assert target.wait()[0].error == ""
         assert target.holds(source, runs)
         return
@@ -376,9 +387,11 @@ def test_close_with_work_in_flight(rig: Rig) -> None:
 
 def test_close_gives_everything_back(rig: Rig) -> None:
     source = rig.source(MIB)
+    target = rig.target(MIB)
+    target.transport.close()
     before = (open_descriptors(), threading.active_count())
     for _ in range(3):
-        target = rig.target(MIB)
+        target = rig.again(target)
         target.transport.connect(source.peer, source.endpoint)
         assert target.read(source, make_runs((0, 0, KIB))).error == ""
         target.transport.close()

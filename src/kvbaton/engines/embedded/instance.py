@@ -28,7 +28,7 @@ from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError
 from kvbaton.observe.records import About
 from kvbaton.observe.timelines import Timelines
-from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.base import Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
@@ -142,7 +142,7 @@ def _open_transport(settings: InstanceSettings, incarnation: Incarnation, cache:
         host=settings.control_host,
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
     )
-    region = Region.of(cache.memory)
+    region = cache.region
     transport = open_transport(settings.transport, region, transport_settings)
     return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport
 

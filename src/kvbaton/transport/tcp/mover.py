@@ -18,6 +18,8 @@ from kvbaton.transport.tcp.link import Answer, LinkState, TcpLink
 
 __all__ = ["TcpMover"]
 
+_REQUEST_BYTES = 2 << 20
+
 
 class TcpMover:
     """Owns the links' sockets while its thread runs; ends once the ledger is shut, and then closes them."""
@@ -25,7 +27,7 @@ class TcpMover:
     def __init__(self, ledger: Ledger[TcpLink], region: Region, settings: TransportSettings) -> None:
         self._ledger = ledger
         self._region = region
-        self._slice_bytes = settings.slice_bytes
+        self._slice_bytes = min(settings.slice_bytes, _REQUEST_BYTES)
         self._timeout_s = settings.timeout_s
         self._schedule: Schedule[TcpLink] = Schedule(settings.timeout_s)
         self._open: set[TcpLink] = set()
