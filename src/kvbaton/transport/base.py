@@ -127,7 +127,8 @@ class TransportSettings:
     `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
     `slice_bytes` is moved for one peer before the next one has its turn; `local` splits that among `copy_threads` threads.
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
-    that is free), `advertise_host` the IP address at which peers reach that (empty: `host`).
+    that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
+    it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
     """
 
     incarnation: Incarnation | None = None
@@ -140,9 +141,11 @@ class TransportSettings:
     host: str = "127.0.0.1"
     port: int = 0
     advertise_host: str = ""
+    streams: int = 2
+    cluster_key: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "launch_bytes"):
+        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"):
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
         for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):

@@ -141,6 +141,7 @@ def _open_transport(settings: InstanceSettings, incarnation: Incarnation, cache:
         timeout_s=settings.limits.transfer_timeout,
         host=settings.control_host,
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
+        cluster_key=settings.trust.key or b"",
     )
     region = cache.region
     transport = open_transport(settings.transport, region, transport_settings)
