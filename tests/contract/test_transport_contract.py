@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ KINDS = (
     "shared",
     "tcp",
     "faulty",
+    pytest.param(
+        "nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="needs the package nixl; see make test-compat")
+    ),
     pytest.param("cuda", marks=pytest.mark.skipif(not has_gpu(), reason="needs kvbaton[cuda] and an NVIDIA GPU")),
 )
 KIB, MIB = 1 << 10, 1 << 20

@@ -129,6 +129,7 @@ class TransportSettings:
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
     it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
+    `nixl_backends` are the plugins that NIXL may use.
     """
 
     incarnation: Incarnation | None = None
@@ -143,6 +144,7 @@ class TransportSettings:
     advertise_host: str = ""
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
+    nixl_backends: tuple[str, ...] = ("UCX",)
 
     def __post_init__(self) -> None:
         for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"):

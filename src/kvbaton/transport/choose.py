@@ -8,6 +8,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.cuda import CudaTransport
 from kvbaton.transport.local import LocalTransport
+from kvbaton.transport.nixl import NixlTransport
 from kvbaton.transport.tcp import TcpTransport
 
 __all__ = ["TRANSPORTS", "open_transport"]
@@ -15,6 +16,7 @@ __all__ = ["TRANSPORTS", "open_transport"]
 TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
     "cuda": CudaTransport,
     "local": LocalTransport,
+    "nixl": NixlTransport,
     "tcp": TcpTransport,
 }
 """What users can choose, by name."""
