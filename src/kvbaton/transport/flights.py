@@ -142,7 +142,7 @@ class FlightMover(Generic[L]):
 
     def _rest(self) -> None:
         """Sleep as long as there is nothing to do; a peer that keeps this side busy is served at once again."""
-        if self._books.flights:
+        if self._books.flights or self._schedule.links():
             self._spins += 1
             if self._spins % _SPINS == 0:
                 self._ledger.work.wait(_NAP_S)

@@ -125,7 +125,7 @@ def test_garbage_closes_that_connection_only(source: TcpTransport, target: TcpTr
     [
         b"WHAT" + bytes(12),
         struct.pack("<4sIQ", b"READ", 0, 1),
-        struct.pack("<4sIQ", b"READ", 1025, 1),
+        struct.pack("<4sIQ", b"READ", 8193, 1),
         struct.pack("<4sIQQQ", b"READ", 1, 1, 0, 1 << 40),
         struct.pack("<4sIQQQQQ", b"READ", 2, 1, 0, 2**63, 0, 2**63),
     ],

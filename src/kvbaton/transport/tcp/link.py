@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "LinkState", "TcpLink"]
 
-_WINDOW = 4
+_WINDOW = 2
 _TURN_BYTES = 4 << 20
-_LOW_WATER_BYTES = 256 << 10
+_LOW_WATER_BYTES = 1 << 20
 _SCRATCH_BYTES = 256 << 10
 _GREETING_ID = 0
 

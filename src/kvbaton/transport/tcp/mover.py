@@ -16,10 +16,9 @@ from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describ
 from kvbaton.transport.schedule import IDLE_S, Schedule
 from kvbaton.transport.tcp.link import Answer, LinkState, TcpLink
 from kvbaton.transport.tcp.peer import TcpPeer
+from kvbaton.transport.tcp.wire import MAX_PIECES
 
 __all__ = ["TcpMover"]
-
-_REQUEST_BYTES = 2 << 20
 
 
 class TcpMover:
@@ -28,7 +27,7 @@ class TcpMover:
     def __init__(self, ledger: Ledger[TcpPeer], region: Region, settings: TransportSettings) -> None:
         self._ledger = ledger
         self._region = region
-        self._slice_bytes = min(settings.slice_bytes, _REQUEST_BYTES)
+        self._slice_bytes = settings.slice_bytes
         self._timeout_s = settings.timeout_s
         self._schedule: Schedule[TcpPeer] = Schedule(settings.timeout_s)
         self._open: set[TcpLink] = set()
@@ -97,7 +96,7 @@ class TcpMover:
             self._watch(link)
 
     def _ask(self, link: TcpLink, job: Job[TcpPeer]) -> None:
-        runs = job.cursor.peek(self._slice_bytes)
+        runs = job.cursor.peek(self._slice_bytes, MAX_PIECES)
         link.ask(job, runs, self._region)
         job.cursor.advance(int(runs[:, 2].sum()))
         if not job.cursor.remaining_bytes:

@@ -17,12 +17,12 @@ import numpy as np
 
 from kvbaton.errors import ProtocolError
 from kvbaton.transport.base import Runs
-from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = [
     "CHALLENGE_BYTES",
     "GREETING_BYTES",
     "HELLO_BYTES",
+    "MAX_PIECES",
     "MAX_REPLY_BYTES",
     "MAX_TEXT_BYTES",
     "PIECE_BYTES",
@@ -44,6 +44,9 @@ __all__ = [
 
 TOKEN_BYTES = 16
 MAX_TEXT_BYTES = 512
+MAX_PIECES = 8192
+"""Most pieces that one request may ask for."""
+
 MAX_REPLY_BYTES = 64 << 20
 """Most bytes that one request may ask for."""
 
@@ -120,8 +123,8 @@ def pack_request(request_id: int, runs: Runs) -> bytes:
 def unpack_request(data: bytes | bytearray) -> tuple[int, int]:
     """Request id and number of pieces; raises ProtocolError for anything else."""
     mark, count, request_id = _REQUEST.unpack(data)
-    if mark != _REQUEST_MARK or not 0 < count <= MAX_SLICE_RUNS:
-        raise ProtocolError(f"no request: mark {mark!r}, {count} pieces (1 to {MAX_SLICE_RUNS} are allowed)")
+    if mark != _REQUEST_MARK or not 0 < count <= MAX_PIECES:
+        raise ProtocolError(f"no request: mark {mark!r}, {count} pieces (1 to {MAX_PIECES} are allowed)")
     return request_id, count
 
 
