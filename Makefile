@@ -7,7 +7,7 @@ ARGS ?=
 BENCH ?= engine handoff serve
 VLLM_FULL_LOG ?= benchmarks/vllm-full/$(shell uname -m)-$(shell nproc)core.json
 
-.PHONY: help up test test-sim test-e2e test-vllm test-vllm-full check format bench diagrams clean
+.PHONY: help up test test-sim test-e2e test-vllm test-vllm-full test-compat check format bench diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test-e2e   the real model, real processes, kills"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
+	@echo "make test-compat  the transports over other libraries (NIXL), each in an environment of its own"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
 	@echo "make diagrams   the generated parts of docs/lifecycle.md, anew"
@@ -60,6 +61,16 @@ test-vllm-full: $(VENV)/.installed-dev
 	-$(BIN)/pytest -m vllm_full --timeout 3600 --junitxml build/vllm-full.xml $(ARGS)
 	$(BIN)/python tools/vllm_full_log.py build/vllm-full.xml $(VLLM_FULL_LOG)
 
+$(VENV)-nixl/.installed: $(VENV)/.installed-dev
+	@echo "== installing NIXL into $(VENV)-nixl (torch first, or it brings CUDA along)"
+	@$(PYTHON) -m venv $(VENV)-nixl
+	@$(VENV)-nixl/bin/python -m pip install --disable-pip-version-check --progress-bar on torch
+	@$(VENV)-nixl/bin/python -m pip install --disable-pip-version-check --progress-bar on nixl pytest pytest-timeout -e .
+	@touch $@
+
+test-compat: $(VENV)-nixl/.installed
+	$(VENV)-nixl/bin/python -m pytest tests/contract -k nixl --timeout 300 $(ARGS)
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
@@ -77,4 +88,4 @@ bench: $(VENV)/.installed
 	@for name in $(BENCH); do echo "== kvbaton bench $$name"; $(BIN)/kvbaton bench $$name $(ARGS) || exit $$?; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-nixl .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

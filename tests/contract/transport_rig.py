@@ -141,7 +141,7 @@ class Rig:
     @property
     def has_processes(self) -> bool:
         """Whether sources are processes of their own."""
-        return self.kind in ("local", "shared", "tcp", "cuda", "nixl")
+        return self.kind in ("local", "shared", "tcp", "cuda", "nixl", "auto")
 
     def target(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Target:
         """A poisoned region with its transport."""

@@ -19,7 +19,7 @@ from kvbaton.bench.wire.subjects import OURS, RAW, SourceProcess, Subject, open_
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Runs
 
-__all__ = ["PEER_OF", "WireBench", "run_wire_bench"]
+__all__ = ["PEER_OF", "WireBench", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
 
@@ -60,6 +60,16 @@ class WireBench:
             "layout": self.layout,
             "rounds": self.rounds,
         }
+
+
+def subjects_of(transport: str) -> tuple[str, ...]:
+    """What is measured for one transport: its variants, what each is held against, and NIXL; `auto` means everything."""
+    if transport == "auto":
+        return (*OURS, *RAW)
+    chosen = tuple(name for name in OURS if name.split(",")[0] == transport)
+    if not chosen:
+        raise ConfigError(f"transport {transport!r} is not measured by block size; known are auto, {', '.join(OURS)}")
+    return (*chosen, *dict.fromkeys(PEER_OF[name] for name in chosen))
 
 
 @dataclass(slots=True)
