@@ -62,7 +62,7 @@ def test_what_does_not_work_is_passed_over_loudly(
 
 def test_nothing_in_common_is_refused_with_every_reason(pair: tuple[AutoTransport, AutoTransport]) -> None:
     target, source = pair
-    with pytest.raises(TransportError, match="local is not offered.*tcp is not offered.*nixl is left out"):
+    with pytest.raises(TransportError, match=r"local is not offered.*tcp is not offered.*nixl is left out"):
         target.connect(PEER, msgspec.structs.replace(source.endpoint(), details={}))
     with pytest.raises(TransportError, match="local is not usable"):
         target.connect(PEER, msgspec.structs.replace(source.endpoint(), details={"local": "{"}))

@@ -31,8 +31,9 @@ def test_a_mapping_shows_what_the_owner_writes_and_cannot_write_itself() -> None
 
 
 def test_nobody_can_shrink_it() -> None:
+    memory = SharedMemory(4096)
     with pytest.raises(PermissionError):
-        os.ftruncate(SharedMemory(4096).region.memory_fd, 0)
+        os.ftruncate(memory.region.memory_fd, 0)
 
 
 def test_the_mark_comes_and_goes_with_the_transport() -> None:
@@ -53,7 +54,7 @@ def test_another_file_under_the_same_number_is_noticed() -> None:
         SharedMapping(os.getpid(), memory.region.memory_fd, inode_of(other.region), 4096)
     with pytest.raises(PeerLost, match="another file"):
         SharedMapping(os.getpid(), memory.region.memory_fd, inode_of(memory.region), 1 << 20)
-    with pytest.raises(TransportError, match="may not be opened.*same user.*transport tcp"):
+    with pytest.raises(TransportError, match=r"may not be opened.*same user.*transport tcp"):
         SharedMapping(os.getpid(), 99_999, 1, 4096)
 
 
