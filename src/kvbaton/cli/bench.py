@@ -219,7 +219,7 @@ def wire(
     ----------
     transport
         `auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain
-        socket. `nixl`: beside NIXL by itself. `cuda`: GPU memory, beside the full-tensor copy of the same bytes on the same GPU.
+        socket. `nixl`: beside NIXL by itself. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
     blocks
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib

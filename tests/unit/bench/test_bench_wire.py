@@ -12,6 +12,7 @@ from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, patterns
 from kvbaton.errors import ConfigError
 from kvbaton.transport.runs import check_runs
 
+
 def quiet(line: str) -> None:
     """Progress that nobody reads."""
 
