@@ -76,7 +76,11 @@ def _serve_nixl(kind: str, region: Region) -> Callable[[], None]:
 
     if not has_thread:
         threading.Thread(target=serve, daemon=True).start()
-    return stopping.set
+
+    def stop(_kept_alive: object = agent) -> None:
+        stopping.set()
+
+    return stop
 
 
 if __name__ == "__main__":
