@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists
-from kvbaton.engines.embedded.cache import POISON_WORD, anonymous_memory
+from kvbaton.engines.embedded.cache import POISON_WORD, cache_memory
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec, group_specs
 from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Region
 
 __all__ = ["ShapedCache", "lists_of"]
 
@@ -34,24 +35,29 @@ class ShapedCache:
         self._shares_prefixes = blueprint.shares_prefixes
         shapes = [(group, plane, self._shape(group, plane)) for group in self.groups for plane in group.planes]
         sizes = [-(-int(np.prod(shape, dtype=np.int64)) * 4 // _ALIGNED) * _ALIGNED for _, _, shape in shapes]
-        self._region = anonymous_memory(max(sum(sizes), _ALIGNED), blocks)
+        self._shared = cache_memory(max(sum(sizes), _ALIGNED), blocks)
         self._planes: dict[tuple[str, str], npt.NDArray[np.float32]] = {}
         at = 0
         for (group, plane, shape), size in zip(shapes, sizes, strict=True):
             count = int(np.prod(shape, dtype=np.int64))
-            values = np.frombuffer(self._region, np.float32, count, at)
+            values = np.frombuffer(self._shared.array, np.float32, count, at)
             self._planes[group.kind, plane.name] = values.reshape(shape)
             at += size
 
     @property
     def memory(self) -> memoryview:
         """The whole region as writable bytes."""
-        return np.frombuffer(self._region, np.uint8).data
+        return self.region.view
+
+    @property
+    def region(self) -> Region:
+        """The same for a transport: memory that other processes of this host can map and read."""
+        return self._shared.region
 
     @property
     def region_bytes(self) -> int:
         """The size of the region."""
-        return len(self._region)
+        return self._shared.array.nbytes
 
     @property
     def shares_prefixes(self) -> bool:
@@ -64,7 +70,7 @@ class ShapedCache:
 
     def offset(self, kind: str, name: str) -> int:
         """Where a plane begins in the region."""
-        start: int = self._planes[kind, name].ctypes.data - np.frombuffer(self._region, np.uint8).ctypes.data
+        start: int = self._planes[kind, name].ctypes.data - self._shared.array.ctypes.data
         return start
 
     def layer(self, kind: str, name: str, layer: int) -> npt.NDArray[np.float32]:
