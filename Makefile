@@ -15,7 +15,7 @@ help:
 	@echo "make test       what can be checked on a laptop in ten minutes"
 	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
-	@echo "make test-compat  embedded instances under the real vllm-router (the first time: 100 MB to install)"
+	@echo "make test-compat  the real vllm-router, and transports over NIXL and Mooncake (the first time: 600 MB to install)"
 	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about an hour on two cores)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
@@ -54,8 +54,17 @@ test-sim: $(VENV)/.installed-dev
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest -m e2e --timeout 900 $(ARGS)
 
-test-compat: $(VENV)/.installed-dev
+$(VENV)-movers/.installed: $(VENV)/.installed-dev
+	@echo "== installing NIXL and Mooncake into $(VENV)-movers (torch first, or it brings CUDA along)"
+	@$(PYTHON) -m venv $(VENV)-movers
+	@$(VENV)-movers/bin/python -m pip install --disable-pip-version-check --progress-bar on torch
+	@$(VENV)-movers/bin/python -m pip install --disable-pip-version-check --progress-bar on \
+		nixl mooncake-transfer-engine-non-cuda pytest pytest-timeout hypothesis -e .
+	@touch $@
+
+test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 	$(BIN)/pytest -m compat --timeout 600 $(ARGS)
+	$(VENV)-movers/bin/python -m pytest tests/contract -k "nixl or mooncake" --timeout 300 $(ARGS)
 
 test-matrix: $(VENV)/.installed-dev
 	$(BIN)/pytest -m matrix --timeout 600 $(ARGS)
@@ -87,4 +96,4 @@ bench: $(VENV)/.installed
 	@for name in $(BENCH); do echo "== kvbaton bench $$name"; $(BIN)/kvbaton bench $$name $(ARGS) || exit $$?; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-movers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ from kvbaton.transport.faulty import Faults
 KINDS = (
     "memory",
     "local",
+    "shared",
     "tcp",
     "faulty",
+    "auto",
+    pytest.param(
+        "nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="needs the package nixl; see make test-compat")
+    ),
     pytest.param("cuda", marks=pytest.mark.skipif(not has_gpu(), reason="needs kvbaton[cuda] and an NVIDIA GPU")),
 )
 KIB, MIB = 1 << 10, 1 << 20
@@ -192,6 +198,8 @@ def test_connect_checks_the_endpoint(target: Target, source: Source) -> None:
         connect(other, msgspec.structs.replace(endpoint, transport="pigeon"))
     with pytest.raises(TransportError, match="region_bytes is 0"):
         connect(other, msgspec.structs.replace(endpoint, region_bytes=0))
+    if endpoint.transport == "auto":
+        return
     for field in set(endpoint.details) - {"incarnation"}:
         with pytest.raises(TransportError, match=field):
             connect(other, msgspec.structs.replace(endpoint, details=endpoint.details | {field: 1.5}))
@@ -248,6 +256,16 @@ def test_a_peer_killed_while_the_batch_runs_is_an_error(rig: Rig) -> None:
     assert_quiet(target)
 
 
+def test_withdrawn_memory_is_an_error_though_the_process_lives(rig: Rig) -> None:
+    if rig.kind == "cuda":
+        pytest.skip("memory that was opened through CUDA IPC stays readable until the process ends")
+    target, source = rig.pair(MIB)
+    assert target.read(source, make_runs((0, 0, KIB))).error == ""
+    source.withdraw()
+    completion = target.read(source, make_runs((0, 0, KIB)))
+    assert completion.error.startswith("PeerLost")
+
+
 def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     if not rig.has_processes:
         pytest.skip("a peer in this process cannot stand still alone")
@@ -257,7 +275,7 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     source.stop()
     runs = make_runs((0, 0, 100_000))
     stuck = target.post(source, runs)
-    if rig.kind in ("local", "cuda"):
+    if rig.kind in ("local", "shared", "cuda", "auto"):
         assert target.wait()[0].error == ""
         assert target.holds(source, runs)
         return
@@ -376,9 +394,11 @@ def test_close_with_work_in_flight(rig: Rig) -> None:
 
 def test_close_gives_everything_back(rig: Rig) -> None:
     source = rig.source(MIB)
+    target = rig.target(MIB)
+    target.transport.close()
     before = (open_descriptors(), threading.active_count())
     for _ in range(3):
-        target = rig.target(MIB)
+        target = rig.again(target)
         target.transport.connect(source.peer, source.endpoint)
         assert target.read(source, make_runs((0, 0, KIB))).error == ""
         target.transport.close()

@@ -1,4 +1,7 @@
-"""The other side of the transport contract, as a process of its own: a region with a known content, until stdin ends."""
+"""The other side of the transport contract, as a process of its own: a region with a known content, until stdin ends.
+
+A line on stdin withdraws the region; the process lives on.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from gpu_memory import GpuMemory
 from kvbaton.core.handoff import Incarnation
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import open_transport
+from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["POISON", "content"]
+__all__ = ["POISON", "content", "region_of", "transport_name"]
 
 POISON = 0xA5
 """What target memory holds before a batch; no byte of `content` has this value."""
@@ -25,15 +29,35 @@ def content(seed: int, count: int) -> npt.NDArray[np.uint8]:
     return np.resize(period, count)
 
 
+def region_of(kind: str, filled_with: npt.NDArray[np.uint8]) -> Region:
+    """Memory of the kind that a transport is tested with."""
+    if kind == "cuda":
+        return GpuMemory(filled_with).region
+    if kind != "shared":
+        return Region.of(filled_with)
+    memory = SharedMemory(len(filled_with))
+    memory.array[:] = filled_with
+    return memory.region
+
+
+def transport_name(kind: str) -> str:
+    """The transport that a kind of test uses: `shared` is `local` with shared memory."""
+    return "local" if kind == "shared" else kind
+
+
 def main() -> None:
     """Serve one region; the endpoint goes to stdout as one line of JSON."""
     kind, host, count, seed, incarnation = sys.argv[1:]
     bytes_there = content(int(seed), int(count))
-    region = GpuMemory(bytes_there).region if kind == "cuda" else Region.of(bytes_there)
-    transport = open_transport(kind, region, TransportSettings(incarnation=Incarnation(incarnation), host=host))
+    region = region_of(kind, bytes_there)
+    transport = open_transport(transport_name(kind), region, TransportSettings(incarnation=Incarnation(incarnation), host=host))
     sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdout.flush()
-    sys.stdin.read()
+    if sys.stdin.readline():
+        transport.close()
+        sys.stdout.write("withdrawn\n")
+        sys.stdout.flush()
+        sys.stdin.read()
     transport.close()
 
 

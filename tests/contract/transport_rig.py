@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from gpu_memory import GpuMemory
-from transport_peer import POISON, content
+from transport_peer import POISON, content, region_of, transport_name
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.transport.base import (
@@ -66,6 +66,17 @@ class Source:
     kill: Callable[[], None]
     process: subprocess.Popen[bytes] | None = None
 
+    def withdraw(self) -> None:
+        """Close its transport; its process, if it has one, lives on."""
+        if self.process is None:
+            self.kill()
+            return
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(b"withdraw\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == b"withdrawn\n"
+
     def stop(self) -> None:
         """Make the process stand still."""
         assert self.process is not None
@@ -83,6 +94,7 @@ class Target:
 
     memory: npt.NDArray[np.uint8]
     transport: Transport
+    region: Region
 
     def post(self, source: Source, runs: Runs, after: AfterEvent | None = None) -> Ticket:
         """Read `runs` from `source`."""
@@ -129,19 +141,24 @@ class Rig:
     @property
     def has_processes(self) -> bool:
         """Whether sources are processes of their own."""
-        return self.kind in ("local", "tcp", "cuda")
+        return self.kind in ("local", "shared", "tcp", "cuda", "nixl", "auto")
 
     def target(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Target:
         """A poisoned region with its transport."""
         memory = np.full(region_bytes, POISON, np.uint8)
         region = Region.of(memory)
+        if self.kind == "shared":
+            region = region_of(self.kind, memory)
+            memory = np.frombuffer(region.view, np.uint8)
         if self.kind == "cuda":
             on_gpu = GpuMemory(memory)
             memory, region = cast(npt.NDArray[np.uint8], on_gpu), on_gpu.region
             settings["launch_bytes"] = settings.get("slice_bytes", _LAUNCH_BYTES)
-        transport = self._open(region, TransportSettings(incarnation=Incarnation("target"), **settings), faults)
-        self._undo.append(transport.close)
-        return Target(memory, transport)
+        return self._over(memory, region, TransportSettings(incarnation=Incarnation("target"), **settings), faults)
+
+    def again(self, target: Target) -> Target:
+        """A new transport over the memory of `target`, whose own is closed."""
+        return self._over(target.memory, target.region, TransportSettings(incarnation=Incarnation("target")), None)
 
     def source(self, region_bytes: int, seed: int = 1, host: str = "127.0.0.1") -> Source:
         """A peer to read from, on its own."""
@@ -160,9 +177,16 @@ class Rig:
         while self._undo:
             self._undo.pop()()
 
+    def _over(
+        self, memory: npt.NDArray[np.uint8], region: Region, settings: TransportSettings, faults: Faults | None
+    ) -> Target:
+        transport = self._open(region, settings, faults)
+        self._undo.append(transport.close)
+        return Target(memory, transport, region)
+
     def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
         if self.has_processes:
-            inner = open_transport(self.kind, region, settings)
+            inner = open_transport(transport_name(self.kind), region, settings)
         elif self.kind not in ("memory", "faulty"):
             raise ValueError(f"the rig does not know how to open {self.kind!r}: add it here, or it is not tested")
         else:

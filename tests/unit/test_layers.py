@@ -21,7 +21,7 @@ from kvbaton.config import HandoffSettings, Limits
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.router.settings import RouterSettings
-from kvbaton.transport.choose import TRANSPORTS
+from kvbaton.transport.choose import AUTO, TRANSPORTS
 from kvbaton.verify.run import VerifySettings
 
 
@@ -34,7 +34,7 @@ def _defaults(function: typing.Callable[..., object]) -> dict[str, object]:
 
 
 def test_the_command_line_offers_exactly_the_transports_there_are() -> None:
-    assert set(typing.get_args(TransportName)) == set(TRANSPORTS)
+    assert set(typing.get_args(TransportName)) == {AUTO, *TRANSPORTS}
 
 
 def test_the_command_line_offers_exactly_the_roles_there_are() -> None:

@@ -295,29 +295,44 @@ def _serve_vllm(
 @bench_app.command
 def wire(
     *,
-    transport: TransportName = "local",
-    blocks: str = "4,16,64,256,1024,4096",
+    transport: TransportName = "auto",
+    blocks: str = "4,16,64,1024,4096",
     batch_mib: int = 64,
+    peers: str = "1",
+    layout: Literal["scattered", "contiguous"] = "scattered",
     tokens: int = 4096,
-    rounds: int = 20,
+    rounds: int = 5,
+    idle: float = 3.0,
+    plot: Path | None = None,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """How fast a transport moves paged bytes between two processes; every byte is checked in every round.
+    """Paged bytes between two processes: every transport beside what a user would pick instead, in turns, every byte checked.
+
+    Reads, because every transport here reads: the owner of the target memory executes the copy. GB is 1e9 bytes, a rate is that
+    of the whole loop. Exits with 1 when a byte was wrong.
 
     Parameters
     ----------
     transport
-        `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain socket. `cuda`: GPU memory, beside the
-        full-tensor copy of the same bytes on the same GPU.
+        `auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain
+        socket. `nixl`: beside NIXL by itself. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
     blocks
-        sizes of blocks in KiB, with commas between them (`local` and `tcp`).
+        sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
-        MiB that one batch moves (`local` and `tcp`).
+        how much one batch moves, divided among the peers.
+    peers
+        how many sources are read at once; numbers with commas between them, 1 to 64.
+    layout
+        `scattered`: random pages with gaps; `contiguous`: pages in order.
     tokens
         tokens of an 8B Llama whose cache one batch moves (`cuda`; 4,096 are 537 MB).
     rounds
         how often each thing is measured; medians are shown, every round is kept.
+    idle
+        seconds for which the sources are watched while nothing happens.
+    plot
+        file for a plot (.png or .svg); needs matplotlib.
     out
         file for the raw results (JSON).
     json
@@ -328,11 +343,15 @@ def wire(
 
         on_gpu = CudaWireBench(tokens, rounds)
         return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
-    from kvbaton.bench.wire.host import HostWireBench, run_host_wire_bench
+    from kvbaton.bench.wire import WireBench, draw, run_wire_bench, subjects_of
 
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
-    bench = HostWireBench(transport, sizes, batch_mib << 20, rounds)
-    return _finish("wire", run_host_wire_bench(bench, _progress), bench.described(), out, json)
+    counts = _numbers(peers, "--peers")
+    bench = WireBench(sizes, batch_mib << 20, counts, layout, subjects_of(transport), rounds, idle)
+    report = run_wire_bench(bench, _progress)
+    if plot is not None:
+        draw(report, plot)
+    return _finish("wire", report, bench.described(), out, json)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from kvbaton import __version__
 from kvbaton.cli.bench import bench_app
 from kvbaton.cli.config import config_app
+from kvbaton.cli.doctor import doctor
 from kvbaton.cli.explain import explain
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
@@ -38,6 +39,7 @@ def make_app() -> App:
     app.command(serve)
     app.command(router)
     app.command(explain)
+    app.command(doctor)
     app.command(bench_app)
     app.command(config_app)
     return app

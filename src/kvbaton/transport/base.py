@@ -31,7 +31,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, NewType, Protocol, runtime_checkable
 
@@ -93,12 +93,14 @@ class LateWrites(enum.StrEnum):
 class Region:
     """The one piece of this rank's memory that peers may reach; keeps the buffer under it alive.
 
-    `view` shows it to the processor; it is empty where the processor cannot see the memory, as with a GPU's.
+    `view` shows it to the processor; it is empty where the processor cannot see the memory, as with a GPU's. `memory_fd` is the
+    file of shared memory that others can map, -1 for memory of this process alone.
     """
 
     address: int
     region_bytes: int
     view: memoryview
+    memory_fd: int = field(default=-1, kw_only=True)
 
     @classmethod
     def of(cls, buffer: npt.NDArray[Any] | bytearray | memoryview | mmap) -> Region:
@@ -123,23 +125,29 @@ class TransportSettings:
     """How a transport behaves; checked when made.
 
     `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
-    `slice_bytes` is moved for one peer before the next one has its turn; for `cuda` it is `launch_bytes`, what one kernel
-    copies. `host` and `port` are where `tcp` listens (port 0: one below 32768 that is free), `advertise_host` the IP address at
-    which peers reach that (empty: `host`).
+    `slice_bytes` is moved for one peer before the next one has its turn; `local` splits that among `copy_threads` threads.
+    For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
+    that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
+    it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
+    `nixl_backends` are the plugins that NIXL may use.
     """
 
     incarnation: Incarnation | None = None
     timeout_s: float = 30.0
     max_in_flight: int = 4096
     max_peers: int = 1024
-    slice_bytes: int = 2 << 20
+    slice_bytes: int = 8 << 20
+    copy_threads: int = 2
     launch_bytes: int = 1 << 30
     host: str = "127.0.0.1"
     port: int = 0
     advertise_host: str = ""
+    streams: int = 2
+    cluster_key: bytes = field(default=b"", repr=False)
+    nixl_backends: tuple[str, ...] = ("UCX",)
 
     def __post_init__(self) -> None:
-        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "launch_bytes"):
+        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"):
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
         for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):

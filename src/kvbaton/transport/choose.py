@@ -1,31 +1,61 @@
-"""Which transport a name means."""
+"""Which transport a name means, and which ones `auto` offers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, KVBatonError
+from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.cuda import CudaTransport
 from kvbaton.transport.local import LocalTransport
+from kvbaton.transport.nixl import NixlTransport
 from kvbaton.transport.tcp import TcpTransport
 
-__all__ = ["TRANSPORTS", "open_transport"]
+__all__ = ["AUTO", "TRANSPORTS", "open_transport"]
 
 TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
     "cuda": CudaTransport,
     "local": LocalTransport,
+    "nixl": NixlTransport,
     "tcp": TcpTransport,
 }
-"""What users can choose, by name."""
+"""What users can choose, by name; `auto` besides."""
+
+AUTO = "auto"
 
 _MOVE_GPU_MEMORY = frozenset({"cuda"})
+_FASTEST_FIRST = ("local", "nixl", "tcp")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
     """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name."""
+    if name == AUTO:
+        return _open_auto(region, settings)
     if name not in TRANSPORTS:
-        raise ConfigError(f"unknown transport {name!r}; known are {', '.join(sorted(TRANSPORTS))}")
+        raise ConfigError(f"unknown transport {name!r}; known are {', '.join([AUTO, *sorted(TRANSPORTS)])}")
     if not region.view and name not in _MOVE_GPU_MEMORY:
         raise ConfigError(f"transport {name} moves main memory, and the region is GPU memory; choose transport cuda")
     return TRANSPORTS[name](region, settings)
+
+
+def _open_auto(region: Region, settings: TransportSettings) -> Transport:
+    inner: dict[str, Transport] = {}
+    left_out: dict[str, str] = {}
+    for name in _FASTEST_FIRST if region.view else sorted(_MOVE_GPU_MEMORY):
+        if name == "nixl" and not _has_rdma():
+            left_out[name] = "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
+            continue
+        try:
+            inner[name] = TRANSPORTS[name](region, settings)
+        except KVBatonError as error:
+            left_out[name] = str(error)
+    if not inner:
+        raise ConfigError(f"transport auto finds nothing that works here: {left_out}; kvbaton doctor tells more")
+    return AutoTransport(region, settings, inner, left_out)
+
+
+def _has_rdma() -> bool:
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())

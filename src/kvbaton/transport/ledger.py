@@ -100,6 +100,17 @@ class Ledger(Generic[L]):
             known = self._peers.get(peer)
             return known.endpoint if known else None
 
+    def link_of(self, peer: PeerRank) -> L | None:
+        """What the mover keeps for `peer`, if it is known."""
+        with self._lock:
+            known = self._peers.get(peer)
+            return known.link if known else None
+
+    def links(self) -> list[L]:
+        """What the mover keeps for the peers that are known now."""
+        with self._lock:
+            return [known.link for known in self._peers.values()]
+
     def check_room(self, peer: PeerRank) -> None:
         """Raise TransportError when `peer` is known already, the table is full, or the transport is closed."""
         with self._lock:

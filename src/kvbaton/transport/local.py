@@ -1,45 +1,121 @@
-"""Memory of another process on this host, read by this side's mover with `process_vm_readv`.
+"""Memory of another process on this host, copied by this side's mover: out of shared memory where the peer's region is some,
+with `process_vm_readv` elsewhere.
 
-The endpoint names the process by host, pid and start time; the start time is checked when a peer is connected and after the
-last byte of every batch, so that bytes of a recycled pid never count as the peer's.
+The endpoint names the process by host, pid and start time, and shows a random *mark* that disappears when the transport closes.
+Both are checked when a peer is connected and after the last byte of every batch, so that bytes of a recycled pid, or of memory
+that was withdrawn, never count as the peer's. Shared memory is mapped read-only: nobody can write into a peer's region.
 """
 
 from __future__ import annotations
 
+import secrets
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.errors import PeerError, TransportError
+from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.neighbour import Neighbour
-from kvbaton.transport.process_memory import ProcessMemory
+from kvbaton.transport.process_memory import ProcessMemory, explain_limits, is_there, usable_processors
 from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
+from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
 from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["LocalTransport"]
 
+_SLICE_RUNS = 16 * MAX_SLICE_RUNS
+_WORTH_SPLITTING_BYTES = 512 << 10
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class _Process:
+    """A peer: its process, where its region and its mark lie there, and its memory here where it could be mapped."""
+
     neighbour: Neighbour
     address: int
+    mark_address: int
+    mark: int
+    mapping: SharedMapping | None = None
+    copier: RunCopier | None = None
 
 
 class _ProcessReach:
-    def __init__(self, region: Region, memory: ProcessMemory) -> None:
+    """Copies slices, in several threads at once where a slice is worth it."""
+
+    def __init__(self, region: Region, memory: ProcessMemory, threads: int) -> None:
         self._region = region
         self._memory = memory
+        self._threads = threads
+        self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 
     def copy(self, link: _Process, runs: Runs) -> int:
-        return self._memory.read(link.neighbour.pid, link.address, self._region.address, runs)
+        total = int(runs[:, 2].sum())
+        if self._helpers is None or total < _WORTH_SPLITTING_BYTES:
+            self._copy_part(link, runs)
+            return total
+        cursor, parts = RunCursor(runs), []
+        while cursor.remaining_bytes:
+            parts.append(cursor.peek(-(-total // self._threads), len(runs) + 1))
+            cursor.advance(int(parts[-1][:, 2].sum()))
+        others = [self._helpers.submit(self._copy_part, link, part) for part in parts[1:]]
+        problems = [error for error in [self._try_part(link, parts[0]), *(other.exception() for other in others)] if error]
+        if problems:
+            raise problems[0]
+        return total
 
     def confirm(self, link: _Process) -> None:
         link.neighbour.confirm()
+        mark = link.mapping.mark if link.mapping else self._read_mark(link)
+        if mark != link.mark:
+            raise PeerLost(f"process {link.neighbour.pid} has withdrawn its memory: its mark is {mark:#x}, not {link.mark:#x}")
 
     def release(self, link: _Process) -> None:
-        """Nothing to let go of: each read names the process anew."""
+        """Let go of the mapping."""
+        link.mapping = link.copier = None
+
+    def close(self) -> None:
+        """End the helpers."""
+        if self._helpers is not None:
+            self._helpers.shutdown()
+
+    def map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
+        """Map the peer's shared memory here. Raises TransportError or PeerLost."""
+        link.mapping = SharedMapping(link.neighbour.pid, fd, inode, region_bytes)
+        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8))
+
+    def probe(self, link: _Process) -> None:
+        """Find out now, not in a hand-off, whether the memory may be read. Raises TransportError or PeerLost."""
+        self._read_at(link, link.address, 1)
+
+    def _try_part(self, link: _Process, runs: Runs) -> BaseException | None:
+        try:
+            self._copy_part(link, runs)
+        except (TransportError, PeerError, OSError, ValueError) as error:
+            return error
+        return None
+
+    def _copy_part(self, link: _Process, runs: Runs) -> None:
+        if link.copier is not None:
+            if not is_there(link.neighbour.pid):
+                raise PeerLost(f"process {link.neighbour.pid} is gone")
+            link.copier.copy(runs)
+            return
+        cursor = RunCursor(runs)
+        while cursor.remaining_bytes:
+            piece = cursor.peek(cursor.remaining_bytes)
+            cursor.advance(self._memory.read(link.neighbour.pid, link.address, self._region.address, piece))
+
+    def _read_mark(self, link: _Process) -> int:
+        return int.from_bytes(self._read_at(link, link.mark_address, MARK_BYTES), "little")
+
+    def _read_at(self, link: _Process, address: int, count: int) -> bytes:
+        spare = Region.of(bytearray(count))
+        self._memory.read(link.neighbour.pid, address, spare.address, np.array([[0, 0, count]], np.uint64))
+        return bytes(spare.view)
 
 
 class LocalTransport(QueuedTransport[_Process]):
@@ -48,18 +124,37 @@ class LocalTransport(QueuedTransport[_Process]):
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._memory = ProcessMemory()
         self._memory.allow_readers()
+        if region.memory_fd < 0 and (trouble := explain_limits(self._memory)):
+            raise TransportError(f"nobody could read this process's memory: {trouble}")
         self._neighbour = Neighbour.here()
-        self._reach = _ProcessReach(region, self._memory)
+        self._mark = secrets.randbits(62) | 1
+        self._shown = Region.of(bytearray(self._mark.to_bytes(MARK_BYTES, "little")))
+        if region.memory_fd >= 0:
+            write_mark(region, self._mark)
+        self._reach = _ProcessReach(region, self._memory, min(settings.copy_threads, usable_processors()))
         ledger: Ledger[_Process] = Ledger(region, settings)
-        super().__init__(region, settings, ledger, SliceMover("local", ledger, settings, self._reach))
+        mover = SliceMover("local", ledger, settings, self._reach, slice_runs=_SLICE_RUNS)
+        super().__init__(region, settings, ledger, mover)
 
     @property
     def name(self) -> str:
         """`local`."""
         return "local"
 
+    def way_to(self, peer: PeerRank) -> str:
+        """How the bytes of a connected peer are read: `shared memory` or `process_vm_readv`."""
+        link = self._ledger.link_of(peer)
+        return "shared memory" if link is not None and link.mapping is not None else "process_vm_readv"
+
     def _details(self) -> dict[str, str | int]:
-        return {**self._neighbour.details(), "address": self._region.address}
+        return {
+            **self._neighbour.details(),
+            "address": self._region.address,
+            "mark_address": self._shown.address,
+            "mark": self._mark,
+            "memory_fd": self._region.memory_fd,
+            "inode": inode_of(self._region),
+        }
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> _Process:
         name = f"peer {peer.incarnation!r} rank {peer.rank}"
@@ -68,17 +163,29 @@ class LocalTransport(QueuedTransport[_Process]):
             raise TransportError(
                 f"{name} is on another host (host_id {neighbour.host!r}, here {self._neighbour.host!r}); choose transport tcp"
             )
-        if not 0 < address < 1 << 64 or address + endpoint.region_bytes > 1 << 64:
-            raise TransportError(f"{name}: address {address:#x} is not usable; fetch its card again")
-        process = _Process(neighbour, address)
+        process = _Process(neighbour, address, detail(endpoint, "mark_address", int), detail(endpoint, "mark", int))
+        for place in (process.address, process.mark_address):
+            if not 0 < place < 1 << 64 or place + endpoint.region_bytes > 1 << 64:
+                raise TransportError(f"{name}: address {place:#x} is not usable; fetch its card again")
+        fd, inode = detail(endpoint, "memory_fd", int), detail(endpoint, "inode", int)
         try:
+            neighbour.confirm()
+            if fd >= 0:
+                self._reach.map(process, fd, inode, endpoint.region_bytes)
+            else:
+                self._reach.probe(process)
             self._reach.confirm(process)
-            self._probe(process)
         except PeerError as error:
             raise TransportError(f"{name} cannot be reached: {error}") from error
         return process
 
-    def _probe(self, process: _Process) -> None:
-        """Find out now, not in a hand-off, whether the memory may be read."""
-        spare = Region.of(bytearray(1))
-        self._memory.read(process.neighbour.pid, process.address, spare.address, np.array([[0, 0, 1]], np.uint64))
+    def _unlink(self, link: _Process) -> None:
+        self._reach.release(link)
+
+    def _release(self) -> None:
+        if self._region.memory_fd >= 0:
+            write_mark(self._region, 0)
+        self._shown.view[:] = bytes(MARK_BYTES)
+        self._reach.close()
+        for link in self._ledger.links():
+            self._reach.release(link)

@@ -14,11 +14,13 @@ import numpy as np
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport.base import Runs
 
-__all__ = ["ProcessMemory", "host_id", "start_ticks"]
+__all__ = ["ProcessMemory", "explain_limits", "host_id", "is_there", "start_ticks", "usable_processors"]
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _START_TICKS_FIELD = 22
+_SCOPE_ADMIN = 2
+_CAP_SYS_PTRACE = 19
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -55,6 +57,38 @@ class ProcessMemory:
             self._prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
+def explain_limits(memory: ProcessMemory) -> str:
+    """Why no other process could read this one's memory, and what to do about it; empty when nothing is known to forbid it."""
+    spare = np.zeros(2, np.uint8)
+    try:
+        memory.read(os.getpid(), int(spare.ctypes.data), int(spare.ctypes.data) + 1, np.array([[0, 0, 1]], np.uint64))
+    except TransportError as error:
+        return f"process_vm_readv is blocked here, perhaps by a container's seccomp profile: {error}"
+    scope = _ptrace_scope()
+    if scope >= _SCOPE_ADMIN and not _may_ptrace():
+        return (
+            f"kernel.yama.ptrace_scope is {scope}, so only a holder of CAP_SYS_PTRACE may read other processes: "
+            "set it to 0 or 1, give the container that capability, use shared memory for the region, or choose transport tcp"
+        )
+    return ""
+
+
+def usable_processors() -> int:
+    """How many processors this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process of that number exists; cheaper than `start_ticks`, and true for a dead one that nobody has reaped."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def start_ticks(pid: int) -> int:
     """When process `pid` started, in clock ticks since boot; pid and ticks name a process. Raises PeerLost when it is gone."""
     try:
@@ -80,6 +114,13 @@ def _ptrace_scope() -> int:
         return int(_YAMA.read_text())
     except (OSError, ValueError):
         return 0
+
+
+def _may_ptrace() -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_PTRACE & 1)
+    return False
 
 
 def _explain(code: int, pid: int) -> PeerLost | TransportError:

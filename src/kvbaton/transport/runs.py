@@ -102,16 +102,16 @@ def _is_grid(starts: Runs, lengths: Runs) -> bool:
 
 
 def _check_overlap(runs: Runs) -> None:
+    """Raise RangeError when two target runs overlap. Sorting starts and ends apart is quick, and shows whether any two do."""
     starts = runs[:, _TARGET]
     ends = starts + runs[:, _BYTES]
-    if bool((starts[1:] >= ends[:-1]).all()) or _is_grid(starts, runs[:, _BYTES]):
+    in_order = bool((starts[1:] >= ends[:-1]).all())
+    if in_order or _is_grid(starts, runs[:, _BYTES]) or bool((np.sort(starts)[1:] >= np.sort(ends)[:-1]).all()):
         return
     order = np.argsort(starts)
-    overlapping = starts[order][1:] < ends[order][:-1]
-    if overlapping.any():
-        at = int(overlapping.argmax())
-        lower, upper = runs[order[at]], runs[order[at + 1]]
-        raise RangeError(
-            f"target runs overlap: offset {lower[_TARGET]} with {lower[_BYTES]} bytes and offset {upper[_TARGET]} with "
-            f"{upper[_BYTES]} bytes"
-        )
+    at = int((starts[order][1:] < ends[order][:-1]).argmax())
+    lower, upper = runs[order[at]], runs[order[at + 1]]
+    raise RangeError(
+        f"target runs overlap: offset {lower[_TARGET]} with {lower[_BYTES]} bytes and offset {upper[_TARGET]} with "
+        f"{upper[_BYTES]} bytes"
+    )

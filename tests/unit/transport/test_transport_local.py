@@ -53,8 +53,8 @@ def test_a_recycled_pid_is_refused_at_connect(transport: LocalTransport) -> None
 
 def test_a_recycled_pid_is_noticed_after_the_copy() -> None:
     source, target = Region.of(bytearray(b"x" * 8)), Region.of(bytearray(8))
-    reach = _ProcessReach(target, ProcessMemory())
-    stranger = _Process(Neighbour(host_id(), os.getpid(), 1), source.address)
+    reach = _ProcessReach(target, ProcessMemory(), 1)
+    stranger = _Process(Neighbour(host_id(), os.getpid(), 1), source.address, source.address, 0)
     assert reach.copy(stranger, np.array([[0, 0, 8]], np.uint64)) == 8
     with pytest.raises(PeerLost, match="started at tick"):
         reach.confirm(stranger)

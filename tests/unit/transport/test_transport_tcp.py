@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import select
 import socket
 import struct
@@ -18,16 +19,20 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, ProtocolError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport
+from kvbaton.transport.tcp.vectors import Vectors
 from kvbaton.transport.tcp.wire import (
+    CHALLENGE_BYTES,
     GREETING_BYTES,
+    HELLO_BYTES,
     PIECE_BYTES,
     REPLY_BYTES,
     REQUEST_BYTES,
-    Scatter,
+    Secret,
     Status,
-    pack_greeting,
+    pack_hello,
     pack_reply,
     pack_request,
+    unpack_hello,
     unpack_pieces,
     unpack_reply,
     unpack_request,
@@ -66,8 +71,11 @@ def dial(endpoint: Endpoint) -> socket.socket:
     return socket.create_connection((str(endpoint.details["host"]), int(endpoint.details["port"])), timeout=20)
 
 
-def greeting_of(endpoint: Endpoint) -> bytes:
-    return pack_greeting(bytes.fromhex(str(endpoint.details["token"])), "source")
+def greet(sock: socket.socket, endpoint: Endpoint) -> None:
+    """Answer the owner's hello as a reader that was given the endpoint."""
+    secret = Secret(bytes.fromhex(str(endpoint.details["token"])), b"", "source")
+    sock.sendall(secret.greeting(unpack_hello(take(sock, HELLO_BYTES))))
+    assert unpack_reply(take(sock, REPLY_BYTES)).status is Status.OK
 
 
 def take(sock: socket.socket, count: int) -> bytes:
@@ -82,9 +90,11 @@ def take(sock: socket.socket, count: int) -> bytes:
 def is_closed(sock: socket.socket) -> bool:
     """Waits until the other end has closed."""
     try:
-        return sock.recv(1) == b""
+        while sock.recv(4096):
+            pass
     except ConnectionResetError:
-        return True
+        pass
+    return True
 
 
 def test_ports_are_found_below_the_ephemeral_ones(source: TcpTransport) -> None:
@@ -99,7 +109,7 @@ def test_both_address_families_work(target: TcpTransport, host: str) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost:8000\r\n\r\n", bytes(64), b"KVBATON\x02" + bytes(32)])
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost:8000\r\n\r\n", bytes(64), b"KVBATON\x01" + bytes(32)])
 def test_garbage_closes_that_connection_only(source: TcpTransport, target: TcpTransport, garbage: bytes) -> None:
     target.connect(SOURCE, source.endpoint())
     assert read(target).error == ""
@@ -115,7 +125,7 @@ def test_garbage_closes_that_connection_only(source: TcpTransport, target: TcpTr
     [
         b"WHAT" + bytes(12),
         struct.pack("<4sIQ", b"READ", 0, 1),
-        struct.pack("<4sIQ", b"READ", 1025, 1),
+        struct.pack("<4sIQ", b"READ", 8193, 1),
         struct.pack("<4sIQQQ", b"READ", 1, 1, 0, 1 << 40),
         struct.pack("<4sIQQQQQ", b"READ", 2, 1, 0, 2**63, 0, 2**63),
     ],
@@ -126,8 +136,7 @@ def test_garbage_after_the_greeting_closes_that_connection_only(
 ) -> None:
     target.connect(SOURCE, source.endpoint())
     with dial(source.endpoint()) as stranger:
-        stranger.sendall(greeting_of(source.endpoint()))
-        assert unpack_reply(take(stranger, REPLY_BYTES)).status is Status.OK
+        greet(stranger, source.endpoint())
         stranger.sendall(garbage)
         assert is_closed(stranger)
     assert source.garbage_total == 1
@@ -136,8 +145,7 @@ def test_garbage_after_the_greeting_closes_that_connection_only(
 
 def test_the_owner_checks_ranges_itself(source: TcpTransport) -> None:
     with dial(source.endpoint()) as reader:
-        reader.sendall(greeting_of(source.endpoint()))
-        take(reader, REPLY_BYTES)
+        greet(reader, source.endpoint())
         for offset, count in ((60, 8), (2**64 - 4, 8), (65, 0)):
             reader.sendall(pack_request(7, np.array([[offset, 0, count]], np.uint64)))
             reply = unpack_reply(take(reader, REPLY_BYTES))
@@ -156,6 +164,41 @@ def test_a_region_that_is_smaller_than_its_card_says_fails_the_batch_only(source
     assert read(target).error == ""
 
 
+def test_a_wrong_cluster_key_is_refused_and_the_right_one_admitted(target: TcpTransport) -> None:
+    source, friend = make("source", CONTENT, cluster_key=b"k" * 16), make("friend", cluster_key=b"k" * 16)
+    for reader in (target, friend):
+        reader.connect(SOURCE, source.endpoint())
+    refused = read(target)
+    assert refused.error.startswith("PeerRefused")
+    assert "cluster key" in refused.error
+    assert read(friend).error == ""
+    friend.close()
+    source.close()
+
+
+def test_an_overheard_greeting_is_worth_nothing(source: TcpTransport) -> None:
+    secret = Secret(bytes.fromhex(str(source.endpoint().details["token"])), b"", "source")
+    with dial(source.endpoint()) as reader:
+        overheard = secret.greeting(unpack_hello(take(reader, HELLO_BYTES)))
+    with dial(source.endpoint()) as thief:
+        take(thief, HELLO_BYTES)
+        thief.sendall(overheard)
+        assert unpack_reply(take(thief, REPLY_BYTES)).status is Status.REFUSED
+
+
+def test_large_batches_use_several_streams_and_small_ones_one() -> None:
+    source, target = make("source", bytes(64 << 20), streams=3), make("target", bytes(64 << 20), streams=3)
+    target.connect(SOURCE, source.endpoint())
+    assert read(target).error == ""
+    assert len(source._server._readers) == 1
+    target.post(Batch(SOURCE, Direction.READ, np.array([[0, 0, 64 << 20]], np.uint64)))
+    assert select.select([target.wakeup_fd], [], [], 20)[0]
+    assert target.poll()[0].error == ""
+    assert len(source._server._readers) == 3
+    target.close()
+    source.close()
+
+
 @pytest.mark.parametrize("change", [{"token": "00" * 16}, {"incarnation": ""}])
 def test_a_wrong_token_or_incarnation_is_refused(source: TcpTransport, target: TcpTransport, change: dict[str, str]) -> None:
     endpoint = source.endpoint()
@@ -163,7 +206,8 @@ def test_a_wrong_token_or_incarnation_is_refused(source: TcpTransport, target: T
     completion = read(target)
     assert completion.error.startswith("PeerRefused")
     assert "fetch its card again" in completion.error
-    assert source.refused_total == 1
+    while not source.refused_total:
+        select.select([], [], [], 0.001)
 
 
 def test_a_restarted_process_on_the_same_port_is_another_peer(source: TcpTransport, target: TcpTransport) -> None:
@@ -195,14 +239,14 @@ def test_a_peer_that_never_greets_back_is_lost_in_time() -> None:
     target.close()
 
 
-@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", pack_reply(Status.OK, 5, 0), pack_reply(Status.OK, 0, 99)])
+@pytest.mark.parametrize("reply", [b"", pack_reply(Status.OK, 5, 0), pack_reply(Status.OK, 0, 99)])
 def test_a_peer_that_talks_nonsense_is_named(target: TcpTransport, reply: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         details: dict[str, str | int] = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": "00" * 16}
         target.connect(SOURCE, Endpoint("tcp", 64, details))
         target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
         with listener.accept()[0] as sock:
-            sock.sendall(reply)
+            sock.sendall((pack_hello(bytes(CHALLENGE_BYTES)) if reply else b"HTTP/1.1 400 Bad Request\r\n") + reply)
             assert select.select([target.wakeup_fd], [], [], 20)[0]
     assert target.poll()[0].error.startswith("ProtocolError")
 
@@ -216,6 +260,7 @@ def test_bytes_that_come_after_a_cancel_are_thrown_away(begun: int) -> None:
         target.connect(SOURCE, Endpoint("tcp", 64, details))
         ticket = target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
         with listener.accept()[0] as owner:
+            owner.sendall(pack_hello(bytes(CHALLENGE_BYTES)))
             take(owner, GREETING_BYTES)
             owner.sendall(pack_reply(Status.OK, 0, 0))
             take(owner, REQUEST_BYTES + PIECE_BYTES)
@@ -245,10 +290,9 @@ def test_strangers_that_say_nothing_are_let_go() -> None:
 
 
 def test_connections_are_bounded() -> None:
-    source = make("source", max_peers=1)
+    source = make("source", max_peers=1, streams=1)
     with dial(source.endpoint()) as first:
-        first.sendall(greeting_of(source.endpoint()))
-        take(first, REPLY_BYTES)
+        greet(first, source.endpoint())
         with dial(source.endpoint()) as second:
             assert is_closed(second)
     assert source.refused_total == 1
@@ -283,14 +327,16 @@ def test_decoders_raise_only_protocol_errors(data: bytes) -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.data())
-def test_a_scatter_walks_its_pieces_in_order(lengths: list[int], data: st.DataObject) -> None:
-    whole = bytes(range(sum(lengths)))
-    starts = np.cumsum([0, *lengths]).tolist()
-    scatter = Scatter([memoryview(whole)[start : start + count] for start, count in zip(starts, lengths, strict=False)])
+def test_vectors_walk_their_pieces_in_order(lengths: list[int], data: st.DataObject) -> None:
+    memory = np.arange(sum(lengths) + 1, dtype=np.uint8)
+    starts = memory.ctypes.data + np.cumsum([0, *lengths])[:-1]
+    vectors = Vectors(np.array([starts, lengths], np.uint64).T.reshape(-1, 2), memory)
     seen = b""
-    while scatter.remaining_bytes:
-        head = b"".join(scatter.head(3))
-        count = data.draw(st.integers(1, len(head)))
-        seen += head[:count]
-        scatter.advance(count)
-    assert seen == whole
+    while vectors.remaining_bytes:
+        address, count = vectors.head()
+        table = ctypes.string_at(address, 16 * count)
+        head = b"".join(ctypes.string_at(*struct.unpack_from("<QQ", table, 16 * row)) for row in range(count))
+        moved = data.draw(st.integers(1, len(head)))
+        seen += head[:moved]
+        vectors.advance(moved)
+    assert seen == memory[:-1].tobytes()

@@ -39,7 +39,7 @@ from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults
 
@@ -57,7 +57,7 @@ class BareInstance:
         self._shape = settings.shape
         self._incarnation = Incarnation(secrets.token_hex(8))
         pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
-        region = Region.of(pages.data)
+        region = pages.region
         times = TransportSettings(incarnation=self._incarnation, timeout_s=settings.limits.transfer_timeout, host=_HOST)
         transport = open_transport(settings.transport, region, times)
         port = PortPicker(_HOST).pick()

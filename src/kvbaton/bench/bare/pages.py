@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import zlib
 
 import msgspec
@@ -12,6 +11,8 @@ import numpy.typing as npt
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
 from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Region
+from kvbaton.transport.shared_memory import SharedMemory
 
 __all__ = ["POISON", "SMALL", "CacheShape", "TaggedPages", "spans_of", "tag_of"]
 
@@ -79,11 +80,16 @@ class TaggedPages:
         self.blocks = blocks
         page = (shape.block_tokens, shape.words)
         whole = (shape.layers, _PLANES, blocks, *page)
-        self._region = mmap.mmap(-1, int(np.prod(whole, dtype=np.int64)) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data: Words = np.frombuffer(self._region, np.uint32).reshape(whole)
+        self._shared = SharedMemory(int(np.prod(whole, dtype=np.int64)) * 4)
+        self.data: Words = np.frombuffer(self._shared.array, np.uint32).reshape(whole)
         places = (shape.layers, _PLANES, shape.blocks_for(most_tokens), *page)
         count = int(np.prod(places, dtype=np.int64))
         self._places: Words = (np.arange(count, dtype=np.uint64) * _ODD).astype(np.uint32).reshape(places)
+
+    @property
+    def region(self) -> Region:
+        """The memory for a transport; other processes of this host can map and read it."""
+        return self._shared.region
 
     def layout(self) -> Layout:
         """Describe the region: one group of all layers."""

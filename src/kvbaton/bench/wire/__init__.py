@@ -1,1 +1,6 @@
-"""How fast a transport moves paged bytes, beside the plainest way to move as many."""
+"""Paged bytes between two processes: every transport beside what a user would pick instead, in one run."""
+
+from kvbaton.bench.wire.plot import draw
+from kvbaton.bench.wire.run import WireBench, run_wire_bench, subjects_of
+
+__all__ = ["WireBench", "draw", "run_wire_bench", "subjects_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbaton.agent.rank_sets import LocalRanks, RankSet, RemoteRanks
 from kvbaton.core.card import RankCard
@@ -18,12 +18,11 @@ from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, droppin
 from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache, check_dtype
 from kvbaton.engines.embedded.shaped.model import LoadedShaped
+from kvbaton.engines.embedded.shaped.rank_agents import open_rank_transport
 from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RemoteCache, RemoteModel
 from kvbaton.engines.embedded.shaped.setup import RankTransport
 from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import Bug, ConfigError
-from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
 __all__ = ["Body", "BodySettings", "make_body"]
@@ -39,6 +38,7 @@ class BodySettings:
     block_tokens: int
     transport: RankTransport
     dtype: str = CACHE_DTYPES[0]
+    cluster_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,9 @@ def make_body(settings: BodySettings, parts: ExitStack, say: Callable[[str], Non
 
 def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:
     cache = PagedCache(loaded.config, settings.blocks, settings.block_tokens, aux_slots=AUX_SLOTS)
-    region = Region.of(cache.memory)
-    transport = _open(settings.transport, region)
+    transport = open_rank_transport(settings.transport, cache.region, settings.cluster_key)
     if settings.transport.drop:
-        transport = FaultyTransport(transport, region, Faults(drop_writes=True))
+        transport = FaultyTransport(transport, cache.region, Faults(drop_writes=True))
     layout = cache.layout()
     ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
     return Body(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))
@@ -89,7 +88,8 @@ def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:
 
 def _shaped_body(settings: BodySettings, loaded: LoadedShaped) -> Body:
     cache = ShapedCache(loaded.blueprint, settings.blocks, settings.block_tokens, dtype=settings.dtype)
-    transport = dropping(_open(settings.transport, Region.of(cache.memory)), cache, settings.transport.drop)
+    opened = open_rank_transport(settings.transport, cache.region, settings.cluster_key)
+    transport = dropping(opened, cache, settings.transport.drop)
     layout = layout_of(cache)
     ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
     return Body(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),)),))
@@ -107,6 +107,7 @@ def _remote_body(settings: BodySettings, loaded: LoadedShaped, parts: ExitStack,
             transport=settings.transport,
         ),
         lost,
+        settings.cluster_key,
     )
     parts.callback(group.close)
     for rank, ready in zip(group.ranks, group.ready, strict=True):
@@ -116,13 +117,3 @@ def _remote_body(settings: BodySettings, loaded: LoadedShaped, parts: ExitStack,
     cards = tuple(RankCard(number, ready.layout, (ready.endpoint,)) for number, ready in enumerate(group.ready))
     cut = dataclasses.replace(loaded, model=RemoteModel(group))
     return Body(cut, RemoteCache(loaded.blueprint, group), ranks, cards)
-
-
-def _open(settings: RankTransport, region: Region) -> Transport:
-    transport_settings = TransportSettings(
-        incarnation=settings.incarnation,
-        timeout_s=settings.timeout_s,
-        host=settings.host,
-        advertise_host=settings.advertise_host,
-    )
-    return open_transport(settings.name, region, transport_settings)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,18 +12,16 @@ from kvbaton.core.handoff import BlockLists
 from kvbaton.core.layout import Layout, uniform_group
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Region
+from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["AUX_SLOTS", "POISON_BYTE", "POISON_WORD", "PagedCache", "anonymous_memory"]
+__all__ = ["AUX_SLOTS", "POISON_BYTE", "POISON_WORD", "PagedCache", "cache_memory"]
 
 POISON_BYTE = 0x4B
 """What a poisoned block is filled with; as a float32 it is about 13 million, finite and far from any real key."""
 
 POISON_WORD = POISON_BYTE * 0x01010101
 """Four poisoned bytes."""
-
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and newer; the standard library does not name it yet."""
-
 
 AUX_SLOTS = 64
 """How many aux records can travel out of, or into, one instance by data at a time."""
@@ -45,15 +41,20 @@ class PagedCache:
         shape = (config.layers, 2, blocks, block_tokens, config.kv_heads, config.head_size)
         region_bytes = int(np.prod(shape, dtype=np.int64)) * 4
         self._aux_slots = aux_slots
-        self._region = anonymous_memory(region_bytes + aux_slots * _AUX_SLOT_BYTES, blocks)
+        self._shared = cache_memory(region_bytes + aux_slots * _AUX_SLOT_BYTES, blocks)
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self.data: npt.NDArray[np.float32] = np.frombuffer(self._region, np.float32, region_bytes // 4).reshape(shape)
+        self.data: npt.NDArray[np.float32] = np.frombuffer(self._shared.array, np.float32, region_bytes // 4).reshape(shape)
 
     @property
     def memory(self) -> memoryview:
         """The whole region as writable bytes, the slots for aux records included."""
-        return np.frombuffer(self._region, np.uint8).data
+        return self.region.view
+
+    @property
+    def region(self) -> Region:
+        """The same for a transport: memory that other processes of this host can map and read."""
+        return self._shared.region
 
     @property
     def aux_area(self) -> AuxArea | None:
@@ -104,20 +105,11 @@ class PagedCache:
         words[:, :, np.asarray(blocks, np.intp)] = POISON_WORD
 
 
-def anonymous_memory(region_bytes: int, blocks: int) -> mmap.mmap:
+def cache_memory(region_bytes: int, blocks: int) -> SharedMemory:
     """Page-aligned memory for a cache of so many blocks, every page of it there. Raises ConfigError when there is none."""
     try:
-        region = mmap.mmap(-1, region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
-        what = f"no memory for a cache of {blocks} blocks ({region_bytes} bytes)"
-        raise ConfigError(f"{what}: {error}; use fewer blocks") from error
-    with contextlib.suppress(OSError):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    _populate(region)
-    return region
-
-
-def _populate(region: mmap.mmap) -> None:
-    """Take every page now, where the kernel can, so that no hand-off pays for the first touch of its blocks."""
-    with contextlib.suppress(OSError):
-        region.madvise(_MADV_POPULATE_WRITE)
+        return SharedMemory(region_bytes)
+    except ConfigError as error:
+        raise ConfigError(
+            f"no memory for a cache of {blocks} blocks ({region_bytes} bytes): {error}; use fewer blocks"
+        ) from error

@@ -180,7 +180,15 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
         drop=settings.drop or ("all" if settings.drop_writes else ""),
     )
-    return BodySettings(settings.model, settings.shape, settings.blocks, settings.block_tokens, transport, settings.cache_dtype)
+    return BodySettings(
+        settings.model,
+        settings.shape,
+        settings.blocks,
+        settings.block_tokens,
+        transport,
+        settings.cache_dtype,
+        settings.trust.key or b"",
+    )
 
 
 def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> Card:

@@ -16,7 +16,7 @@ from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S
 from kvbaton.errors import ConfigError
-from kvbaton.transport.choose import TRANSPORTS
+from kvbaton.transport.choose import AUTO, TRANSPORTS
 
 __all__ = ["ConnectorSettings", "parse_settings"]
 
@@ -142,8 +142,8 @@ def _check(settings: ConnectorSettings) -> None:
         raise ConfigError(
             f"{_WHERE}: control_host is {settings.control_host!r}, where nobody can be told to come; give advertise_host"
         )
-    if settings.transport not in TRANSPORTS:
-        known = ", ".join(sorted(TRANSPORTS))
+    if settings.transport not in (AUTO, *TRANSPORTS):
+        known = ", ".join([AUTO, *sorted(TRANSPORTS)])
         raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")
     if settings.routers and not settings.http_address:
         raise ConfigError(

@@ -8,18 +8,25 @@ import os
 import socket
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvbaton.errors import PeerLost, PeerRefused, ProtocolError
 from kvbaton.transport.base import PeerRank, Region, Runs
 from kvbaton.transport.ledger import Job
 from kvbaton.transport.tcp.sockets import tune
-from kvbaton.transport.tcp.wire import REPLY_BYTES, Reply, Scatter, Status, pack_request, unpack_reply
+from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
+from kvbaton.transport.tcp.wire import HELLO_BYTES, REPLY_BYTES, Reply, Secret, Status, pack_request, unpack_hello, unpack_reply
+
+if TYPE_CHECKING:
+    from kvbaton.transport.tcp.peer import TcpPeer
 
 __all__ = ["Answer", "LinkState", "TcpLink"]
 
-_WINDOW = 8
-_TURN_BYTES = 1 << 20
+_WINDOW = 2
+_TURN_BYTES = 4 << 20
+_LOW_WATER_BYTES = 1 << 20
 _SCRATCH_BYTES = 256 << 10
 _GREETING_ID = 0
 
@@ -29,6 +36,7 @@ class LinkState(enum.Enum):
 
     CLOSED = enum.auto()
     CONNECTING = enum.auto()
+    HELLO = enum.auto()
     GREETING = enum.auto()
     OPEN = enum.auto()
 
@@ -39,15 +47,15 @@ class _Request:
 
     request_id: int
     payload_bytes: int
-    target: Scatter
-    job: Job[TcpLink] | None
+    target: Vectors
+    job: Job[TcpPeer] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A reply that was received to its end for a job: its bytes are in, or `error` says why not."""
 
-    job: Job[TcpLink]
+    job: Job[TcpPeer]
     moved_bytes: int
     error: str = ""
 
@@ -55,14 +63,17 @@ class Answer:
 class TcpLink:
     """The kept connection to one peer; for the mover's thread only. Methods raise PeerError or OSError when it is lost."""
 
-    def __init__(self, peer: PeerRank, family: int, address: tuple[Any, ...], greeting: bytes) -> None:
+    def __init__(self, peer: PeerRank, family: int, address: tuple[Any, ...], secret: Secret, calls: VectorCalls) -> None:
         self.peer = peer
+        self.owner: TcpPeer | None = None
         self.state = LinkState.CLOSED
         self.sock: socket.socket | None = None
         self.deadline: float | None = None
         self._family = family
         self._address = address
-        self._greeting = greeting
+        self._secret = secret
+        self._calls = calls
+        self._low_water = 1
         self._outbox = bytearray()
         self._requests: deque[_Request] = deque()
         self._last_id = _GREETING_ID
@@ -80,9 +91,14 @@ class TcpLink:
         return self.state is LinkState.OPEN and len(self._requests) < _WINDOW
 
     @property
+    def request_count(self) -> int:
+        """Requests on their way."""
+        return len(self._requests)
+
+    @property
     def is_busy(self) -> bool:
         """Whether the peer owes something, so that lack of progress counts."""
-        return self.state in (LinkState.CONNECTING, LinkState.GREETING) or bool(self._requests)
+        return self.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.GREETING) or bool(self._requests)
 
     @property
     def wants_write(self) -> bool:
@@ -93,13 +109,13 @@ class TcpLink:
         """Begin to connect; does not wait."""
         self.sock = socket.socket(self._family, socket.SOCK_STREAM)
         tune(self.sock)
-        self.state = LinkState.CONNECTING
+        self.state, self._low_water = LinkState.CONNECTING, 1
         code = self.sock.connect_ex(self._address)
         if code not in (0, errno.EINPROGRESS):
             raise PeerLost(f"cannot connect: {os.strerror(code)}")
         return self.sock
 
-    def close(self) -> list[Job[TcpLink]]:
+    def close(self) -> list[Job[TcpPeer]]:
         """Let go of the socket; returns the jobs that had requests on their way, each once."""
         if self.sock is not None:
             self.sock.close()
@@ -110,15 +126,14 @@ class TcpLink:
         self._head.clear()
         return list(jobs.values())
 
-    def ask(self, job: Job[TcpLink], runs: Runs, region: Region) -> None:
+    def ask(self, job: Job[TcpPeer], runs: Runs, region: Region) -> None:
         """Queue one request whose bytes go to the target side of `runs`."""
         self._last_id += 1
-        pieces = [region.view[target : target + count] for _, target, count in runs.tolist()]
-        scatter = Scatter(pieces)
-        self._requests.append(_Request(self._last_id, scatter.remaining_bytes, scatter, job))
+        target = Vectors(runs[:, 1:3] + np.array([region.address, 0], np.uint64), region)
+        self._requests.append(_Request(self._last_id, target.total_bytes, target, job))
         self._outbox += pack_request(self._last_id, runs)
 
-    def forget(self, job: Job[TcpLink]) -> None:
+    def forget(self, job: Job[TcpPeer]) -> None:
         """From now on throw away what still comes for `job`; its target memory is not touched again."""
         for request in self._requests:
             if request.job is job:
@@ -131,9 +146,7 @@ class TcpLink:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise PeerLost(f"cannot connect: {os.strerror(code)}")
-            self.state = LinkState.GREETING
-            self._outbox += self._greeting
-            self._requests.append(_Request(_GREETING_ID, 0, Scatter([]), None))
+            self.state = LinkState.HELLO
         if self._outbox:
             del self._outbox[: self.sock.send(self._outbox)]
 
@@ -148,17 +161,26 @@ class TcpLink:
                     answers += self._end_reply(self._reply)
         except BlockingIOError:
             pass
+        self._set_low_water()
         return answers
+
+    def _set_low_water(self) -> None:
+        """Be woken for a good piece of what is sure to come, not for every packet of it."""
+        wanted = _LOW_WATER_BYTES if self._reply is not None and self._left_bytes >= _LOW_WATER_BYTES else 1
+        if self.sock is not None and wanted != self._low_water:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._low_water = wanted
 
     def _receive_some(self) -> int:
         """One read from the socket: of a reply's head, its text, its bytes, or bytes that nobody wants."""
         assert self.sock is not None  # noqa: S101
         if self._reply is None:
-            data = self.sock.recv(REPLY_BYTES - len(self._head))
+            wanted = HELLO_BYTES if self.state is LinkState.HELLO else REPLY_BYTES
+            data = self.sock.recv(wanted - len(self._head))
             self._head += data
             count = len(data)
-            if len(self._head) == REPLY_BYTES:
-                self._begin_reply(unpack_reply(self._head))
+            if len(self._head) == wanted:
+                self._on_head()
         else:
             count = self._receive_payload(self.sock, self._reply)
             self._left_bytes -= count
@@ -169,16 +191,22 @@ class TcpLink:
     def _receive_payload(self, sock: socket.socket, reply: Reply) -> int:
         request = self._requests[0]
         if reply.status is Status.OK and request.job is not None:
-            count = sock.recvmsg_into(request.target.head())[0]
-            request.target.advance(count)
-            return count
+            return self._calls.receive(sock, request.target)
         data = sock.recv(min(self._left_bytes, _SCRATCH_BYTES))
         if reply.status is not Status.OK:
             self._text += data
         return len(data)
 
+    def _on_head(self) -> None:
+        head, self._head = self._head, bytearray()
+        if self.state is LinkState.HELLO:
+            self._outbox += self._secret.greeting(unpack_hello(head))
+            self._requests.append(_Request(_GREETING_ID, 0, Vectors(np.empty((0, 2), np.uint64)), None))
+            self.state = LinkState.GREETING
+        else:
+            self._begin_reply(unpack_reply(head))
+
     def _begin_reply(self, reply: Reply) -> None:
-        self._head.clear()
         self._text.clear()
         if not self._requests or reply.request_id != self._requests[0].request_id:
             raise ProtocolError(f"a reply to request {reply.request_id}, which is not the one that is due")

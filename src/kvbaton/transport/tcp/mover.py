@@ -15,6 +15,8 @@ from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
 from kvbaton.transport.schedule import IDLE_S, Schedule
 from kvbaton.transport.tcp.link import Answer, LinkState, TcpLink
+from kvbaton.transport.tcp.peer import TcpPeer
+from kvbaton.transport.tcp.wire import MAX_PIECES
 
 __all__ = ["TcpMover"]
 
@@ -22,12 +24,12 @@ __all__ = ["TcpMover"]
 class TcpMover:
     """Owns the links' sockets while its thread runs; ends once the ledger is shut, and then closes them."""
 
-    def __init__(self, ledger: Ledger[TcpLink], region: Region, settings: TransportSettings) -> None:
+    def __init__(self, ledger: Ledger[TcpPeer], region: Region, settings: TransportSettings) -> None:
         self._ledger = ledger
         self._region = region
         self._slice_bytes = settings.slice_bytes
         self._timeout_s = settings.timeout_s
-        self._schedule: Schedule[TcpLink] = Schedule(settings.timeout_s)
+        self._schedule: Schedule[TcpPeer] = Schedule(settings.timeout_s)
         self._open: set[TcpLink] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(ledger.work.fd, selectors.EVENT_READ)
@@ -58,41 +60,44 @@ class TcpMover:
             self._obey(command)
         for job, error in self._schedule.check_events(time.monotonic()):
             self._ledger.finish(job, error)
-        for link in self._schedule.links():
-            self._feed(link)
+        for peer in self._schedule.links():
+            self._feed(peer)
         for key, events in self._selector.select(self._patience_s(time.monotonic())):
             if isinstance(key.data, TcpLink):
                 self._drive(key.data, events)
         self._expire(time.monotonic())
 
-    def _obey(self, command: Command[TcpLink]) -> None:
+    def _obey(self, command: Command[TcpPeer]) -> None:
         if isinstance(command, Post):
             self._schedule.add(command.job, time.monotonic())
         elif isinstance(command, Cancel):
             if self._ledger.is_in_flight(command.job):
                 self._end(command.job, "cancelled", cancelled=True)
         else:
-            self._fail_link(command.link, "TransportError: the peer was revoked", waiting=True)
+            self._fail_peer(command.link, "TransportError: the peer was revoked", waiting=True)
 
-    def _feed(self, link: TcpLink) -> None:
-        """Ask for as much of the link's ready jobs as its window takes; connect first where needed."""
-        while (job := self._schedule.head(link)) is not None:
+    def _feed(self, peer: TcpPeer) -> None:
+        """Ask for as much of the peer's ready jobs as its windows take; connect first where needed."""
+        while (job := self._schedule.head(peer)) is not None:
             if not job.cursor.remaining_bytes:
                 self._schedule.discard(job)
                 self._ledger.finish(job)
-            elif link.state is LinkState.CLOSED:
-                self._attempt(link, self._open_link)
-            elif link.has_room:
-                self._ask(job)
-            else:
+                continue
+            link = peer.link_for_more()
+            if link is None:
                 break
-        if link.wants_write and link.state is not LinkState.CONNECTING:
-            self._attempt(link, TcpLink.send)
-        self._watch(link)
+            if link.state is LinkState.CLOSED:
+                self._attempt(link, self._open_link)
+            else:
+                self._ask(link, job)
+        for link in peer.links:
+            if link.wants_write and link.state is not LinkState.CONNECTING:
+                self._attempt(link, TcpLink.send)
+            self._watch(link)
 
-    def _ask(self, job: Job[TcpLink]) -> None:
-        runs = job.cursor.peek(self._slice_bytes)
-        job.link.ask(job, runs, self._region)
+    def _ask(self, link: TcpLink, job: Job[TcpPeer]) -> None:
+        runs = job.cursor.peek(self._slice_bytes, MAX_PIECES)
+        link.ask(job, runs, self._region)
         job.cursor.advance(int(runs[:, 2].sum()))
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)
@@ -124,7 +129,7 @@ class TcpMover:
         elif job.moved_bytes == job.cursor.total_bytes:
             self._ledger.finish(job)
 
-    def _end(self, job: Job[TcpLink], error: str, *, cancelled: bool = False) -> None:
+    def _end(self, job: Job[TcpPeer], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte; what is still on its way for it will be thrown away."""
         self._schedule.discard(job)
         job.link.forget(job)
@@ -141,14 +146,19 @@ class TcpMover:
         except OSError as error:
             self._fail_link(link, f"PeerLost: {link}: {error}")
 
-    def _fail_link(self, link: TcpLink, error: str, *, waiting: bool = False) -> None:
-        """Close the connection and fail the jobs that used it; the next ready job connects anew."""
-        jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
-        jobs.update((job.ticket, job) for job in self._shut_link(link))
+    def _fail_link(self, link: TcpLink, error: str) -> None:
+        assert link.owner is not None  # noqa: S101
+        self._fail_peer(link.owner, error)
+
+    def _fail_peer(self, peer: TcpPeer, error: str, *, waiting: bool = False) -> None:
+        """Close the connections and fail the jobs that used them; the next ready job connects anew."""
+        jobs = {job.ticket: job for job in self._schedule.discard_link(peer, waiting=waiting)}
+        for link in peer.links:
+            jobs.update((job.ticket, job) for job in self._shut_link(link))
         for job in jobs.values():
             self._ledger.finish(job, error)
 
-    def _shut_link(self, link: TcpLink) -> list[Job[TcpLink]]:
+    def _shut_link(self, link: TcpLink) -> list[Job[TcpPeer]]:
         if link in self._open and link.sock is not None:
             self._selector.unregister(link.sock)
         self._open.discard(link)

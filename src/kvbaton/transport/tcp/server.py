@@ -16,21 +16,25 @@ import socket
 import threading
 import time
 
+import numpy as np
+
 from kvbaton.errors import ConfigError, ProtocolError, RangeError
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import Region, Runs, TransportSettings
 from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.schedule import IDLE_S
 from kvbaton.transport.tcp.sockets import tune
+from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
 from kvbaton.transport.tcp.wire import (
+    CHALLENGE_BYTES,
     GREETING_BYTES,
     MAX_TEXT_BYTES,
     PIECE_BYTES,
     REQUEST_BYTES,
     TOKEN_BYTES,
-    Scatter,
+    Secret,
     Status,
     is_greeting,
-    pack_greeting,
+    pack_hello,
     pack_reply,
     unpack_pieces,
     unpack_request,
@@ -44,7 +48,11 @@ _PORT_TRIES = 200
 _ACCEPT_PAUSE_S = 0.2
 
 
+_NO_PIECES = np.empty((0, 2), np.uint64)
+
+
 class _Phase(enum.Enum):
+    HELLO = enum.auto()
     GREETING = enum.auto()
     REQUEST = enum.auto()
     PIECES = enum.auto()
@@ -55,20 +63,21 @@ class _Phase(enum.Enum):
 class _Reader:
     """One accepted connection."""
 
-    def __init__(self, sock: socket.socket, region: Region, greeting: bytes, deadline: float) -> None:
+    def __init__(self, sock: socket.socket, owner: RegionServer, deadline: float) -> None:
         self.sock = sock
         self.deadline: float | None = deadline
-        self.phase = _Phase.GREETING
-        self._region = region
-        self._greeting = greeting
+        self._region, self._calls = owner.region, owner.calls
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._greeting = owner.secret.greeting(challenge)
         self._inbox = bytearray()
         self._wanted = GREETING_BYTES
         self._request_id = 0
-        self._reply = Scatter([])
+        self.phase = _Phase.HELLO
+        self._reply = _vectors_of(pack_hello(challenge))
 
     @property
     def is_replying(self) -> bool:
-        return self.phase in (_Phase.REPLY, _Phase.LAST_REPLY)
+        return self.phase in (_Phase.HELLO, _Phase.REPLY, _Phase.LAST_REPLY)
 
     def on_readable(self) -> bool:
         """Take what has come; False when the connection is over. Raises ProtocolError for garbage."""
@@ -83,12 +92,15 @@ class _Reader:
 
     def on_writable(self) -> bool:
         """Send on; False when the connection is over."""
-        self._reply.advance(self.sock.sendmsg(self._reply.head()))
+        self._calls.send(self.sock, self._reply)
         if self._reply.remaining_bytes:
             return True
         if self.phase is _Phase.LAST_REPLY:
             return False
-        self._await(_Phase.REQUEST, REQUEST_BYTES)
+        if self.phase is _Phase.HELLO:
+            self._await(_Phase.GREETING, GREETING_BYTES)
+        else:
+            self._await(_Phase.REQUEST, REQUEST_BYTES)
         return True
 
     def owes(self) -> bool:
@@ -108,10 +120,13 @@ class _Reader:
         if not is_greeting(message):
             raise ProtocolError(f"no greeting: {bytes(message[:16])!r}")
         if hmac.compare_digest(message, self._greeting):
-            self._answer(_Phase.REPLY, Status.OK, [])
+            self._answer(_Phase.REPLY, Status.OK, _NO_PIECES)
         else:
             self._answer_text(
-                _Phase.LAST_REPLY, Status.REFUSED, "token or incarnation is not that of this process; fetch its card again"
+                _Phase.LAST_REPLY,
+                Status.REFUSED,
+                "token, incarnation or cluster key is not that of this process; fetch its card again, and set the same key on "
+                "both sides",
             )
 
     def _on_pieces(self, message: bytearray) -> None:
@@ -121,15 +136,16 @@ class _Reader:
         except RangeError as error:
             self._answer_text(_Phase.REPLY, Status.RANGE, str(error))
             return
-        view = self._region.view
-        self._answer(_Phase.REPLY, Status.OK, [view[offset : offset + count] for offset, count in pieces.tolist()])
+        self._answer(_Phase.REPLY, Status.OK, pieces + np.array([self._region.address, 0], np.uint64))
 
     def _answer_text(self, phase: _Phase, status: Status, text: str) -> None:
-        self._answer(phase, status, [memoryview(text.encode()[:MAX_TEXT_BYTES])])
+        data = text.encode()[:MAX_TEXT_BYTES]
+        self._reply = _vectors_of(pack_reply(status, self._request_id, len(data)) + data)
+        self.phase = phase
 
-    def _answer(self, phase: _Phase, status: Status, payload: list[memoryview]) -> None:
-        head = pack_reply(status, self._request_id, sum(len(piece) for piece in payload))
-        self._reply = Scatter([memoryview(head), *payload])
+    def _answer(self, phase: _Phase, status: Status, pieces: Runs) -> None:
+        head = pack_reply(status, self._request_id, int(pieces[:, 1].sum()))
+        self._reply = _vectors_of(head, pieces)
         self.phase = phase
 
     def _await(self, phase: _Phase, wanted: int) -> None:
@@ -141,11 +157,11 @@ class RegionServer:
     """Listens on `host` and `port`, and serves reads of `region` until `stop`. `garbage_total` counts bad connections."""
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
-        self._region = region
+        self.region = region
+        self.calls = VectorCalls()
         self._timeout_s = settings.timeout_s
-        self._max_readers = settings.max_peers
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._greeting = pack_greeting(self.token, settings.incarnation or "")
+        self._max_readers = settings.max_peers * settings.streams
+        self.secret = Secret(secrets.token_bytes(TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")
         self.garbage_total = 0
         self.refused_total = 0
         self._listener = _listen(settings)
@@ -203,9 +219,9 @@ class RegionServer:
             sock.close()
             return
         tune(sock)
-        reader = _Reader(sock, self._region, self._greeting, time.monotonic() + self._timeout_s)
+        reader = _Reader(sock, self, time.monotonic() + self._timeout_s)
         self._readers.add(reader)
-        self._selector.register(sock, selectors.EVENT_READ, reader)
+        self._selector.register(sock, selectors.EVENT_WRITE, reader)
 
     def _serve(self, reader: _Reader) -> None:
         was_replying = reader.is_replying
@@ -237,6 +253,13 @@ class RegionServer:
         self._readers.discard(reader)
         self._selector.unregister(reader.sock)
         reader.sock.close()
+
+
+def _vectors_of(head: bytes, pieces: Runs = _NO_PIECES) -> Vectors:
+    """A head and the pieces of memory that follow it."""
+    kept = np.frombuffer(head, np.uint8)
+    first = np.array([[kept.ctypes.data, len(kept)]], np.uint64)
+    return Vectors(np.concatenate([first, pieces]), kept)
 
 
 def _listen(settings: TransportSettings) -> socket.socket:

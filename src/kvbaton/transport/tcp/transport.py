@@ -10,18 +10,21 @@ from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.tcp.link import TcpLink
 from kvbaton.transport.tcp.mover import TcpMover
+from kvbaton.transport.tcp.peer import TcpPeer
 from kvbaton.transport.tcp.server import RegionServer
-from kvbaton.transport.tcp.wire import TOKEN_BYTES, pack_greeting
+from kvbaton.transport.tcp.vectors import VectorCalls
+from kvbaton.transport.tcp.wire import TOKEN_BYTES, Secret
 
 __all__ = ["TcpTransport"]
 
 
-class TcpTransport(QueuedTransport[TcpLink]):
+class TcpTransport(QueuedTransport[TcpPeer]):
     """Listens on a port of its own for readers of this rank's region, and reads from other ranks' ports."""
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._server = RegionServer(region, settings)
-        ledger: Ledger[TcpLink] = Ledger(region, settings)
+        self._calls = VectorCalls()
+        ledger: Ledger[TcpPeer] = Ledger(region, settings)
         super().__init__(region, settings, ledger, TcpMover(ledger, region, settings))
 
     @property
@@ -41,9 +44,9 @@ class TcpTransport(QueuedTransport[TcpLink]):
 
     def _details(self) -> dict[str, str | int]:
         host = self._settings.advertise_host or self._server.host
-        return {"host": host, "port": self._server.port, "token": self._server.token.hex()}
+        return {"host": host, "port": self._server.port, "token": self._server.secret.token.hex()}
 
-    def _link(self, peer: PeerRank, endpoint: Endpoint) -> TcpLink:
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> TcpPeer:
         host, port = detail(endpoint, "host", str), detail(endpoint, "port", int)
         try:
             token = bytes.fromhex(detail(endpoint, "token", str))
@@ -53,7 +56,8 @@ class TcpTransport(QueuedTransport[TcpLink]):
         if len(token) != TOKEN_BYTES or not 0 < port < 65536:
             raise TransportError(f"tcp endpoint: port is {port}, token has {len(token)} bytes; fetch its card again")
         incarnation = str(endpoint.details.get("incarnation", ""))
-        return TcpLink(peer, found[0], found[4], pack_greeting(token, incarnation))
+        secret = Secret(token, self._settings.cluster_key, incarnation)
+        return TcpPeer(peer, [TcpLink(peer, found[0], found[4], secret, self._calls) for _ in range(self._settings.streams)])
 
     def _release(self) -> None:
         if not self._server.stop(self._settings.timeout_s):

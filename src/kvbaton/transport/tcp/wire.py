@@ -1,8 +1,9 @@
-"""The format of the tcp transport: a greeting, then requests for pieces of the owner's region and replies with their bytes.
+"""The format of the tcp transport: two greetings, then requests for pieces of the owner's region and replies with their bytes.
 
-All numbers are little-endian. A greeting carries the secret token of the endpoint and a digest of the incarnation that the
-reader means, so that a restarted process on the same port refuses readers of the earlier one. Every request, and the greeting,
-is answered by one reply in order; a reply with another status than OK carries a text instead of bytes.
+All numbers are little-endian. The owner says hello with a random challenge. The reader's greeting answers with a digest of the
+challenge and of the incarnation that it means, keyed with the endpoint's token and the cluster key: who listens on the wire
+learns neither, an old greeting is worth nothing, and a restarted process on the same port refuses readers of the earlier one.
+Every request, and the greeting, is answered by one reply in order; a reply with another status than OK carries a text.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import numpy as np
 
 from kvbaton.errors import ProtocolError
 from kvbaton.transport.base import Runs
-from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = [
+    "CHALLENGE_BYTES",
     "GREETING_BYTES",
+    "HELLO_BYTES",
+    "MAX_PIECES",
     "MAX_REPLY_BYTES",
     "MAX_TEXT_BYTES",
     "PIECE_BYTES",
@@ -27,12 +30,13 @@ __all__ = [
     "REQUEST_BYTES",
     "TOKEN_BYTES",
     "Reply",
-    "Scatter",
+    "Secret",
     "Status",
     "is_greeting",
-    "pack_greeting",
+    "pack_hello",
     "pack_reply",
     "pack_request",
+    "unpack_hello",
     "unpack_pieces",
     "unpack_reply",
     "unpack_request",
@@ -40,16 +44,22 @@ __all__ = [
 
 TOKEN_BYTES = 16
 MAX_TEXT_BYTES = 512
+MAX_PIECES = 8192
+"""Most pieces that one request may ask for."""
+
 MAX_REPLY_BYTES = 64 << 20
 """Most bytes that one request may ask for."""
 
-_MAGIC = b"KVBATON\x01"
+_MAGIC = b"KVBATON\x02"
 _REQUEST = struct.Struct("<4sIQ")
 _REQUEST_MARK = b"READ"
 _REPLY = struct.Struct("<4sIQQ")
 _REPLY_MARK = b"DATA"
 
-GREETING_BYTES = len(_MAGIC) + TOKEN_BYTES + 16
+CHALLENGE_BYTES = 16
+_DIGEST_BYTES = 32
+HELLO_BYTES = len(_MAGIC) + CHALLENGE_BYTES
+GREETING_BYTES = len(_MAGIC) + _DIGEST_BYTES
 REQUEST_BYTES = _REQUEST.size
 REPLY_BYTES = _REPLY.size
 PIECE_BYTES = 16
@@ -72,9 +82,31 @@ class Reply:
     payload_bytes: int
 
 
-def pack_greeting(token: bytes, incarnation: str) -> bytes:
-    """The first bytes of a connection."""
-    return _MAGIC + token + hashlib.blake2b(incarnation.encode(), digest_size=16).digest()
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """What both ends of a connection must know: the endpoint's token, the cluster key, and which incarnation is meant."""
+
+    token: bytes
+    cluster_key: bytes
+    incarnation: str
+
+    def greeting(self, challenge: bytes) -> bytes:
+        """What a reader answers to `challenge`."""
+        key = hashlib.blake2b(self.token + self.cluster_key, digest_size=_DIGEST_BYTES, person=b"kvbaton tcp key").digest()
+        digest = hashlib.blake2b(challenge + self.incarnation.encode(), digest_size=_DIGEST_BYTES, key=key).digest()
+        return _MAGIC + digest
+
+
+def pack_hello(challenge: bytes) -> bytes:
+    """The first bytes of a connection, from the owner of the memory."""
+    return _MAGIC + challenge
+
+
+def unpack_hello(data: bytes | bytearray) -> bytes:
+    """The challenge of a hello; raises ProtocolError for anything else."""
+    if not is_greeting(data):
+        raise ProtocolError(f"no hello: {bytes(data[:16])!r}; the peer speaks another protocol or version")
+    return bytes(data[len(_MAGIC) :])
 
 
 def is_greeting(data: bytes | bytearray) -> bool:
@@ -91,8 +123,8 @@ def pack_request(request_id: int, runs: Runs) -> bytes:
 def unpack_request(data: bytes | bytearray) -> tuple[int, int]:
     """Request id and number of pieces; raises ProtocolError for anything else."""
     mark, count, request_id = _REQUEST.unpack(data)
-    if mark != _REQUEST_MARK or not 0 < count <= MAX_SLICE_RUNS:
-        raise ProtocolError(f"no request: mark {mark!r}, {count} pieces (1 to {MAX_SLICE_RUNS} are allowed)")
+    if mark != _REQUEST_MARK or not 0 < count <= MAX_PIECES:
+        raise ProtocolError(f"no request: mark {mark!r}, {count} pieces (1 to {MAX_PIECES} are allowed)")
     return request_id, count
 
 
@@ -120,27 +152,3 @@ def unpack_reply(data: bytes | bytearray) -> Reply:
             f"a reply with status {status} has {payload_bytes} bytes of text; at most {MAX_TEXT_BYTES} are allowed"
         )
     return Reply(Status(status), request_id, payload_bytes)
-
-
-class Scatter:
-    """Pieces of memory that are sent or filled in order, however few bytes the socket takes at a time."""
-
-    def __init__(self, pieces: list[memoryview]) -> None:
-        self._pieces = [piece for piece in pieces if len(piece)]
-        self._index = 0
-        self.remaining_bytes = sum(len(piece) for piece in pieces)
-
-    def head(self, count: int = 256) -> list[memoryview]:
-        """The next pieces, at most `count`."""
-        return self._pieces[self._index : self._index + count]
-
-    def advance(self, count: int) -> None:
-        """Leave the first `count` bytes behind."""
-        self.remaining_bytes -= count
-        while count:
-            piece = self._pieces[self._index]
-            if count < len(piece):
-                self._pieces[self._index] = piece[count:]
-                return
-            count -= len(piece)
-            self._index += 1

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists
-from kvbaton.engines.embedded.cache import POISON_BYTE, anonymous_memory
+from kvbaton.engines.embedded.cache import POISON_BYTE, cache_memory
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec, group_specs
 from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Region
 
 __all__ = ["CACHE_DTYPES", "ShapedCache", "Values", "check_dtype", "lists_of"]
 
@@ -52,23 +53,28 @@ class ShapedCache:
         self.element_bytes = np.dtype(dtype).itemsize
         counts = [int(np.prod(shape, dtype=np.int64)) for _, _, shape in shapes]
         sizes = [-(-count * self.element_bytes // _ALIGNED) * _ALIGNED for count in counts]
-        self._region = anonymous_memory(max(sum(sizes), _ALIGNED), blocks)
+        self._shared = cache_memory(max(sum(sizes), _ALIGNED), blocks)
         self._planes: dict[tuple[str, str], Values] = {}
         at = 0
         for (group, plane, shape), count, size in zip(shapes, counts, sizes, strict=True):
-            values: Values = np.frombuffer(self._region, dtype, count, at)
+            values: Values = np.frombuffer(self._shared.array, dtype, count, at)
             self._planes[group.kind, plane.name] = values.reshape(shape)
             at += size
 
     @property
     def memory(self) -> memoryview:
         """The whole region as writable bytes."""
-        return np.frombuffer(self._region, np.uint8).data
+        return self.region.view
+
+    @property
+    def region(self) -> Region:
+        """The same for a transport: memory that other processes of this host can map and read."""
+        return self._shared.region
 
     @property
     def region_bytes(self) -> int:
         """The size of the region."""
-        return len(self._region)
+        return self._shared.array.nbytes
 
     @property
     def shares_prefixes(self) -> bool:
@@ -81,7 +87,7 @@ class ShapedCache:
 
     def offset(self, kind: str, name: str) -> int:
         """Where a plane begins in the region."""
-        start: int = self._planes[kind, name].ctypes.data - np.frombuffer(self._region, np.uint8).ctypes.data
+        start: int = self._planes[kind, name].ctypes.data - self._shared.array.ctypes.data
         return start
 
     def layer(self, kind: str, name: str, layer: int) -> Values:

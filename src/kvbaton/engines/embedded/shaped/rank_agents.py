@@ -15,16 +15,17 @@ from kvbaton.engines.embedded.shaped.step_messages import RankReady
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 
-__all__ = ["RankAgents"]
+__all__ = ["RankAgents", "open_rank_transport"]
 
 
 class RankAgents:
     """The transport and agent of one rank."""
 
-    def __init__(self, setup: RankSetup, cache: ShapedCache, channel: Channel) -> None:
+    def __init__(self, setup: RankSetup, cache: ShapedCache, channel: Channel, cluster_key: bytes) -> None:
         self._layout = layout_of(cache)
         instance = [self._layout if cut == setup.cut else _outline(setup, cut) for cut in setup.cut.all()]
-        self._transport = open_rank_transport(setup.transport, cache)
+        opened = open_rank_transport(setup.transport, cache.region, cluster_key)
+        self._transport = dropping(opened, cache, setup.transport.drop)
         patience_s = setup.transport.timeout_s
         self._loop = RankLoop(setup.cut.rank, instance, self._transport, channel, patience_s, cache.memory)
 
@@ -46,13 +47,13 @@ def _outline(setup: RankSetup, cut: Cut) -> Layout:
     return layout_of(ShapedCache(find_blueprint(setup.model), 1, setup.block_tokens, cut, setup.dtype))
 
 
-def open_rank_transport(settings: RankTransport, cache: ShapedCache) -> Transport:
-    """The transport over a rank's cache."""
+def open_rank_transport(settings: RankTransport, region: Region, cluster_key: bytes) -> Transport:
+    """The transport over the region of a rank's cache."""
     transport_settings = TransportSettings(
         incarnation=settings.incarnation,
         timeout_s=settings.timeout_s,
         host=settings.host,
         advertise_host=settings.advertise_host,
+        cluster_key=cluster_key,
     )
-    transport = open_transport(settings.name, Region.of(cache.memory), transport_settings)
-    return dropping(transport, cache, settings.drop)
+    return open_transport(settings.name, region, transport_settings)

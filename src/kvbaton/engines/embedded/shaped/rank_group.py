@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -104,13 +105,13 @@ class _Rank:
 class RankGroup:
     """All rank processes of one instance. `lost` is told once, from a thread of the group, when one of them has died."""
 
-    def __init__(self, settings: GroupSettings, lost: Callable[[str], None]) -> None:
+    def __init__(self, settings: GroupSettings, lost: Callable[[str], None], cluster_key: bytes = b"") -> None:
         self.settings = settings
         self._lost = lost
         self._problem = ""
         self._is_closing = threading.Event()
         self._close_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.ranks = _start_ranks(settings)
+        self.ranks = _start_ranks(settings, cluster_key)
         self._watcher = threading.Thread(target=self._watch, name="kvbaton-ranks", daemon=True)
         until = time.monotonic() + _READY_S
         try:
@@ -277,7 +278,7 @@ class RemoteCache:
         self._group.poison(blocks)
 
 
-def _start_ranks(settings: GroupSettings) -> list[_Rank]:
+def _start_ranks(settings: GroupSettings, cluster_key: bytes) -> list[_Rank]:
     """Start one process per rank, each with its ends of the sockets; ends of others are closed here."""
     cuts = settings.cuts
     sockets: dict[int, dict[str, list[socket.socket]]] = {cut.rank: {} for cut in cuts}
@@ -291,7 +292,7 @@ def _start_ranks(settings: GroupSettings) -> list[_Rank]:
     ranks = []
     try:
         for cut in cuts:
-            process = _start_rank(settings, cut, sockets[cut.rank])
+            process = _start_rank(settings, cut, sockets[cut.rank], cluster_key)
             steps, agent = (Channel(each, rank_name(cut)) for each in leader[cut.rank])
             ranks.append(_Rank(cut, process, steps, agent))
     except BaseException:
@@ -316,7 +317,9 @@ def _join(sockets: dict[int, dict[str, list[socket.socket]]], one: tuple[int, st
         sockets[rank].setdefault(name, []).append(end)
 
 
-def _start_rank(settings: GroupSettings, cut: Cut, ends: dict[str, list[socket.socket]]) -> subprocess.Popen[bytes]:
+def _start_rank(
+    settings: GroupSettings, cut: Cut, ends: dict[str, list[socket.socket]], cluster_key: bytes
+) -> subprocess.Popen[bytes]:
     numbers = {name: tuple(end.fileno() for end in named) for name, named in ends.items()}
     links = Links(
         steps=numbers["steps"][0],
@@ -335,12 +338,21 @@ def _start_rank(settings: GroupSettings, cut: Cut, ends: dict[str, list[socket.s
         links=links,
         step_s=settings.step_s,
     )
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "kvbaton.engines.embedded.shaped.rank_process", msgspec.json.encode(setup).decode()],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         env={**os.environ, **_ONE_THREAD},
         pass_fds=links.numbers(),
     )
+    _tell_key(process, cluster_key)
+    return process
+
+
+def _tell_key(process: subprocess.Popen[bytes], cluster_key: bytes) -> None:
+    """Write the key where only the process sees it; it is far smaller than a pipe. One that died already is noticed later."""
+    assert process.stdin is not None  # noqa: S101
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(cluster_key)
 
 
 def _end(process: subprocess.Popen[bytes], until: float) -> None:

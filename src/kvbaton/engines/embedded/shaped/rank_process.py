@@ -96,12 +96,16 @@ class RankWorker:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rank that the only argument, a `RankSetup` as JSON, describes. Returns the exit code."""
+    """Run the rank that the only argument, a `RankSetup` as JSON, describes. Returns the exit code.
+
+    Standard input carries the cluster key, which nobody may read off a command line.
+    """
     from kvbaton.engines.embedded.shaped.rank_agents import RankAgents
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = msgspec.json.decode(arguments[0], type=RankSetup)
+    cluster_key = sys.stdin.buffer.read()
     blueprint = find_blueprint(setup.model)
     weights = make_weights(blueprint)
     exchange = _exchange(setup.links, setup.cut, setup.step_s)
@@ -110,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     worker = RankWorker(
         ShapedModel(blueprint, weights, setup.cut, exchange.reduce), cache, steps, exchange, timeout_s=setup.step_s
     )
-    agents = RankAgents(setup, cache, agent)
+    agents = RankAgents(setup, cache, agent, cluster_key)
     agents.start()
     try:
         worker.say(agents.ready(weights_fingerprint(blueprint, weights)))

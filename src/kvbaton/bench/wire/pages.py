@@ -1,0 +1,49 @@
+"""What is moved in the wire benchmark: pages of known content, and lists of runs over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.transport.base import Runs
+
+__all__ = ["POISON", "SPREAD", "Bytes", "content", "contiguous_runs", "is_copied", "scattered_runs"]
+
+Bytes = npt.NDArray[np.uint8]
+
+POISON = 0xA5
+"""What target memory holds before each batch."""
+
+SPREAD = 2
+"""Regions are so many times as large as a batch, so that scattered pages have gaps between them."""
+
+
+def content(seed: int, region_bytes: int) -> Bytes:
+    """The bytes of a source region; every aligned word tells its place."""
+    words = np.arange(-(-region_bytes // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    return words.view(np.uint8)[:region_bytes]
+
+
+def scattered_runs(batch_bytes: int, block_bytes: int, seed: int) -> Runs:
+    """Runs of equal size from random places to random places, none next to its neighbour."""
+    count = batch_bytes // block_bytes
+    random = np.random.default_rng(seed)
+    runs = np.empty((count, 3), np.uint64)
+    runs[:, 0] = random.permutation(count) * SPREAD * block_bytes
+    runs[:, 1] = random.permutation(count) * SPREAD * block_bytes
+    runs[:, 2] = block_bytes
+    return runs
+
+
+def contiguous_runs(batch_bytes: int, block_bytes: int, _seed: int) -> Runs:
+    """Runs of equal size, one after another on both sides: what a planner that does not merge would post."""
+    count = batch_bytes // block_bytes
+    places = np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
+    return np.stack([places, places, np.full(count, block_bytes, np.uint64)], axis=1)
+
+
+def is_copied(runs: Runs, source: Bytes, target: Bytes) -> bool:
+    """Whether every run has arrived, byte for byte."""
+    size = int(runs[0, 2])
+    places = (runs[:, :2] // np.uint64(size)).astype(np.intp)
+    return np.array_equal(target.reshape(-1, size)[places[:, 1]], source.reshape(-1, size)[places[:, 0]])

@@ -1,0 +1,215 @@
+"""The rounds of the wire benchmark: all subjects in turns, every byte checked, medians as rates and as ratios to a peer.
+
+GB is 1e9 bytes, and a rate is that of the whole loop, from posting until the last byte is in, as nixlbench has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.bench.wire.pages import POISON, SPREAD, contiguous_runs, is_copied, scattered_runs
+from kvbaton.bench.wire.subjects import OURS, RAW, SourceProcess, Subject, open_subject
+from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Runs
+
+__all__ = ["PEER_OF", "WireBench", "run_wire_bench", "subjects_of"]
+
+Progress = Callable[[str], None]
+
+PEER_OF = {"local": "memcpy", "local, process_vm_readv": "memcpy", "tcp": "socket", "nixl": "raw nixl"}
+"""What each of our transports is held against."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class WireBench:
+    """What is measured. `batch_bytes` is divided among the peers."""
+
+    block_bytes: tuple[int, ...] = (4 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20)
+    batch_bytes: int = 64 << 20
+    peers: tuple[int, ...] = (1,)
+    layout: str = "scattered"
+    subjects: tuple[str, ...] = (*OURS, *RAW)
+    rounds: int = 5
+    idle_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name in self.subjects:
+            if name not in (*OURS, *RAW):
+                raise ConfigError(f"unknown subject {name!r}; known are {', '.join((*OURS, *RAW))}")
+        if self.rounds < 1 or self.batch_bytes < max(self.block_bytes) * max(self.peers):
+            raise ConfigError(
+                f"rounds is {self.rounds}, batch_bytes is {self.batch_bytes}; there must be a round, and a block of "
+                f"{max(self.block_bytes)} bytes for each of {max(self.peers)} peers"
+            )
+
+    def described(self) -> dict[str, Setting]:
+        """The settings as a report shows them."""
+        return {
+            "block_bytes": ",".join(map(str, self.block_bytes)),
+            "batch_bytes": self.batch_bytes,
+            "peers": ",".join(map(str, self.peers)),
+            "layout": self.layout,
+            "rounds": self.rounds,
+        }
+
+
+def subjects_of(transport: str) -> tuple[str, ...]:
+    """What is measured for one transport: its variants, what each is held against, and NIXL; `auto` means everything."""
+    if transport == "auto":
+        return (*OURS, *RAW)
+    chosen = tuple(name for name in OURS if name.split(",")[0] == transport)
+    if not chosen:
+        raise ConfigError(f"transport {transport!r} is not measured by block size; known are auto, {', '.join(OURS)}")
+    return (*chosen, *dict.fromkeys(PEER_OF[name] for name in chosen))
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One subject with its sources, while it takes part."""
+
+    name: str
+    subject: Subject
+    sources: list[SourceProcess]
+    posted_s: dict[str, list[float]] = field(default_factory=dict)
+    processor_s: dict[str, list[float]] = field(default_factory=dict)
+
+
+def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchReport:
+    """Measure every subject that can run here; those that cannot are told to `progress`, with the reason."""
+    tell = progress or (lambda _: None)
+    rows: list[BenchRow] = []
+    rounds: list[dict[str, list[float]]] = [{} for _ in range(bench.rounds)]
+    problems: list[str] = []
+    for peers in bench.peers:
+        with _opened(bench, peers, tell) as entries:
+            for size in bench.block_bytes:
+                tell(f"blocks of {size} bytes, {peers} peers")
+                problems += _measure(bench, peers, size, entries, rounds)
+                rows += _rows(bench, peers, size, entries, rounds)
+            rows += _idle(bench, peers, entries)
+    return BenchReport(rows, describe_hardware(), rounds, problems)
+
+
+@contextlib.contextmanager
+def _opened(bench: WireBench, peers: int, tell: Progress) -> Iterator[list[_Entry]]:
+    region_bytes = SPREAD * (bench.batch_bytes // peers)
+    with contextlib.ExitStack() as stack:
+        entries: list[_Entry] = []
+        for name in bench.subjects:
+            sources = [SourceProcess(name, region_bytes, seed) for seed in range(peers)]
+            for source in sources:
+                stack.callback(source.stop)
+            try:
+                subject = open_subject(name, SPREAD * bench.batch_bytes, sources)
+            except ConfigError as error:
+                tell(f"{name} is left out: {error}")
+                continue
+            stack.callback(subject.close)
+            entries.append(_Entry(name, subject, sources))
+        yield entries
+
+
+def _measure(bench: WireBench, peers: int, size: int, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[str]:
+    """Every subject once per round, in turns, after one turn that does not count; returns what arrived wrong."""
+    make = scattered_runs if bench.layout == "scattered" else contiguous_runs
+    problems: list[str] = []
+    for number in range(-1, bench.rounds):
+        each = bench.batch_bytes // peers // size * size
+        batches = [make(each, size, 1000 * peer + number + 1) for peer in range(peers)]
+        for peer, runs in enumerate(batches):
+            runs[:, 1] += runs.dtype.type(peer * SPREAD * each)
+        for entry in entries:
+            seconds, posted, processor = _time_one(entry, batches)
+            if not _is_right(entry, batches):
+                problems.append(f"{entry.name}, {size} bytes, {peers} peers, round {number}: wrong bytes")
+            if number < 0:
+                continue
+            key = _key(entry.name, size, peers)
+            rounds[number][key] = [seconds]
+            entry.posted_s.setdefault(key, []).append(posted)
+            entry.processor_s.setdefault(key, []).append(processor)
+    return problems
+
+
+def _time_one(entry: _Entry, batches: list[Runs]) -> tuple[float, float, float]:
+    entry.subject.target[:] = POISON
+    processor = _processor_s(entry)
+    started = time.perf_counter()
+    posted = entry.subject.move(batches)
+    seconds = time.perf_counter() - started
+    return seconds, posted, _processor_s(entry) - processor
+
+
+def _is_right(entry: _Entry, batches: list[Runs]) -> bool:
+    if entry.name == "socket":
+        first = int(batches[0][:, 2].sum())
+        return bool((entry.subject.target[:first] == entry.sources[0].content[:first]).all())
+    return all(
+        is_copied(runs, source.content, entry.subject.target) for runs, source in zip(batches, entry.sources, strict=True)
+    )
+
+
+def _rows(
+    bench: WireBench, peers: int, size: int, entries: list[_Entry], rounds: list[dict[str, list[float]]]
+) -> list[BenchRow]:
+    moved = bench.batch_bytes // peers // size * size * peers
+    rates = {
+        entry.name: moved / 1e9 / statistics.median(each[_key(entry.name, size, peers)][0] for each in rounds)
+        for entry in entries
+    }
+    rows = []
+    for entry in entries:
+        key = _key(entry.name, size, peers)
+        peer = PEER_OF.get(entry.name, "")
+        settings: dict[str, Setting] = {
+            "block_bytes": size,
+            "peers": peers,
+            "layout": bench.layout,
+            "post_ms_per_8192": round(1e3 * statistics.median(entry.posted_s[key]) * 8192 * size / moved, 3),
+            "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),
+        }
+        if "raw nixl" in rates and entry.name in OURS:
+            settings["ratio_to_raw_nixl"] = round(rates[entry.name] / rates["raw nixl"], 2)
+        ratio = rates[entry.name] / rates[peer] if peer in rates else 1.0
+        rows.append(BenchRow(key, rates[entry.name], "GB/s", peer if peer in rates else "", ratio, settings))
+    return rows
+
+
+def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]:
+    """The share of a core that each subject's sources use while nothing happens."""
+    if bench.idle_s <= 0:
+        return []
+    before = {entry.name: sum(_spent_s(source.pid) for source in entry.sources) for entry in entries}
+    time.sleep(bench.idle_s)
+    rows = []
+    for entry in entries:
+        used = (sum(_spent_s(source.pid) for source in entry.sources) - before[entry.name]) / bench.idle_s / peers
+        rows.append(BenchRow(f"{entry.name}: idle source", 100 * used, "% of a core", "", 1.0, {"peers": peers}))
+    return rows
+
+
+def _key(name: str, size: int, peers: int) -> str:
+    return f"{name}: {_size(size)}" + (f" x {peers} peers" if peers > 1 else "")
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def _processor_s(entry: _Entry) -> float:
+    return time.process_time() + sum(_spent_s(source.pid) for source in entry.sources)
+
+
+def _spent_s(pid: int) -> float:
+    """Processor time of a process so far, in steps of a clock tick."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS

@@ -1,0 +1,87 @@
+"""The source of one subject of the wire benchmark, as a process of its own: hands its region out until stdin ends."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvbaton.bench.wire.pages import content
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.shared_memory import SharedMemory
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Arguments: kind, region bytes, seed. One line of JSON on stdout tells how the region is reached."""
+    kind, region_bytes, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    memory = SharedMemory(region_bytes) if kind == "local" else None
+    data = memory.array if memory else np.empty(region_bytes, np.uint8)
+    data[:] = content(seed, region_bytes)
+    raw = {"memcpy": _serve_nobody, "socket": _serve_socket, "raw nixl": _serve_nixl, "raw nixl, its thread": _serve_nixl}
+    stop = raw.get(kind, _serve_ours)(kind, memory.region if memory else Region.of(data))
+    sys.stdin.read()
+    stop()
+
+
+def _tell(what: object) -> None:
+    sys.stdout.buffer.write(b"\n@" + msgspec.json.encode(what) + b"\n")
+    sys.stdout.flush()
+
+
+def _serve_ours(kind: str, region: Region) -> Callable[[], None]:
+    transport = open_transport(kind.split(",")[0], region, TransportSettings())
+    _tell(transport.endpoint())
+    return transport.close
+
+
+def _serve_nobody(_kind: str, _region: Region) -> Callable[[], None]:
+    """The benchmark copies inside its own process."""
+    return lambda: None
+
+
+def _serve_socket(_kind: str, region: Region) -> Callable[[], None]:
+    """Stream as many bytes from the start of the region as eight bytes ask for, again and again."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    _tell({"port": listener.getsockname()[1]})
+
+    def serve() -> None:
+        sock, _ = listener.accept()
+        while ask := sock.recv(8, socket.MSG_WAITALL):
+            sock.sendall(region.view[: int.from_bytes(ask, "little")])
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.close
+
+
+def _serve_nixl(kind: str, region: Region) -> Callable[[], None]:
+    api: Any = importlib.import_module("nixl._api")
+    has_thread = kind.endswith("thread")
+    agent = api.nixl_agent("source " + kind, api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"]))
+    agent.register_memory([(region.address, region.region_bytes, 0, "")], "DRAM")
+    _tell({"metadata": agent.get_agent_metadata().hex(), "address": region.address})
+    stopping = threading.Event()
+
+    def serve() -> None:
+        while not stopping.wait(0.001):
+            agent.update_notifs()
+
+    if not has_thread:
+        threading.Thread(target=serve, daemon=True).start()
+
+    def stop(_kept_alive: object = agent) -> None:
+        stopping.set()
+
+    return stop
+
+
+if __name__ == "__main__":
+    main()

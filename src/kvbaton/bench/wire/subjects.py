@@ -1,0 +1,216 @@
+"""What the wire benchmark measures: our transports, and what a user would pick instead. Each moves one batch at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from kvbaton.bench.wire.pages import Bytes, content
+from kvbaton.core.card import Endpoint
+from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import ConfigError
+from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.shared_memory import SharedMemory
+
+__all__ = ["OURS", "RAW", "SourceProcess", "Subject", "open_subject"]
+
+OURS = ("local", "local, process_vm_readv", "tcp", "nixl")
+RAW = ("memcpy", "socket", "raw nixl", "raw nixl, its thread")
+_PATIENCE_S = 120.0
+
+
+_COPY_LOOP = """
+#include <stdint.h>
+#include <string.h>
+void copy_runs(char *target, const char *source, const uint64_t *runs, long count) {
+    for (long i = 0; i < count; i++) memcpy(target + runs[3 * i + 1], source + runs[3 * i], runs[3 * i + 2]);
+}
+"""
+
+
+class SourceProcess:
+    """One source of a subject, in a process of its own."""
+
+    def __init__(self, kind: str, region_bytes: int, seed: int) -> None:
+        command = [sys.executable, "-m", "kvbaton.bench.wire.source", kind, str(region_bytes), str(seed)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self._process.pid
+        self.content = content(seed, region_bytes)
+
+    def told(self) -> bytes:
+        """The line in which it says how it is reached. Raises ConfigError when it ended first."""
+        assert self._process.stdout is not None  # noqa: S101
+        for line in self._process.stdout:
+            if line.startswith(b"@"):
+                return line[1:]
+        raise ConfigError("a source of the wire benchmark ended before it was ready; its errors are above")
+
+    def stop(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Subject(Protocol):
+    """One way to move runs from sources to `target`; `move` returns when every byte is in, and tells what posting cost."""
+
+    target: Bytes
+
+    def move(self, batches: list[Runs]) -> float:
+        """Read one batch from each source; returns the seconds for which posting them held the caller."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def open_subject(name: str, region_bytes: int, sources: list[SourceProcess]) -> Subject:
+    """Open the target side of a subject. Raises ConfigError when it cannot run here."""
+    if name in OURS:
+        return _Ours(name, region_bytes, sources)
+    makers: dict[str, Callable[[int, list[SourceProcess]], Subject]] = {"memcpy": _Memcpy, "socket": _Socket}
+    if name in makers:
+        return makers[name](region_bytes, sources)
+    return _RawNixl(name, region_bytes, sources)
+
+
+class _Ours:
+    def __init__(self, name: str, region_bytes: int, sources: list[SourceProcess]) -> None:
+        memory = SharedMemory(region_bytes)
+        self.target = memory.array
+        self._transport = open_transport(name.split(",")[0], memory.region, TransportSettings())
+        self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(sources))]
+        for peer, source in zip(self._peers, sources, strict=True):
+            self._transport.connect(peer, msgspec.json.decode(source.told(), type=Endpoint))
+
+    def move(self, batches: list[Runs]) -> float:
+        started = time.perf_counter()
+        waiting = {
+            self._transport.post(Batch(peer, Direction.READ, runs)) for peer, runs in zip(self._peers, batches, strict=True)
+        }
+        posted = time.perf_counter() - started
+        while waiting:
+            if not select.select([self._transport.wakeup_fd], [], [], _PATIENCE_S)[0]:
+                raise ConfigError(f"{self._transport.name}: nothing came within {_PATIENCE_S:g} s")
+            for completion in self._transport.poll():
+                if completion.error:
+                    raise ConfigError(f"{self._transport.name}: {completion.error}")
+                waiting.discard(completion.ticket)
+        return posted
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class _Memcpy:
+    """A C loop of `memcpy` in one process where a compiler is there, else of `memmove` calls from Python."""
+
+    def __init__(self, region_bytes: int, sources: list[SourceProcess]) -> None:
+        self.target = np.empty(region_bytes, np.uint8)
+        self._sources = [source.content for source in sources]
+        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-wire-"))
+        self._loop = self._compile()
+
+    def _compile(self) -> Any:
+        compiler = shutil.which("cc")
+        if compiler is None:
+            raise ConfigError("no C compiler (cc) for the memcpy loop; install one")
+        code, library = self._folder / "loop.c", self._folder / "loop.so"
+        code.write_text(_COPY_LOOP)
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True)
+        loop = ctypes.CDLL(str(library)).copy_runs
+        loop.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
+        loop.restype = None
+        return loop
+
+    def move(self, batches: list[Runs]) -> float:
+        for source, runs in zip(self._sources, batches, strict=True):
+            self._loop(self.target.ctypes.data, source.ctypes.data, runs.ctypes.data, len(runs))
+        return 0.0
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class _Socket:
+    """Streams as many bytes, from one buffer into one buffer: what a socket can do at most. Its bytes are not scattered."""
+
+    def __init__(self, region_bytes: int, sources: list[SourceProcess]) -> None:
+        self.target = np.empty(region_bytes, np.uint8)
+        ports = [msgspec.json.decode(source.told(), type=dict[str, int])["port"] for source in sources]
+        self._socks = [socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) for port in ports]
+
+    def move(self, batches: list[Runs]) -> float:
+        at = 0
+        for sock, runs in zip(self._socks, batches, strict=True):
+            wanted = int(runs[:, 2].sum())
+            sock.sendall(wanted.to_bytes(8, "little"))
+            end = at + wanted
+            while at < end:
+                at += sock.recv_into(self.target.data[at:end])
+        return 0.0
+
+    def close(self) -> None:
+        for sock in self._socks:
+            sock.close()
+
+
+class _RawNixl:
+    """NIXL as its own examples use it: a list of descriptors per batch, posted and polled by the caller."""
+
+    def __init__(self, name: str, region_bytes: int, sources: list[SourceProcess]) -> None:
+        try:
+            api: Any = importlib.import_module("nixl._api")
+        except ImportError as error:
+            raise ConfigError(f"{name} needs the package nixl ({error}): pip install torch, then nixl") from error
+        self.target = np.empty(region_bytes, np.uint8)
+        config = api.nixl_agent_config(enable_prog_thread=name.endswith("thread"), backends=["UCX"])
+        self._agent = api.nixl_agent("target " + name, config)
+        self._agent.register_memory([(self.target.ctypes.data, region_bytes, 0, "")], "DRAM")
+        self._peers: list[tuple[str, int]] = []
+        for source in sources:
+            told = msgspec.json.decode(source.told(), type=dict[str, str | int])
+            self._peers.append((self._agent.add_remote_agent(bytes.fromhex(str(told["metadata"]))), int(told["address"])))
+
+    def move(self, batches: list[Runs]) -> float:
+        started = time.perf_counter()
+        handles = [self._post(peer, address, runs) for (peer, address), runs in zip(self._peers, batches, strict=True)]
+        posted = time.perf_counter() - started
+        for handle in handles:
+            while (state := self._agent.check_xfer_state(handle)) == "PROC":
+                pass
+            self._agent.release_xfer_handle(handle)
+            if state != "DONE":
+                raise ConfigError(f"raw NIXL: {state}")
+        return posted
+
+    def _post(self, peer: str, address: int, runs: Runs) -> Any:
+        sides = []
+        for column, start in ((1, int(self.target.ctypes.data)), (0, address)):
+            side = np.zeros((len(runs), 3), np.uint64)
+            side[:, 0], side[:, 1] = runs[:, column] + np.uint64(start), runs[:, 2]
+            sides.append(self._agent.get_xfer_descs(side, "DRAM"))
+        handle = self._agent.initialize_xfer("READ", *sides, peer)
+        self._agent.transfer(handle)
+        return handle
+
+    def close(self) -> None:
+        del self._agent

@@ -1,0 +1,39 @@
+"""`kvbaton doctor`: what works on this machine, and what to do about the rest."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["doctor"]
+
+
+def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Try every transport between two processes of this machine; exits with 0 when `local` or `tcp` works.
+
+    Parameters
+    ----------
+    json
+        print one JSON object instead of a table.
+    """
+    import msgspec
+
+    from kvbaton import __version__
+    from kvbaton.transport.trial import KINDS, try_transport
+
+    trials = [try_transport(kind) for kind in KINDS]
+    ok = any(trial.works for trial in trials)
+    if json:
+        rows = [{"transport": trial.kind, "works": trial.works, "problem": trial.problem} for trial in trials]
+        document = {"command": "doctor", "version": __version__, "ok": ok, "settings": {}, "transports": rows}
+        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+        return 0 if ok else 1
+    table = Table("transport", "works", "what is wrong, and what to do", title="kvbaton doctor")
+    for trial in trials:
+        table.add_row(trial.kind, "yes" if trial.works else "no", trial.problem)
+    Console().print(table)
+    return 0 if ok else 1

@@ -1,0 +1,196 @@
+"""`auto`: several transports over one region, and for each peer the first of them, in order of speed, that reaches it.
+
+Its endpoint carries the endpoints of the transports that could be opened here. Connecting tries what both ends offer, fastest
+first; what fails is told as a warning, with the reason, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.errors import TransportError
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    LateWrites,
+    PeerRank,
+    Region,
+    Ticket,
+    Transport,
+    TransportSettings,
+)
+
+__all__ = ["AutoTransport", "Choice"]
+
+_log = logging.getLogger("kvbaton.transport")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which transport a peer is reached by, and why not by a faster one."""
+
+    name: str
+    passed_over: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'; '.join(self.passed_over) or 'the fastest that both ends offer'})"
+
+
+class AutoTransport:
+    """Owns `inner`, fastest first; `left_out` says why others could not be opened here."""
+
+    def __init__(
+        self, region: Region, settings: TransportSettings, inner: Mapping[str, Transport], left_out: Mapping[str, str]
+    ) -> None:
+        self._region = region
+        self._max_peers = settings.max_peers
+        self._inner = dict(inner)
+        self._left_out = dict(left_out)
+        self._lock = threading.Lock()
+        self._chosen: dict[PeerRank, Choice] = {}
+        self._endpoints: dict[PeerRank, Endpoint] = {}
+        self._tickets: dict[Ticket, tuple[str, Ticket]] = {}
+        self._own: dict[tuple[str, Ticket], Ticket] = {}
+        self._last_ticket = 0
+        self._wakeup = select.epoll()
+        for transport in self._inner.values():
+            self._wakeup.register(transport.wakeup_fd, select.EPOLLIN)
+
+    @property
+    def name(self) -> str:
+        """`auto`."""
+        return "auto"
+
+    @property
+    def late_writes(self) -> LateWrites:
+        """The weakest promise of those in use."""
+        promises = [transport.late_writes for transport in self._inner.values()]
+        return max(promises, key=list(LateWrites).index)
+
+    @property
+    def directions(self) -> frozenset[Direction]:
+        """What all of them accept."""
+        return frozenset.intersection(*(transport.directions for transport in self._inner.values()))
+
+    @property
+    def wakeup_fd(self) -> int:
+        """Readable while any of them has completions; -1 once closed."""
+        return -1 if self._wakeup.closed else self._wakeup.fileno()
+
+    def choice(self, peer: PeerRank) -> Choice | None:
+        """How `peer` is reached, once it is connected."""
+        with self._lock:
+            return self._chosen.get(peer)
+
+    def endpoint(self) -> Endpoint:
+        """The endpoints of all of them, in one."""
+        details: dict[str, str | int] = {
+            name: msgspec.json.encode(transport.endpoint()).decode() for name, transport in self._inner.items()
+        }
+        return Endpoint(self.name, self._region.region_bytes, details)
+
+    def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+        """Connect over the fastest way that works. Raises TransportError with what was wrong with each."""
+        if self._is_known(peer, endpoint):
+            return
+        passed_over: list[str] = []
+        for name, transport in self._inner.items():
+            if name not in endpoint.details:
+                passed_over.append(f"{name} is not offered by the peer")
+                continue
+            try:
+                transport.connect(peer, _decoded(endpoint, name))
+            except TransportError as error:
+                passed_over.append(f"{name}: {error}")
+                continue
+            self._choose(peer, endpoint, Choice(name, tuple(passed_over)))
+            return
+        passed_over += [f"{name} is left out here: {why}" for name, why in self._left_out.items()]
+        raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over)}")
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        """Post to the transport that was chosen for the peer."""
+        choice = self.choice(batch.peer)
+        if choice is None:
+            raise TransportError(
+                f"peer {batch.peer.incarnation!r} rank {batch.peer.rank} is not connected (or was revoked); connect it first"
+            )
+        with self._lock:
+            inner_ticket = self._inner[choice.name].post(batch, after)
+            self._last_ticket += 1
+            ticket = Ticket(self._last_ticket)
+            self._tickets[ticket] = (choice.name, inner_ticket)
+            self._own[(choice.name, inner_ticket)] = ticket
+        return ticket
+
+    def poll(self) -> list[Completion]:
+        """Hand out what any of them has completed; never waits."""
+        found: list[Completion] = []
+        with self._lock:
+            for name, transport in self._inner.items():
+                for completion in transport.poll():
+                    ticket = self._own.pop((name, completion.ticket))
+                    del self._tickets[ticket]
+                    found.append(Completion(ticket, completion.moved_bytes, completion.error, completion.cancelled))
+        return found
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
+        with self._lock:
+            where = self._tickets.get(ticket)
+        if where is not None:
+            self._inner[where[0]].cancel(where[1])
+
+    def revoke(self, peer: PeerRank) -> None:
+        """End all use of `peer`; unknown peers are ignored."""
+        with self._lock:
+            choice = self._chosen.pop(peer, None)
+            self._endpoints.pop(peer, None)
+        if choice is not None:
+            self._inner[choice.name].revoke(peer)
+
+    def close(self) -> None:
+        """Close all of them. Idempotent."""
+        for transport in self._inner.values():
+            transport.close()
+        self._wakeup.close()
+
+    def _is_known(self, peer: PeerRank, endpoint: Endpoint) -> bool:
+        """Whether `peer` is connected under this endpoint. Raises TransportError when it cannot become so."""
+        with self._lock:
+            if self._endpoints.get(peer) == endpoint:
+                return True
+            if peer in self._endpoints:
+                raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
+            if len(self._endpoints) >= self._max_peers:
+                raise TransportError(
+                    f"{len(self._endpoints)} peers are known, the limit (max_peers); revoke those that are gone"
+                )
+        if endpoint.transport != self.name:
+            raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
+        if endpoint.region_bytes <= 0:
+            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0")
+        return False
+
+    def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: Choice) -> None:
+        with self._lock:
+            self._chosen[peer] = choice
+            self._endpoints[peer] = endpoint
+        level = logging.WARNING if choice.passed_over else logging.INFO
+        _log.log(level, "peer %s rank %d is reached by %s", peer.incarnation, peer.rank, choice)
+
+
+def _decoded(endpoint: Endpoint, name: str) -> Endpoint:
+    try:
+        return msgspec.json.decode(str(endpoint.details[name]), type=Endpoint)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"auto endpoint: {name} is not usable ({error}); fetch its card again") from error

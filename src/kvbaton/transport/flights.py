@@ -1,0 +1,263 @@
+"""A mover for libraries that move bytes themselves: it starts a few slices per peer, asks how they fare, keeps the deadlines.
+
+A slice that is on its way cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished
+only when the library has let go of its last slice; until then its memory is not quiet. A library that does not let go within
+another `timeout_s` is shut down altogether: that is the only way left to make the memory quiet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvbaton.errors import KVBatonError, QueueFull
+from kvbaton.transport.base import Runs, Ticket, TransportSettings
+from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
+from kvbaton.transport.runs import MAX_SLICE_RUNS
+from kvbaton.transport.schedule import Schedule
+
+__all__ = ["FlightMover", "Flights"]
+
+L = TypeVar("L", bound=Hashable)
+L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
+
+_WINDOW = 2
+_SLICE_RUNS = 8 * MAX_SLICE_RUNS
+_SPINS = 64
+_NAP_S = 0.0001
+_BUSY_S = 0.0002
+
+
+class Flights(Protocol[L_contra]):
+    """What a library can do; called by the mover's thread only. `start` and `is_done` raise KVBatonError."""
+
+    idle_s: float
+    """How often `progress` is called while nothing is in flight here."""
+
+    def start(self, link: L_contra, runs: Runs) -> Any:
+        """Begin to read a slice; QueueFull when the library takes no more just now."""
+
+    def start_confirming(self, link: L_contra) -> Any:
+        """Begin to find out whether the peer still hands its memory out; None when there is nothing to ask."""
+
+    def check_confirmed(self, link: L_contra) -> None:
+        """Look at what came of that. Raises KVBatonError."""
+
+    def is_done(self, flight: Any) -> bool:
+        """Whether every byte is in."""
+
+    def release(self, flight: Any) -> bool:
+        """Let go of a flight that is done, has failed or is not wanted; False while its bytes still move."""
+
+    def drop(self, link: L_contra) -> None:
+        """End the session with a peer, so that what is in flight to it fails; the next start begins a new one."""
+
+    def forget(self, link: L_contra) -> None:
+        """Let go of a peer for good. Must not raise."""
+
+    def progress(self) -> None:
+        """Serve peers, where that needs this process."""
+
+    def shut_down(self) -> None:
+        """Stop everything at once; afterwards nothing moves."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight(Generic[L]):
+    job: Job[L]
+    handle: Any
+    wire_bytes: int
+    deadline: float
+    confirms: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Ending:
+    """How a batch will end once nothing is in flight for it any more."""
+
+    error: str
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Books(Generic[L]):
+    flights: list[_Flight[L]] = field(default_factory=list)
+    endings: dict[Ticket, _Ending] = field(default_factory=dict)
+    forgetting: set[L] = field(default_factory=set)
+
+    def of_link(self, link: L) -> list[_Flight[L]]:
+        return [flight for flight in self.flights if flight.job.link is link]
+
+    def of_job(self, job: Job[L]) -> list[_Flight[L]]:
+        return [flight for flight in self.flights if flight.job is job]
+
+
+class FlightMover(Generic[L]):
+    """One thread that serves the ledger's jobs through a library; ends once the ledger is shut, and shuts the library down."""
+
+    def __init__(self, name: str, ledger: Ledger[L], settings: TransportSettings, library: Flights[L]) -> None:
+        self._ledger = ledger
+        self._settings = settings
+        self._library = library
+        self._schedule: Schedule[L] = Schedule(settings.timeout_s)
+        self._books: _Books[L] = _Books()
+        self._spins = 0
+        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, at most `timeout_s`; tells whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failure = ""
+        try:
+            while not self._ledger.is_shut:
+                self._turn()
+        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
+            failure = f"{describe(error)} (the mover ended)"
+        try:
+            self._library.shut_down()
+        except KVBatonError as error:
+            failure = failure or describe(error)
+        if failure:
+            self._ledger.shut(failure)
+            self._ledger.finish_all()
+
+    def _turn(self) -> None:
+        for command in self._ledger.take_commands():
+            self._obey(command)
+        for job, error in self._schedule.check_events(time.monotonic()):
+            self._ledger.finish(job, error)
+        for link in self._schedule.links():
+            self._feed(link)
+        for flight in list(self._books.flights):
+            self._look_at(flight, time.monotonic())
+        self._rest()
+
+    def _rest(self) -> None:
+        """Sleep as long as there is nothing to do; a peer that keeps this side busy is served at once again."""
+        if self._books.flights or self._schedule.links():
+            self._spins += 1
+            if self._spins % _SPINS == 0:
+                self._ledger.work.wait(_NAP_S)
+            return
+        started = time.monotonic()
+        self._library.progress()
+        now = time.monotonic()
+        if now - started < _BUSY_S:
+            self._ledger.work.wait(min(self._library.idle_s, self._schedule.wait_s(now)))
+
+    def _obey(self, command: Command[L]) -> None:
+        if isinstance(command, Post):
+            self._schedule.add(command.job, time.monotonic())
+        elif isinstance(command, Cancel):
+            if self._ledger.is_in_flight(command.job):
+                self._end(command.job, "cancelled", cancelled=True)
+        else:
+            self._books.forgetting.add(command.link)
+            self._fail_link(command.link, "TransportError: the peer was revoked", waiting=True)
+
+    def _feed(self, link: L) -> None:
+        while (job := self._schedule.head(link)) is not None and len(self._books.of_link(link)) < _WINDOW:
+            if not job.cursor.remaining_bytes:
+                self._schedule.discard(job)
+                self._finish(job)
+            elif not self._start(job):
+                return
+
+    def _start(self, job: Job[L]) -> bool:
+        runs = job.cursor.peek(self._settings.slice_bytes, _SLICE_RUNS)
+        try:
+            handle = self._library.start(job.link, runs)
+        except QueueFull:
+            return False
+        except KVBatonError as error:
+            self._fail_link(job.link, describe(error))
+            return False
+        count = int(runs[:, 2].sum())
+        self._books.flights.append(_Flight(job, handle, count, time.monotonic() + self._settings.timeout_s))
+        job.cursor.advance(count)
+        if not job.cursor.remaining_bytes:
+            self._schedule.discard(job)
+        return True
+
+    def _look_at(self, flight: _Flight[L], now: float) -> None:
+        if flight not in self._books.flights:
+            return
+        try:
+            if not flight.failed and not self._library.is_done(flight.handle):
+                if now >= flight.deadline:
+                    self._give_up(flight)
+                return
+            if flight.confirms and not flight.failed:
+                self._library.check_confirmed(flight.job.link)
+        except KVBatonError as error:
+            flight.failed = True
+            self._fail_link(flight.job.link, describe(error))
+        self._land(flight, now)
+
+    def _give_up(self, flight: _Flight[L]) -> None:
+        timeout_s = self._settings.timeout_s
+        for other in self._books.of_link(flight.job.link):
+            other.failed, other.deadline = True, time.monotonic() + timeout_s
+        self._fail_link(flight.job.link, f"PeerLost: {flight.job.link}: no progress within {timeout_s:g} s")
+
+    def _land(self, flight: _Flight[L], now: float) -> None:
+        """Take a flight that is over out of the books, once the library lets go of it."""
+        if not self._library.release(flight.handle):
+            if now >= flight.deadline:
+                raise KVBatonError(f"a transfer to {flight.job.link} could not be stopped; open a new transport")
+            return
+        self._books.flights.remove(flight)
+        job = flight.job
+        job.moved_bytes += 0 if flight.failed else flight.wire_bytes
+        if self._books.of_job(job):
+            return
+        if job.ticket in self._books.endings:
+            self._finish(job)
+        elif flight.confirms or not job.cursor.remaining_bytes:
+            self._complete(job, confirmed=flight.confirms)
+        self._forget(job.link)
+
+    def _complete(self, job: Job[L], *, confirmed: bool) -> None:
+        """Every byte is in: ask whether they came from memory that was still handed out, then finish."""
+        handle = None
+        if not confirmed:
+            try:
+                handle = self._library.start_confirming(job.link)
+            except KVBatonError as error:
+                self._books.endings[job.ticket] = _Ending(describe(error))
+        if handle is None:
+            self._finish(job)
+        else:
+            self._books.flights.append(_Flight(job, handle, 0, time.monotonic() + self._settings.timeout_s, confirms=True))
+
+    def _end(self, job: Job[L], error: str, *, cancelled: bool = False) -> None:
+        """Finish a job before its last byte: at once, or when the last of its flights is over."""
+        self._schedule.discard(job)
+        self._books.endings.setdefault(job.ticket, _Ending(error, cancelled))
+        if not self._books.of_job(job):
+            self._finish(job)
+
+    def _finish(self, job: Job[L]) -> None:
+        ending = self._books.endings.pop(job.ticket, _Ending(""))
+        self._ledger.finish(job, ending.error, cancelled=ending.cancelled)
+
+    def _fail_link(self, link: L, error: str, *, waiting: bool = False) -> None:
+        jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
+        jobs.update((flight.job.ticket, flight.job) for flight in self._books.of_link(link))
+        self._library.drop(link)
+        for job in jobs.values():
+            self._end(job, error)
+        self._forget(link)
+
+    def _forget(self, link: L) -> None:
+        if link in self._books.forgetting and not self._books.of_link(link):
+            self._books.forgetting.discard(link)
+            self._library.forget(link)

@@ -1,0 +1,119 @@
+"""Memory that other processes of this host can map, and only read: an anonymous file whose descriptor they open through /proc.
+
+The last page of the file lies behind the region. It holds the *mark* of the transport that hands the region out, and is cleared
+when that closes, so that a reader notices that the memory was withdrawn. The file is sealed: nobody can shrink it later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.errors import ConfigError, PeerLost, TransportError
+from kvbaton.transport.base import Region
+
+__all__ = ["MARK_BYTES", "SharedMapping", "SharedMemory", "inode_of", "write_mark"]
+
+MARK_BYTES = 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_WRITE = 23
+
+
+class SharedMemory:
+    """Zeroed, page-aligned memory of this process that peers on this host can map read-only; lives as long as it is referenced.
+
+    Raises ConfigError where there is not that much memory, or the system has no such files.
+    """
+
+    def __init__(self, region_bytes: int) -> None:
+        self._fd = _open_file(region_bytes)
+        try:
+            self._map = mmap.mmap(self._fd, region_bytes)
+        except (OSError, ValueError, MemoryError) as error:
+            os.close(self._fd)
+            raise ConfigError(f"no shared memory of {region_bytes} bytes: {error}; use less") from error
+        weakref.finalize(self._map, os.close, self._fd)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):
+            self._map.madvise(_MADV_POPULATE_WRITE)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory, writable."""
+        return np.frombuffer(self._map, np.uint8)
+
+    @property
+    def region(self) -> Region:
+        """The region of all of it; keeps it alive."""
+        array = self.array
+        return Region(int(array.ctypes.data), array.nbytes, array.data, memory_fd=self._fd)
+
+
+class SharedMapping:
+    """The shared memory of another process, read-only; the memory lives on until `array` and this are let go of."""
+
+    def __init__(self, pid: int, fd: int, inode: int, region_bytes: int) -> None:
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(
+                f"the shared memory of process {pid} may not be opened ({error.strerror}; user id {os.getuid()} here): "
+                "run both instances as the same user and in one pid namespace, or choose transport tcp"
+            ) from error
+        try:
+            state = os.fstat(opened)
+            mark_at = state.st_size - mmap.PAGESIZE
+            if state.st_ino != inode or mark_at < region_bytes:
+                raise PeerLost(
+                    f"descriptor {fd} of process {pid} is another file now: inode {state.st_ino} with {state.st_size} bytes, "
+                    f"the card says inode {inode}, {region_bytes} bytes"
+                )
+            whole = mmap.mmap(opened, state.st_size, prot=mmap.PROT_READ)
+        finally:
+            os.close(opened)
+        with contextlib.suppress(OSError):
+            whole.madvise(mmap.MADV_HUGEPAGE)
+        self._mark = np.frombuffer(whole, np.uint8, MARK_BYTES, mark_at)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(whole, np.uint8, region_bytes)
+
+    @property
+    def mark(self) -> int:
+        """The mark that the owner shows now; 0 once it has withdrawn the memory."""
+        return int.from_bytes(self._mark.tobytes(), "little")
+
+
+def write_mark(region: Region, mark: int) -> None:
+    """Show `mark` to those who map the shared memory of `region`; 0 withdraws it."""
+    os.pwrite(region.memory_fd, mark.to_bytes(MARK_BYTES, "little"), _mark_offset(region.region_bytes))
+
+
+def inode_of(region: Region) -> int:
+    """What the shared memory of `region` is recognised by; 0 where there is none."""
+    return os.fstat(region.memory_fd).st_ino if region.memory_fd >= 0 else 0
+
+
+def _mark_offset(region_bytes: int) -> int:
+    return -(-region_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _open_file(region_bytes: int) -> int:
+    fd, most = -1, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if not 0 < region_bytes < most:
+        raise ConfigError(f"no shared memory of {region_bytes} bytes: this machine has {most}; use less")
+    try:
+        fd = os.memfd_create("kvbaton", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _mark_offset(region_bytes) + mmap.PAGESIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except (AttributeError, OSError, OverflowError) as error:
+        if fd >= 0:
+            os.close(fd)
+        raise ConfigError(f"no shared memory of {region_bytes} bytes: {error}; use less, or memory of your own") from error
+    return fd

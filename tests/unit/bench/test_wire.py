@@ -1,0 +1,61 @@
+"""The wire benchmark: that it moves and checks bytes, and notices wrong ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbaton.bench.wire import WireBench, run_wire_bench, subjects_of
+from kvbaton.bench.wire.pages import content, contiguous_runs, is_copied, scattered_runs
+from kvbaton.errors import ConfigError
+from kvbaton.transport import choose
+from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.local import LocalTransport
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def test_a_small_run_measures_ours_beside_their_peers() -> None:
+    bench = WireBench((64 * KIB,), 2 * MIB, (1, 2), "scattered", ("local", "tcp", "socket"), rounds=1, idle_s=0.0)
+    report = run_wire_bench(bench)
+    assert report.problems == []
+    assert {row.name for row in report.rows} == {
+        f"{name}: 64 KiB{peers}" for name in ("local", "tcp", "socket") for peers in ("", " x 2 peers")
+    }
+    assert {row.peer for row in report.rows if row.name.startswith("tcp")} == {"socket"}
+    assert all(row.value > 0 for row in report.rows)
+
+
+@pytest.mark.parametrize("make", [scattered_runs, contiguous_runs])
+def test_wrong_bytes_would_be_noticed(make: type) -> None:
+    runs = make(64 * KIB, 4 * KIB, 3)
+    source, target = content(1, 128 * KIB), np.zeros(128 * KIB, np.uint8)
+    for at, to, count in runs.tolist():
+        target[to : to + count] = source[at : at + count]
+    assert is_copied(runs, source, target)
+    target[int(runs[5, 1]) + 17] ^= 1
+    assert not is_copied(runs, source, target)
+
+
+def test_control_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_dropping(region: Region, settings: TransportSettings) -> Transport:
+        return FaultyTransport(LocalTransport(region, settings), region, Faults(drop_writes=True))
+
+    monkeypatch.setitem(choose.TRANSPORTS, "local", open_dropping)
+    bench = WireBench((64 * KIB,), MIB, (1,), "scattered", ("local",), rounds=1, idle_s=0.0)
+    assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
+
+
+def test_each_transport_stands_beside_its_peer() -> None:
+    assert subjects_of("tcp") == ("tcp", "socket")
+    assert subjects_of("local") == ("local", "local, process_vm_readv", "memcpy")
+    with pytest.raises(ConfigError, match="'pigeon'"):
+        subjects_of("pigeon")
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown subject 'pigeon'"):
+        WireBench(subjects=("pigeon",))
+    with pytest.raises(ConfigError, match="batch_bytes"):
+        WireBench(batch_bytes=MIB)

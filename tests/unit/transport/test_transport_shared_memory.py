@@ -1,0 +1,74 @@
+"""Memory that others map: read-only, of a fixed size, and withdrawn when its transport closes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbaton.errors import ConfigError, PeerLost, TransportError
+from kvbaton.transport.base import TransportSettings
+from kvbaton.transport.local import LocalTransport
+from kvbaton.transport.shared_memory import SharedMapping, SharedMemory, inode_of, write_mark
+
+
+def mapped(memory: SharedMemory) -> SharedMapping:
+    region = memory.region
+    return SharedMapping(os.getpid(), region.memory_fd, inode_of(region), region.region_bytes)
+
+
+def test_a_mapping_shows_what_the_owner_writes_and_cannot_write_itself() -> None:
+    memory = SharedMemory(10_000)
+    view = mapped(memory)
+    memory.array[9_999] = 7
+    assert view.array[9_999] == 7
+    assert len(view.array) == 10_000
+    with pytest.raises(ValueError, match="read-only"):
+        view.array[0] = 1
+
+
+def test_nobody_can_shrink_it() -> None:
+    memory = SharedMemory(4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.region.memory_fd, 0)
+
+
+def test_the_mark_comes_and_goes_with_the_transport() -> None:
+    memory = SharedMemory(4096)
+    view = mapped(memory)
+    assert view.mark == 0
+    transport = LocalTransport(memory.region, TransportSettings())
+    assert view.mark == transport.endpoint().details["mark"]
+    transport.close()
+    assert view.mark == 0
+    write_mark(memory.region, 5)
+    assert view.mark == 5
+
+
+def test_another_file_under_the_same_number_is_noticed() -> None:
+    memory, other = SharedMemory(4096), SharedMemory(4096)
+    with pytest.raises(PeerLost, match="another file"):
+        SharedMapping(os.getpid(), memory.region.memory_fd, inode_of(other.region), 4096)
+    with pytest.raises(PeerLost, match="another file"):
+        SharedMapping(os.getpid(), memory.region.memory_fd, inode_of(memory.region), 1 << 20)
+    with pytest.raises(TransportError, match=r"may not be opened.*same user.*transport tcp"):
+        SharedMapping(os.getpid(), 99_999, 1, 4096)
+
+
+@pytest.mark.parametrize("region_bytes", [0, 1 << 60])
+def test_sizes_that_cannot_be_had_are_refused(region_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="no shared memory of"):
+        SharedMemory(region_bytes)
+
+
+def test_the_file_closes_with_the_last_reference() -> None:
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    region = SharedMemory(4096).region
+    assert Path(f"/proc/self/fd/{region.memory_fd}").exists()
+    array = np.frombuffer(region.view, np.uint8)
+    del region, array
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
