@@ -103,7 +103,7 @@ class TestSglangRow21:
     @pytest.mark.parametrize(
         ("span", "text"),
         [
-            (Span(0, 0, 2**62, 0, 3), "source block list has 3 blocks where"),
+            (Span(0, 0, 2**62, 0, 3), "of a sequence of 40 were asked for"),
             (Span(0, 0, PROMPT_TOKENS, 0, 2), "layer 2 ends at token 0"),
             (Span(0, 16, PROMPT_TOKENS, 0, 3), "token 0 to come next"),
             (Span(0, 0, PROMPT_TOKENS, 0, 2**62), ""),
