@@ -131,7 +131,7 @@ def plan(
     layers
         layers of the model.
     rounds
-        how often each plan is made; medians are shown, every round is kept.
+        how often everybody has a turn, of five plans each; medians are shown, all are kept.
     peers
         measure vLLM and SGLang too; installed on first use (5 GB).
     vllm

@@ -292,8 +292,10 @@ def join_runs(runs: Numbers) -> Numbers:
     """Join runs that follow each other and are neighbours on both sides."""
     if len(runs) < 2:
         return runs
-    ends = runs[:-1, :2] + runs[:-1, 2:]
-    firsts = np.flatnonzero((runs[1:, :2] != ends).any(axis=1)) + 1
+    sources, targets, sizes = runs.T
+    apart = sources[1:] - sources[:-1] != sizes[:-1]
+    apart |= targets[1:] - targets[:-1] != sizes[:-1]
+    firsts = np.flatnonzero(apart) + 1
     if len(firsts) == len(runs) - 1:
         return runs
     firsts = np.concatenate([[0], firsts])

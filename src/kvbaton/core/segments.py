@@ -162,12 +162,11 @@ def _block_ids(side: str, group: Group, ids: tuple[int, ...], wanted: Numbers) -
 
 
 def _check_ids(side: str, group: Group, ids: Numbers) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= group.blocks:
+    ordered = np.sort(ids)
+    if ordered[0] < 0 or ordered[-1] >= group.blocks:
         bad = int(ids[(ids < 0) | (ids >= group.blocks)][0])
         why = " (a place without a block, where tokens have to be moved)" if bad == HOLE else ""
         raise RangeError(f"{side} block {bad} is outside 0..{group.blocks - 1}{why}")
-    ordered = np.sort(ids)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise RangeError(f"{side} block {int(twice[0])} is listed twice; each block holds other tokens")
+    is_twice = ordered[1:] == ordered[:-1]
+    if is_twice.any():
+        raise RangeError(f"{side} block {int(ordered[1:][is_twice][0])} is listed twice; each block holds other tokens")

@@ -18,7 +18,7 @@ def test_a_small_run_has_all_rows_and_plans_what_is_needed() -> None:
     assert names[:2] == ["equal TP", "TP 8 to 4, heads-major pages"]
     assert {row.ratio for row in report.rows if row.unit == "bytes"} == {1.0}
     assert report.problems == []
-    assert len(report.rounds[0]["equal TP"]) == 2
+    assert len(report.rounds[0]["equal TP"]) == 2 * 5
     assert len(said) == 2
 
 
@@ -72,7 +72,7 @@ def test_a_peer_stands_beside_us_in_the_rows_that_it_can_plan(tmp_path: Path) ->
     assert first.peer == "vLLM: 2000.0 ms"
     assert 0 < first.ratio < 0.1
     assert second.peer == ""
-    assert report.rounds[0]["vLLM equal"] == [2.0] * 4
+    assert report.rounds[0]["vLLM equal"] == [2.0] * 4 * 5
 
 
 def test_a_peer_that_breaks_is_told_with_its_last_line(tmp_path: Path) -> None:
