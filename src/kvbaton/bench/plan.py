@@ -85,8 +85,11 @@ def run_plan_bench(bench: PlanBench, say: Say) -> BenchReport:
         rounds, runs = _measure(bench, peers, say)
     rows = []
     for title, kind, *_ in _CASES:
-        beside = [name for name, peer in peers.items() if kind in peer.plans] or [""]
-        rows += [_row(title, rounds[title], name, rounds.get(f"{name} {kind}", []), {"runs": runs[title]}) for name in beside]
+        beside = {name: {"peer_runs": peer.runs[kind]} for name, peer in peers.items() if kind in peer.plans} or {"": {}}
+        rows += [
+            _row(title, rounds[title], name, rounds.get(f"{name} {kind}", []), {"runs": runs[title], **theirs})
+            for name, theirs in beside.items()
+        ]
     replicated, problems = _replicated(bench)
     return BenchReport([*rows, *replicated], describe_hardware(), [rounds], problems)
 
@@ -147,7 +150,7 @@ def _measure(bench: PlanBench, peers: Mapping[str, PlanPeer], say: Say) -> tuple
             rounds[title] += [_time_plan(bench, pair)[0] for _ in range(_REPEATS)]
         for name, peer in peers.items():
             for plan in peer.plans:
-                rounds[f"{name} {plan}"] += [peer.seconds(plan) for _ in range(_REPEATS)]
+                rounds[f"{name} {plan}"] += [peer.make(plan) for _ in range(_REPEATS)]
     return dict(rounds), runs
 
 

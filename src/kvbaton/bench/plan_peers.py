@@ -30,6 +30,7 @@ class PlanPeer:
         self._script = script
         self._python = python
         self._said = b""
+        self.runs: dict[str, int] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -54,9 +55,11 @@ class PlanPeer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def seconds(self, plan: str) -> float:
-        """Let it make one plan; how long that took there."""
-        return float(self._question(plan, _PLAN_S)["seconds"])
+    def make(self, plan: str) -> float:
+        """Let it make one plan; how long that took there, in seconds. How many runs it has is in `runs` afterwards."""
+        answer = self._question(plan, _PLAN_S)
+        self.runs[plan] = int(answer["runs"])
+        return float(answer["seconds"])
 
     def close(self) -> None:
         """End the process. Idempotent."""

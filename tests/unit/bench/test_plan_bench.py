@@ -70,6 +70,7 @@ def test_a_peer_stands_beside_us_in_the_rows_that_it_can_plan(tmp_path: Path) ->
     report = run_plan_bench(bench, lambda _: None)
     first, second, *_ = report.rows
     assert first.peer == "vLLM: 2000.0 ms"
+    assert first.settings == {"runs": 42, "peer_runs": 7}
     assert 0 < first.ratio < 0.1
     assert second.peer == ""
     assert report.rounds[0]["vLLM equal"] == [2.0] * 4 * 5
