@@ -16,7 +16,7 @@ help:
 	@echo "make test-sim   every single fault at every stage of every flow, simulated"
 	@echo "make test-e2e   the real model, real processes, kills"
 	@echo "make test-compat  the real vllm-router, and transports over NIXL and Mooncake (the first time: 600 MB to install)"
-	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about an hour on two cores)"
+	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about 20 minutes on two cores)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
 	@echo "make check      formatting, lint, types, import direction"

@@ -24,14 +24,12 @@ from kvbaton.agent.ports import (
     RegionFenced,
     SumAsk,
 )
+from kvbaton.agent.routes import Routes, find_routes
 from kvbaton.agent.summing import Summer
 from kvbaton.core.card import Card, Endpoint
-from kvbaton.core.checks import LegPart
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
-from kvbaton.core.meeting import Leg, arrange
-from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
@@ -72,25 +70,6 @@ class _Leg:
         return not any(moving.open or moving.unposted for moving in self.moving.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """What this rank exchanges with one rank of a peer."""
-
-    leg: int
-    peer: PeerRank
-    pair: Pair
-    part: LegPart
-
-
-@dataclass(frozen=True, slots=True)
-class _Routes:
-    """Every rank of a peer that this rank has a session with; from which it reads what, and to which it writes what."""
-
-    peers: tuple[PeerRank, ...]
-    reads: tuple[_Route, ...]
-    writes: tuple[_Route, ...]
-
-
 class RankAgent:
     """Owns the legs of one rank; a leg here is all that this rank exchanges with the ranks of one peer that it meets.
 
@@ -126,7 +105,7 @@ class RankAgent:
         self._memory = memory
         self._aux_reads: dict[Ticket, AuxAsk] = {}
         self._summer = Summer(rank, layout, memory, report)
-        self._routes: dict[Incarnation, _Routes] = {}
+        self._routes: dict[Incarnation, Routes] = {}
         self._unreachable: dict[Incarnation, str] = {}
         self.legs: dict[LegId, _Leg] = {}
         self._owners: dict[Ticket, tuple[LegId, int]] = {}
@@ -158,25 +137,11 @@ class RankAgent:
             raise
 
     def _connect(self, card: Card) -> None:
-        theirs = [rank.layout for rank in card.ranks]
-        reads = arrange(theirs, self._instance).of_target(self.rank)
-        writes = arrange(self._instance, theirs).of_source(self.rank)
-        peers = [PeerRank(card.incarnation, rank.rank) for rank in card.ranks]
-        met = {leg.source for leg in reads} | {leg.target for leg in writes} | ({0} if self.rank == 0 else set())
-        routes = _Routes(
-            tuple(peers[rank] for rank in sorted(met)),
-            tuple(self._read_route(leg, peers[leg.source], theirs[leg.source]) for leg in reads),
-            tuple(self._write_route(leg, peers[leg.target], theirs[leg.target]) for leg in writes),
-        )
-        for rank in sorted(met):
-            self._reach(peers[rank], card.ranks[rank].endpoints)
+        routes = find_routes(self._layout, self._instance, self.rank, card)
+        ranks = {PeerRank(card.incarnation, each.rank): each for each in card.ranks}
+        for peer in routes.peers:
+            self._reach(peer, ranks[peer].endpoints)
         self._routes[card.incarnation] = routes
-
-    def _read_route(self, leg: Leg, peer: PeerRank, theirs: Layout) -> _Route:
-        return _Route(leg.number, peer, pair_layouts(theirs, self._layout, leg.share), LegPart(leg.share, theirs))
-
-    def _write_route(self, leg: Leg, peer: PeerRank, theirs: Layout) -> _Route:
-        return _Route(leg.number, peer, pair_layouts(self._layout, theirs, leg.share), LegPart(leg.share, theirs))
 
     def _reach(self, peer: PeerRank, endpoints: tuple[Endpoint, ...]) -> None:
         for endpoint in endpoints:
