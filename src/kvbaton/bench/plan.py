@@ -59,7 +59,8 @@ class PlanBench:
     def described(self) -> dict[str, Setting]:
         """The settings, for a report."""
         settings: dict[str, Setting] = {"tokens": self.tokens, "layers": self.layers, "rounds": self.rounds, "seed": self.seed}
-        return settings | {"block_tokens": _BLOCK_TOKENS, "heads": _HEADS, "vllm": str(self.vllm), "sglang": str(self.sglang)}
+        peers: dict[str, Setting] = {"vllm": self.vllm is not None, "sglang": self.sglang is not None}
+        return settings | {"block_tokens": _BLOCK_TOKENS, "heads": _HEADS} | peers
 
     def lists(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Two block lists in random order, the same for everybody."""
@@ -85,7 +86,11 @@ def run_plan_bench(bench: PlanBench, say: Say) -> BenchReport:
         rounds, runs = _measure(bench, peers, say)
     rows = []
     for title, kind, *_ in _CASES:
-        beside = {name: {"peer_runs": peer.runs[kind]} for name, peer in peers.items() if kind in peer.plans} or {"": {}}
+        beside = {
+            name: {"peer_runs": peer.runs[kind], "peer_version": peer.version}
+            for name, peer in peers.items()
+            if kind in peer.plans
+        } or {"": {}}
         rows += [
             _row(title, rounds[title], name, rounds.get(f"{name} {kind}", []), {"runs": runs[title], **theirs})
             for name, theirs in beside.items()

@@ -44,7 +44,9 @@ class PlanPeer:
             self._errors.close()
             raise ConfigError(f"{python} cannot run {script}: {error}") from error
         try:
-            self.plans: list[str] = self._question(json.dumps(ask), _IMPORT_S)["plans"]
+            about = self._question(json.dumps(ask), _IMPORT_S)
+            self.plans: list[str] = about["plans"]
+            self.version: str = about["version"]
         except BaseException:
             self.close()
             raise

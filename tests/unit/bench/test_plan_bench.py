@@ -43,14 +43,14 @@ def test_what_is_no_interpreter_is_named() -> None:
 ANSWERING = """\
 import json, sys
 json.loads(sys.stdin.readline())
-print(json.dumps({"plans": ["equal"]}), flush=True)
+print(json.dumps({"plans": ["equal"], "version": "9"}), flush=True)
 for line in sys.stdin:
     print(json.dumps({"seconds": 2.0, "runs": 7}), flush=True)
 """
 DYING = """\
 import sys
 sys.stdin.readline()
-print('{"plans": ["equal"]}', flush=True)
+print('{"plans": ["equal"], "version": "9"}', flush=True)
 sys.stdin.readline()
 sys.exit("it broke")
 """
@@ -70,7 +70,7 @@ def test_a_peer_stands_beside_us_in_the_rows_that_it_can_plan(tmp_path: Path) ->
     report = run_plan_bench(bench, lambda _: None)
     first, second, *_ = report.rows
     assert first.peer == "vLLM: 2000.0 ms"
-    assert first.settings == {"runs": 42, "peer_runs": 7}
+    assert first.settings == {"runs": 42, "peer_runs": 7, "peer_version": "9"}
     assert 0 < first.ratio < 0.1
     assert second.peer == ""
     assert report.rounds[0]["vLLM equal"] == [2.0] * 4 * 5

@@ -8,6 +8,7 @@ transfers to its engine.
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.metadata
 import json
 import os
 import sys
@@ -110,7 +111,7 @@ def main() -> None:
     os.dup2(2, 1)
     operators = _vision_operators()
     plans = _plans(json.loads(sys.stdin.readline()))
-    print(json.dumps({"plans": list(plans)}), file=answers, flush=True)
+    print(json.dumps({"plans": list(plans), "version": importlib.metadata.version("sglang")}), file=answers, flush=True)
     for line in sys.stdin:
         since = time.perf_counter()
         runs = plans[line.strip()]()

@@ -6,6 +6,7 @@ answered with one of JSON.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -40,7 +41,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     plans = _plans(json.loads(sys.stdin.readline()))
-    print(json.dumps({"plans": list(plans)}), file=answers, flush=True)
+    print(json.dumps({"plans": list(plans), "version": importlib.metadata.version("vllm")}), file=answers, flush=True)
     for line in sys.stdin:
         since = time.perf_counter()
         runs = plans[line.strip()]()
