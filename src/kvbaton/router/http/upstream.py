@@ -131,8 +131,9 @@ class _Connection(asyncio.Protocol):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 call.lose(ProtocolError(f"{call.name} answered with a head of more than {_MAX_HEAD_BYTES} bytes"))
             return
-        if self._pieces and not call.is_over:
-            pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        if pieces and not call.is_over:
+            self._pieces = []
             call.take_piece(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if self._is_complete and self._call is call:
             self._complete(call)
@@ -148,18 +149,19 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head is in."""
-        self._status = self._parser.get_status_code()
-        if 100 <= self._status < 200:
+        status = self._status = self._parser.get_status_code()
+        if 100 <= status < 200:
             return
         self._in_head = False
-        call = self._call
+        call, headers = self._call, self._headers
         if call is None:
             return
-        kind = self._headers.get(b"content-type")
-        if kind is not None:
-            call.content_type = kind.decode("latin-1")
-        self._till_close = not (b"content-length" in self._headers or b"transfer-encoding" in self._headers)
-        if call.may_stream and self._status == 200 and kind is not None and kind.lower().startswith(_EVENT_STREAM):
+        kind = headers.get(b"content-type")
+        self._till_close = not (b"content-length" in headers or b"transfer-encoding" in headers)
+        if kind is None:
+            return
+        call.content_type = kind.decode("latin-1")
+        if call.may_stream and status == 200 and kind.lower().startswith(_EVENT_STREAM):
             call.is_stream = True
             call.caller.call_begun(call)
 
@@ -175,12 +177,12 @@ class _Connection(asyncio.Protocol):
 
     def _complete(self, call: Call) -> None:
         self._call = None
-        retry_after = self._retry_after()
+        status, retry_after = self._status, self._retry_after() if b"retry-after" in self._headers else None
         if self._can_be_kept and self.is_usable:
             self._upstream.keep(self)
         else:
             self.drop()
-        call.take_end(self._status, retry_after)
+        call.take_end(status, retry_after)
 
     def _retry_after(self) -> str | None:
         value = self._headers.get(b"retry-after")
@@ -214,7 +216,8 @@ class Upstream:
 
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for the next call; the oldest go first when there are too many."""
-        connection.resume()
+        if connection.is_paused:
+            connection.resume()
         connection.idle_since = self.clock()
         kept = self._kept[connection.address]
         kept.append(connection)
