@@ -45,12 +45,14 @@ class _Connection(asyncio.Protocol):
         "address",
         "idle_since",
         "is_paused",
+        "is_usable",
     )  # fmt: skip
 
     def __init__(self, upstream: Upstream, address: str) -> None:
         self.address = address
         self.idle_since = 0.0
         self.is_paused = False
+        self.is_usable = False
         self._upstream = upstream
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -63,11 +65,6 @@ class _Connection(asyncio.Protocol):
         self._is_complete = False
         self._can_be_kept = False
         self._till_close = False
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether another call can go over it."""
-        return self._transport is not None and not self._transport.is_closing()
 
     def begin(self, call: Call, *, was_kept: bool) -> None:
         """Send a call's bytes."""
@@ -82,6 +79,7 @@ class _Connection(asyncio.Protocol):
     def drop(self) -> None:
         """Close at once; the call that it served hears nothing more."""
         self._call = None
+        self.is_usable = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -100,10 +98,16 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection stands."""
         self._transport = cast(asyncio.Transport, transport)
+        self.is_usable = True
+
+    def eof_received(self) -> None:
+        """The instance says nothing more; the connection closes itself."""
+        self.is_usable = False
 
     def connection_lost(self, error: Exception | None) -> None:
         """The instance closed, or died; that ends an answer of unknown length, and breaks any other."""
         self._transport = None
+        self.is_usable = False
         self._upstream.forget(self)
         call, self._call = self._call, None
         if call is None or call.is_over:
