@@ -1,8 +1,8 @@
 """How fast the router is: ours and the others in the same run, in front of the same instances, all features on.
 
 A load generator and two instances without a model, both in C, are never the limit. Every contender runs the whole time; each
-round visits all of them in turn with the same load, and an instance without a router in front, which tells what a router
-adds. CPU time per request tells what a router costs where other work disturbs the clock.
+round visits all of them in turn with the same load, and at the lowest one an instance without a router in front, which tells
+what a router adds. CPU time per request tells what a router costs where other work disturbs the clock.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def _measure(bench: RouterBench, tool: LoadTool, routers: Sequence[Running], ser
         for case in bench.cases():
             progress(f"round {number + 1} of {bench.rounds}: {case}")
             for router in routers if number % 2 else reversed(routers):
+                if router.contender.is_bare and case.clients > min(bench.clients):
+                    continue
                 tool.drive(router.port, case.clients, _WARM_S, case.kind, bench.prompt_bytes)
                 before = router.cpu_s()
                 driven = tool.drive(router.port, case.clients, bench.seconds, case.kind, bench.prompt_bytes)

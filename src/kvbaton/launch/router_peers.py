@@ -63,9 +63,11 @@ def ensure_router_peers(say: Callable[[str], None], directory: Path | None = Non
     return RouterPeers(home / "venv")
 
 
-def vllm_router_part(peers: RouterPeers, port: int, discovery_port: int, metrics_port: int, *more: str) -> Part:
+def vllm_router_part(
+    peers: RouterPeers, port: int, discovery_port: int, metrics_port: int, *more: str, connector: str = "moriio"
+) -> Part:
     """A real vllm-router that finds instances as kvbaton's do register."""
-    command = [peers.vllm_router, "--vllm-pd-disaggregation", "--kv-connector", "moriio"]
+    command = [peers.vllm_router, "--vllm-pd-disaggregation", "--kv-connector", connector]
     command += ["--vllm-discovery-address", f"127.0.0.1:{discovery_port}", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics_port), "--policy", "round_robin", *more]
     return Part("vllm-router", command, f"http://127.0.0.1:{port}/health")

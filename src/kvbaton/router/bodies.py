@@ -32,6 +32,10 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+_FIELDS = msgspec.json.Decoder(Fields)
+_PREFILL_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
+
+
 class ClientBody(msgspec.Struct, frozen=True):
     """A client's request: its fields without those that could choose peers, and whether it wants a stream.
 
@@ -67,7 +71,7 @@ class ClientBody(msgspec.Struct, frozen=True):
 def parse_body(content: bytes) -> ClientBody:
     """Read a client's body. Raises BadRequest, which names what is wrong; fields the router does not need are not looked at."""
     try:
-        fields = msgspec.json.decode(content, type=Fields)
+        fields = _FIELDS.decode(content)
     except RecursionError:
         raise BadRequest("body", "the body is nested too deeply") from None
     except ValueError as error:
@@ -84,20 +88,30 @@ def _check_what_differs(fields: Fields) -> bool:
 
     Whether a stream is wanted.
     """
-    for name in ("max_tokens", "max_completion_tokens"):
-        if name not in fields:
-            continue
-        value = _value(fields, name)
-        if value is not None and type(value) is not int:
-            raise BadRequest(name, f"{name} is {_shown(value)}; it must be a whole number")
-        if value is not None and value < 1:
-            raise BadRequest(name, f"{name} is {value}; it must be at least 1")
-    stream = _value(fields, "stream") if "stream" in fields else None
-    options = _value(fields, "stream_options") if "stream_options" in fields else None
-    for name, value, kind, words in (("stream", stream, bool, "true or false"), ("stream_options", options, dict, "an object")):
-        if value is not None and not isinstance(value, kind):
-            raise BadRequest(name, f"{name} is {_shown(value)}; it must be {words}")
-    return bool(stream)
+    if "max_tokens" in fields:
+        _check_count(fields, "max_tokens")
+    if "max_completion_tokens" in fields:
+        _check_count(fields, "max_completion_tokens")
+    if "stream_options" in fields:
+        _check_kind(fields, "stream_options", dict, "an object")
+    return "stream" in fields and bool(_check_kind(fields, "stream", bool, "true or false"))
+
+
+def _check_count(fields: Fields, name: str) -> None:
+    value = _value(fields, name)
+    if value is None:
+        return
+    if type(value) is not int:
+        raise BadRequest(name, f"{name} is {_shown(value)}; it must be a whole number")
+    if value < 1:
+        raise BadRequest(name, f"{name} is {value}; it must be at least 1")
+
+
+def _check_kind(fields: Fields, name: str, kind: type, words: str) -> Any:
+    value = _value(fields, name)
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(name, f"{name} is {_shown(value)}; it must be {words}")
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -126,13 +140,13 @@ def transfer_params(answer: bytes, source_dp_size: int) -> bytes:
     Raises ProtocolError when there are none.
     """
     try:
-        found = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
+        found = _PREFILL_ANSWER.decode(answer).kv_transfer_params
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the prefill answer is no JSON object: {error}") from error
     if found is msgspec.UNSET:
         raise ProtocolError("the prefill answer has no kv_transfer_params; is that instance running with a KV connector?")
     try:
-        params: dict[str, Any] = dict(msgspec.json.decode(found, type=Fields))
+        params: dict[str, Any] = dict(_FIELDS.decode(found))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"kv_transfer_params in the prefill answer is no object: {error}") from error
     params["remote_dp_size"] = source_dp_size

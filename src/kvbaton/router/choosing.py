@@ -145,7 +145,8 @@ class Chooser:
 
     def choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
         """Seats for a request, taken; or why there are none."""
-        self.refresh(now)
+        if self._version != self._registry.version:
+            self.refresh(now)
         if not self._must_lock:
             return self._choose(wish, now)
         with self._loads.locked():
@@ -200,8 +201,8 @@ class Chooser:
 
     def _pair(self, source: Candidate | None, target: Candidate) -> Pair:
         """The same two are the same pair each time, as long as nothing changes."""
-        source_rank = None if source is None else self._rank(source.instance)
-        target_rank = self._rank(target.instance)
+        source_rank = None if source is None or source.ranks == 1 else self._rank(source.instance)
+        target_rank = None if target.ranks == 1 else self._rank(target.instance)
         key = (source, target, source_rank, target_rank)
         pair = self._pairs.get(key)
         if pair is None:

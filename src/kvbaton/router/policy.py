@@ -87,11 +87,12 @@ class Pair:
 class Candidate:
     """An instance that may be chosen, and the slot in which its load is counted; `load_of` tells the load of a slot."""
 
-    __slots__ = ("_load_of", "instance", "slot")
+    __slots__ = ("_load_of", "instance", "ranks", "slot")
 
     def __init__(self, instance: Instance, slot: int, load_of: Callable[[int], int]) -> None:
         self.instance = instance
         self.slot = slot
+        self.ranks = instance.registration.dp_size
         self._load_of = load_of
 
     @property

@@ -60,11 +60,14 @@ class RealStand(Stand):
     """A real router, instances under it that are started by hand, and `single`, which answers alone."""
 
     mode: Mode = Mode.PUSH
+    connector: str = "moriio"
+    flags: tuple[str, ...] = ()
     http_ports: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         peers = ensure_router_peers(self.lines.append)
-        part = vllm_router_part(peers, self.router_port, self.discovery_port, self.ports.pick())
+        ports = (self.router_port, self.discovery_port, self.ports.pick())
+        part = vllm_router_part(peers, *ports, *self.flags, connector=self.connector)
         self._fleet("vllm-router").start(part)
         single, url = instance_part("single", "both", self._options(()), self.ports)
         self._fleet("single").start(single)

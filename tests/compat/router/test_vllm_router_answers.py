@@ -60,6 +60,29 @@ def test_a_client_that_leaves_frees_both_sides(stand: RealStand) -> None:
     wait_until(stand.keeps_no_block, "nobody holds anything", 60)
 
 
+def test_instances_in_pull_work_under_a_router_of_three_fields_too() -> None:
+    """Its default connector reads type and addresses alone, and makes no transfer id: prefill makes one up."""
+    with RealStand(mode=Mode.PULL, connector="nixl") as stand:
+        stand.launch("prefill-0", "prefill")
+        stand.launch("decode-0", "decode")
+        stand.wait_ready("prefill-0", "decode-0")
+        for path, body, stream in requests_to_try(8):
+            stand.compare(path, body, stream)
+        assert handed_over(stand.http_ports["decode-0"]) == 8
+
+
+@pytest.mark.parametrize("mode", Mode, ids=["WRITE" if mode is Mode.PUSH else "READ" for mode in Mode])
+def test_a_router_that_makes_ranks_up_is_told_of_and_answers_are_right(mode: Mode) -> None:
+    with RealStand(mode=mode, flags=("--intra-node-data-parallel-size", "2", "--api-key", "none")) as stand:
+        stand.launch("prefill-0", "prefill")
+        stand.launch("decode-0", "decode")
+        stand.wait_ready("prefill-0", "decode-0")
+        for path, body, stream in requests_to_try(8):
+            stand.compare(path, body, stream)
+        assert handed_over(stand.http_ports["decode-0"]) == 8
+        assert any("--intra-node-data-parallel-size 1" in line for line in stand.lines)
+
+
 def test_control_a_decode_instance_that_gets_no_bytes_answers_otherwise() -> None:
     """The comparison can fail: with every write dropped, no answer is the single instance's."""
     with RealStand(mode=Mode.PUSH) as stand:

@@ -15,7 +15,7 @@ import pytest
 
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.listener import Listener
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.messages import Cause, InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
@@ -141,3 +141,16 @@ def test_a_process_without_routers_starts_nothing() -> None:
 def test_a_stall_limit_that_cannot_work_is_refused(stall_limit_s: float) -> None:
     with pytest.raises(ConfigError, match="stall_limit_s"):
         Announcer(REGISTRATION, ["127.0.0.1:1"], stall_limit_s=stall_limit_s)
+
+
+def test_it_proves_to_a_router_with_a_key_that_it_is_no_recording() -> None:
+    """The process beside the instance seals by itself: hello, heartbeats and goodbye."""
+    key, registry, port = b"k" * 32, Registry(expire_after_s=LONG_S), PortPicker().pick()
+    with Listener(registry, "127.0.0.1", port, cluster_key=key) as listener:
+        with Announcer(REGISTRATION, [f"127.0.0.1:{port}"], 0.05, cluster_key=key):
+            wait_until(lambda: bool(registry.live(time.monotonic())), "it registers")
+            seen = registry.live(time.monotonic())[0].last_seen
+            wait_until(lambda: registry.live(time.monotonic())[0].last_seen > seen, "it beats")
+        wait_until(lambda: not registry.live(time.monotonic()), "it says goodbye")
+        assert listener.malformed_total()[Cause.NOT_FRESH] >= 1
+        assert listener.malformed_total()[Cause.NOT_SEALED] == 0

@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
+from kvbaton.discovery.heartbeats import Errand, Heartbeats
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, TransferMode, encode_registration
 from kvbaton.discovery.registry import Registered, Registry
@@ -290,6 +291,24 @@ def test_an_instance_is_asked_anew_by_a_router_that_was_restarted() -> None:
             with Listener(registry, "127.0.0.1", port, cluster_key=key) as listener:
                 wait_until(lambda registry=registry: is_live(registry), "the instance registers")  # type: ignore[misc]
                 assert listener.malformed_total()[Cause.NOT_SEALED] == 0
+
+
+def test_a_router_that_asks_back_all_the_time_is_not_answered_as_often() -> None:
+    """A second in steps of 10 ms, in which every message is answered with another nonce."""
+    port, heard = PortPicker().pick(), 0
+    errand = Errand(GOOD, (f"127.0.0.1:{port}",), 1.5, b"k" * 32)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(f"tcp://127.0.0.1:{port}")
+        with Heartbeats(errand, lambda _news: None, 0.0) as beats:
+            for step in range(100):
+                beats.turn(step * 0.01)
+                while router.poll(10):
+                    sender, _ = router.recv_multipart()
+                    heard += 1
+                    nonce = b"%16d" % heard
+                    router.send_multipart([sender, msgspec.msgpack.encode({"type": "challenge", "nonce": nonce})])
+    assert 2 <= heard <= 12
 
 
 def ten_thousand(number: int) -> bytes:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.discovery.registry import Left, Refreshed, Refused, Registered, Registry, Replaced
+from kvbaton.discovery.registry import Left, Refreshed, Refused, Registered, Registry, Replaced, Standing
 
 
 def message(
@@ -286,6 +286,36 @@ class TestQuarantine:
         registry.register(message(incarnation="two"), 0.1)
         assert registry.report_lost(earlier, 0.2) is None
         assert registry.live(0.2)[0].aside_until < 0.2
+
+    def test_what_another_registry_has_found_out_is_held_and_forgotten_alike(self) -> None:
+        one, other = Registry(), Registry()
+        for registry in (one, other):
+            registry.register(message(), 0.0)
+        (instance,) = one.live(0.0)
+        for now in (0.0, 0.5):
+            one.report_lost(instance, now)
+        other.adopt(one.standing(instance, 1.0), 1.0)
+        assert [(i.strikes, i.aside_until) for i in other.live(1.0)] == [(2, 1.5)]
+        assert other.report_lost(instance, 1.5) == 2.0
+        assert one.report_heard(instance)
+        other.adopt(one.standing(instance, 1.6), 1.6)
+        assert other.live(1.6)[0].strikes == 0
+        assert other.live(1.6)[0].aside_until < 0.0
+
+    def test_what_another_registry_holds_against_an_earlier_process_is_not_held_here(self) -> None:
+        registry = Registry()
+        registry.register(message(incarnation="two"), 0.0)
+        before = registry.version
+        registry.adopt(Standing(message().http_address, message().type, "one", 3, 5.0), 0.0)
+        registry.adopt(Standing("10.9.9.9:1", message().type, "two", 3, 5.0), 0.0)
+        assert registry.live(0.0)[0].strikes == 0
+        assert registry.version == before
+
+    def test_what_is_told_is_bounded(self) -> None:
+        registry = Registry(expire_after_s=100.0)
+        registry.register(message(), 0.0)
+        registry.adopt(Standing(message().http_address, message().type, message().incarnation, 10**6, 10.0**6), 0.0)
+        assert registry.live(0.0)[0].aside_until == 8.0
 
     def test_one_that_comes_and_goes_is_put_aside_and_a_calm_minute_forgives_it(self) -> None:
         registry, now = Registry(), 0.0

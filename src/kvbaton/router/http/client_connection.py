@@ -47,11 +47,12 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead", "_body", "_body_bytes", "_closing", "_guest", "_head_bytes", "_headers", "_in_head", "_is_receiving",
-        "_parser", "_refusal", "_request", "_server", "_transport", "_url", "deadline", "stalled_since",
+        "_max_head_bytes", "_parser", "_refusal", "_request", "_server", "_transport", "_url", "deadline", "stalled_since",
     )  # fmt: skip
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
+        self._max_head_bytes = server.settings.max_head_bytes
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._ahead: deque[Request] = deque()
@@ -110,7 +111,9 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is no HTTP request: {error}")
         if self._in_head:
-            self._count_head(len(data))
+            self._head_bytes += len(data)
+            if self._head_bytes > self._max_head_bytes:
+                self._refuse_head()
         if self._refusal is not None:
             self._close_with(self._refusal)
 
@@ -132,7 +135,9 @@ class ClientConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; trailers are dropped."""
         if self._in_head:
-            self._count_head(len(name) + len(value))
+            self._head_bytes += len(name) + len(value)
+            if self._head_bytes > self._max_head_bytes:
+                self._refuse_head()
             self._headers[name.lower()] = value or b""
 
     def on_headers_complete(self) -> None:
@@ -164,11 +169,11 @@ class ClientConnection(asyncio.Protocol):
         self._is_receiving = False
         if self._refusal is not None or self._closing:
             return
-        parser = self._parser
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        path = self._path()
+        parser, pieces = self._parser, self._body
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         is_old = parser.get_http_version() == "1.0"
-        request = Request(parser.get_method().decode("latin-1"), path, self._headers, body, is_old, parser.should_keep_alive())
+        method = parser.get_method().decode("latin-1")
+        request = Request(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
         if self._request is None:
             self._serve(request)
         elif len(self._ahead) < _MAX_AHEAD:
@@ -286,10 +291,8 @@ class ClientConnection(asyncio.Protocol):
         if self._ahead and self._request is None and self._transport is not None:
             self._serve(self._ahead.popleft())
 
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > self._server.settings.max_head_bytes:
-            self._refuse(431, f"the head of the request is longer than {self._server.settings.max_head_bytes} bytes")
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head of the request is longer than {self._max_head_bytes} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
         if self._refusal is None:

@@ -45,12 +45,14 @@ class _Connection(asyncio.Protocol):
         "address",
         "idle_since",
         "is_paused",
+        "is_usable",
     )  # fmt: skip
 
     def __init__(self, upstream: Upstream, address: str) -> None:
         self.address = address
         self.idle_since = 0.0
         self.is_paused = False
+        self.is_usable = False
         self._upstream = upstream
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -63,11 +65,6 @@ class _Connection(asyncio.Protocol):
         self._is_complete = False
         self._can_be_kept = False
         self._till_close = False
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether another call can go over it."""
-        return self._transport is not None and not self._transport.is_closing()
 
     def begin(self, call: Call, *, was_kept: bool) -> None:
         """Send a call's bytes."""
@@ -82,6 +79,7 @@ class _Connection(asyncio.Protocol):
     def drop(self) -> None:
         """Close at once; the call that it served hears nothing more."""
         self._call = None
+        self.is_usable = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -100,10 +98,16 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection stands."""
         self._transport = cast(asyncio.Transport, transport)
+        self.is_usable = True
+
+    def eof_received(self) -> None:
+        """The instance says nothing more; the connection closes itself."""
+        self.is_usable = False
 
     def connection_lost(self, error: Exception | None) -> None:
         """The instance closed, or died; that ends an answer of unknown length, and breaks any other."""
         self._transport = None
+        self.is_usable = False
         self._upstream.forget(self)
         call, self._call = self._call, None
         if call is None or call.is_over:
@@ -131,8 +135,9 @@ class _Connection(asyncio.Protocol):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 call.lose(ProtocolError(f"{call.name} answered with a head of more than {_MAX_HEAD_BYTES} bytes"))
             return
-        if self._pieces and not call.is_over:
-            pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        if pieces and not call.is_over:
+            self._pieces = []
             call.take_piece(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if self._is_complete and self._call is call:
             self._complete(call)
@@ -148,18 +153,19 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head is in."""
-        self._status = self._parser.get_status_code()
-        if 100 <= self._status < 200:
+        status = self._status = self._parser.get_status_code()
+        if 100 <= status < 200:
             return
         self._in_head = False
-        call = self._call
+        call, headers = self._call, self._headers
         if call is None:
             return
-        kind = self._headers.get(b"content-type")
-        if kind is not None:
-            call.content_type = kind.decode("latin-1")
-        self._till_close = not (b"content-length" in self._headers or b"transfer-encoding" in self._headers)
-        if call.may_stream and self._status == 200 and kind is not None and kind.lower().startswith(_EVENT_STREAM):
+        kind = headers.get(b"content-type")
+        self._till_close = not (b"content-length" in headers or b"transfer-encoding" in headers)
+        if kind is None:
+            return
+        call.content_type = kind.decode("latin-1")
+        if call.may_stream and status == 200 and kind.lower().startswith(_EVENT_STREAM):
             call.is_stream = True
             call.caller.call_begun(call)
 
@@ -175,12 +181,12 @@ class _Connection(asyncio.Protocol):
 
     def _complete(self, call: Call) -> None:
         self._call = None
-        retry_after = self._retry_after()
+        status, retry_after = self._status, self._retry_after() if b"retry-after" in self._headers else None
         if self._can_be_kept and self.is_usable:
             self._upstream.keep(self)
         else:
             self.drop()
-        call.take_end(self._status, retry_after)
+        call.take_end(status, retry_after)
 
     def _retry_after(self) -> str | None:
         value = self._headers.get(b"retry-after")
@@ -214,7 +220,8 @@ class Upstream:
 
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for the next call; the oldest go first when there are too many."""
-        connection.resume()
+        if connection.is_paused:
+            connection.resume()
         connection.idle_since = self.clock()
         kept = self._kept[connection.address]
         kept.append(connection)
