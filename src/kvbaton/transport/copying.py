@@ -1,8 +1,8 @@
 """Copies runs between two memories that this process can see, at nearly the speed of one `memcpy` per run.
 
-A loop in Python costs as much per run as copying 4 KiB does, so runs of equal size are moved by the thousand: one indexed read
-into a buffer that stays in the processor's cache, and one indexed write out of it. Long runs are copied one by one. Neither
-holds the interpreter's lock while bytes move.
+A loop in Python costs as much per run as copying 4 KiB does. Where a C compiler was there, a loop in C is used. Elsewhere runs
+of equal size are moved by the thousand: one indexed read into a buffer that stays in the processor's cache, and one indexed
+write out of it; long runs are copied one by one. None of them holds the interpreter's lock while bytes move.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.transport.base import Runs
+from kvbaton.transport.copy_loop import CopyLoop
 
 __all__ = ["RunCopier"]
 
@@ -25,15 +26,21 @@ _FEW_RUNS = 4
 class RunCopier:
     """Copies from `source` to `target`, both flat arrays of bytes. Safe to use from several threads for disjoint runs."""
 
-    def __init__(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], loop: CopyLoop | None = None) -> None:
+        """`loop` is the loop in C, where there is one."""
         self._source = source
         self._target = target
+        self._loop = loop
+        self._starts = int(target.ctypes.data), int(source.ctypes.data)
         self._memmove = ctypes.CDLL(None).memmove
         self._memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._memmove.restype = None
 
     def copy(self, runs: Runs) -> None:
         """Copy every run; their ranges have been checked and their targets do not overlap."""
+        if self._loop is not None:
+            self._loop(*self._starts, runs)
+            return
         for _ in range(_MAX_SIZES):
             sizes = runs[:, 2]
             if len(sizes) <= _FEW_RUNS or (size := int(sizes[len(sizes) // 2])) >= _LONG_BYTES:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.copy_loop import load_copy_loop
 from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.neighbour import Neighbour
@@ -49,6 +50,7 @@ class _ProcessReach:
     def __init__(self, region: Region, memory: ProcessMemory, threads: int) -> None:
         self._region = region
         self._memory = memory
+        self._loop = load_copy_loop()
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 
@@ -85,7 +87,7 @@ class _ProcessReach:
     def map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
         """Map the peer's shared memory here. Raises TransportError or PeerLost."""
         link.mapping = SharedMapping(link.neighbour.pid, fd, inode, region_bytes)
-        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8))
+        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8), self._loop)
 
     def probe(self, link: _Process) -> None:
         """Find out now, not in a hand-off, whether the memory may be read. Raises TransportError or PeerLost."""
@@ -131,9 +133,10 @@ class LocalTransport(QueuedTransport[_Process]):
         self._shown = Region.of(bytearray(self._mark.to_bytes(MARK_BYTES, "little")))
         if region.memory_fd >= 0:
             write_mark(region, self._mark)
-        self._reach = _ProcessReach(region, self._memory, min(settings.copy_threads, usable_processors()))
+        threads = min(settings.copy_threads, usable_processors())
+        self._reach = _ProcessReach(region, self._memory, threads)
         ledger: Ledger[_Process] = Ledger(region, settings)
-        mover = SliceMover("local", ledger, settings, self._reach, slice_runs=_SLICE_RUNS)
+        mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
 
     @property

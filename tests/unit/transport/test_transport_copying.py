@@ -1,33 +1,68 @@
-"""Copies of many runs at once, held against a plain loop."""
+"""Copies of many runs at once, in C and without, held against a plain loop."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.transport.copy_loop import CopyLoop, load_copy_loop
 from kvbaton.transport.copying import RunCopier
 
 CELL = 40_000
+LOOPS = [
+    pytest.param(None, id="no compiler"),
+    pytest.param(load_copy_loop(), id="C", marks=pytest.mark.skipif(load_copy_loop() is None, reason="needs a C compiler")),
+]
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("order", ["C", "F"])
 @given(st.lists(st.sampled_from([1, 7, 64, 100, 4096, 33_000, 40_000]), min_size=1, max_size=40), st.integers(0, 2**32))
-def test_every_byte_lands_where_a_loop_puts_it(sizes: list[int], seed: int) -> None:
+def test_every_byte_lands_where_a_loop_puts_it(loop: CopyLoop | None, order: str, sizes: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     source = random.integers(0, 255, len(sizes) * CELL, dtype=np.uint8)
     target, expected = np.full_like(source, 255), np.full_like(source, 255)
     source.flags.writeable = False
     starts = np.stack([random.permutation(len(sizes)), random.permutation(len(sizes))], axis=1) * CELL
     runs = np.column_stack([starts, sizes]).astype(np.uint64)
-    RunCopier(source, target).copy(runs)
+    RunCopier(source, target, loop).copy(np.asfortranarray(runs) if order == "F" else runs)
     for at, to, count in runs.tolist():
         expected[to : to + count] = source[at : at + count]
     assert np.array_equal(target, expected)
 
 
-def test_runs_at_odd_offsets_and_at_both_ends() -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_runs_at_odd_offsets_and_at_both_ends(loop: CopyLoop | None) -> None:
     source, target = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
-    RunCopier(source, target).copy(np.array([[3, 0, 8], [248, 9, 8], [17, 30, 8], [0, 248, 8], [99, 101, 8]], np.uint64))
+    runs = np.array([[3, 0, 8], [248, 9, 8], [17, 30, 8], [0, 248, 8], [99, 101, 8]], np.uint64)
+    RunCopier(source, target, loop).copy(runs)
     for at, to in ((3, 0), (248, 9), (17, 30), (0, 248), (99, 101)):
         assert np.array_equal(target[to : to + 8], source[at : at + 8])
     assert target.astype(bool).sum() == 39
+
+
+def test_without_a_compiler_there_is_no_loop_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvbaton.transport"):
+        assert load_copy_loop(tmp_path, compiler="no-such-compiler") is None
+        assert load_copy_loop(tmp_path, compiler="false") is None
+    assert "there is no no-such-compiler" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(load_copy_loop() is None, reason="needs a C compiler")
+def test_it_is_compiled_once(tmp_path: Path) -> None:
+    assert load_copy_loop(tmp_path) is not None
+    assert len(list(tmp_path.iterdir())) == 1
+    assert load_copy_loop(tmp_path, compiler="no-such-compiler") is not None
+
+
+def test_a_place_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.INFO, "kvbaton.transport"):
+        assert load_copy_loop(tmp_path) is None
+    assert "somebody else" in caplog.text
