@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gpu_memory import has_gpu
 from transport_peer import POISON
-from transport_rig import Rig, Source, Target, make_runs, wait_until
+from transport_rig import Rig, Source, Target, has_mooncake, make_runs, wait_until
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import QueueFull, RangeError, TransportError
@@ -30,6 +30,8 @@ KINDS = (
     pytest.param(
         "nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="needs the package nixl; see make test-compat")
     ),
+    pytest.param("mooncake", marks=pytest.mark.skipif(not has_mooncake(), reason="needs Mooncake; see make test-compat")),
+    "mori",
     pytest.param("cuda", marks=pytest.mark.skipif(not has_gpu(), reason="needs kvbaton[cuda] and an NVIDIA GPU")),
 )
 KIB, MIB = 1 << 10, 1 << 20
@@ -64,7 +66,7 @@ def source(rig: Rig, shared_rigs: dict[str, tuple[Rig, Source]]) -> Source:
     if rig.kind not in shared_rigs:
         shared = Rig(rig.kind)
         shared_rigs[rig.kind] = (shared, shared.source(MIB))
-    rig.hub = shared_rigs[rig.kind][0].hub
+    rig.hub, rig.mori = shared_rigs[rig.kind][0].hub, shared_rigs[rig.kind][0].mori
     return shared_rigs[rig.kind][1]
 
 
@@ -266,6 +268,18 @@ def test_withdrawn_memory_is_an_error_though_the_process_lives(rig: Rig) -> None
     assert completion.error.startswith("PeerLost")
 
 
+def test_memory_withdrawn_while_the_batch_runs_is_an_error(rig: Rig) -> None:
+    if rig.kind == "cuda":
+        pytest.skip("memory that was opened through CUDA IPC stays readable until the process ends")
+    target, source = rig.pair(BIG, slice_bytes=4 * KIB)
+    target.post(source, WHOLE)
+    wait_until(lambda: target.memory[0] != POISON)
+    source.withdraw()
+    completion = target.wait()[0]
+    assert completion.error.startswith("PeerLost")
+    assert_quiet(target)
+
+
 def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     if not rig.has_processes:
         pytest.skip("a peer in this process cannot stand still alone")
@@ -287,8 +301,8 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
 
 
 def test_a_peer_that_stops_while_the_batch_runs_cannot_write_later(rig: Rig) -> None:
-    if rig.kind != "tcp":
-        pytest.skip("only tcp needs the peer to move")
+    if rig.kind not in ("tcp", "mooncake"):
+        pytest.skip("the peer need not move")
     target, source = rig.pair(BIG, slice_bytes=4 * KIB, timeout_s=0.5)
     target.post(source, WHOLE)
     wait_until(lambda: target.memory[0] != POISON)
@@ -407,7 +421,7 @@ def test_close_gives_everything_back(rig: Rig) -> None:
 
 def test_revoke_and_lost_peers_leave_no_descriptor(rig: Rig) -> None:
     target, source = rig.pair(MIB)
-    before = open_descriptors()
+    before = (open_descriptors(), threading.active_count(), mapped_segments())
     for _ in range(3):
         assert target.read(source, make_runs((0, 0, KIB))).error == ""
         target.transport.revoke(source.peer)
@@ -415,7 +429,9 @@ def test_revoke_and_lost_peers_leave_no_descriptor(rig: Rig) -> None:
     source.kill()
     assert target.read(source, make_runs((0, 0, KIB))).error
     target.transport.revoke(source.peer)
-    wait_until(lambda: open_descriptors() <= before)
+    wait_until(
+        lambda: open_descriptors() <= before[0] and threading.active_count() <= before[1] and mapped_segments() <= before[2]
+    )
 
 
 # Queues and completions.
@@ -485,6 +501,11 @@ def assert_quiet(target: Target) -> None:
     target.memory[:] = POISON
     for _ in range(5):
         assert (target.memory == POISON).all()
+
+
+def mapped_segments() -> int:
+    """How many pieces of shared memory, its own included, this process maps."""
+    return Path("/proc/self/maps").read_text().count("memfd:kvbaton")
 
 
 def open_descriptors() -> int:
