@@ -23,7 +23,13 @@ __all__ = ["PEER_OF", "WireBench", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
 
-PEER_OF = {"local": "memcpy", "local, process_vm_readv": "memcpy", "tcp": "socket", "nixl": "raw nixl"}
+PEER_OF = {
+    "local": "memcpy",
+    "local, process_vm_readv": "memcpy",
+    "tcp": "socket",
+    "nixl": "raw nixl",
+    "mooncake": "raw mooncake",
+}
 """What each of our transports is held against."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
