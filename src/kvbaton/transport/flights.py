@@ -25,6 +25,7 @@ L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
 
 _WINDOW = 2
 _NAP_S = 0.02
+_SHORTEST_NAP_S = 0.0005
 _BUSY_S = 0.0002
 
 
@@ -35,7 +36,7 @@ class Flights(Protocol[L_contra]):
     """
 
     idle_s: float
-    """How often `progress` is called while nothing is in flight here."""
+    """How often `progress` is called, at the least."""
 
     slice_bytes: int
     slice_runs: int
@@ -108,6 +109,7 @@ class FlightMover(Generic[L]):
         self._library = library
         self._schedule: Schedule[L] = Schedule(settings.timeout_s)
         self._books: _Books[L] = _Books()
+        self._nap_s = _SHORTEST_NAP_S
         self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
         self._thread.start()
 
@@ -143,13 +145,16 @@ class FlightMover(Generic[L]):
         self._rest()
 
     def _rest(self) -> None:
-        """Sleep until something ends or is due; a peer that keeps this side busy is served at once again."""
+        """Sleep until something ends or is due; a peer that keeps this side busy is served at once, and then more often."""
         started = time.monotonic()
         self._library.progress()
         now = time.monotonic()
-        if now - started < _BUSY_S:
-            nap_s = _NAP_S if self._books.flights or self._schedule.links() else self._library.idle_s
-            self._ledger.work.wait(min(nap_s, self._library.idle_s, self._schedule.wait_s(now)))
+        if now - started >= _BUSY_S:
+            self._nap_s = _SHORTEST_NAP_S
+            return
+        self._nap_s = min(2 * self._nap_s, self._library.idle_s)
+        longest_s = _NAP_S if self._books.flights or self._schedule.links() else self._nap_s
+        self._ledger.work.wait(min(longest_s, self._nap_s, self._schedule.wait_s(now)))
 
     def _obey(self, command: Command[L]) -> None:
         if isinstance(command, Post):

@@ -196,7 +196,7 @@ class PeerReader:
                 if time.monotonic() >= until:
                     raise PeerLost(f"{error}; no progress within {self._timeout_s:g} s") from error
                 self._close_engine()
-                self._most_runs = max(1, self._most_runs // 2)
+                self._most_runs = max(1, len(piece) // 2)
                 time.sleep(back_off_s)
                 back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
             else:

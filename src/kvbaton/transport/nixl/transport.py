@@ -25,7 +25,7 @@ class NixlTransport(ReadTransport):
     """Reads from other NIXL agents; lets them read this rank's region."""
 
     slice_runs = 8 * MAX_SLICE_RUNS
-    idle_s = 0.004
+    idle_s = 0.008
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         marks = Marks(settings.max_peers)
