@@ -19,7 +19,7 @@ from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSe
 from kvbaton.transport.copy_loop import load_copy_loop
 from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.neighbour import Neighbour
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.process_memory import ProcessMemory, explain_limits, is_there, usable_processors
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
@@ -40,6 +40,7 @@ class _Process:
     address: int
     mark_address: int
     mark: int
+    watch: NeighbourWatch
     mapping: SharedMapping | None = None
     copier: RunCopier | None = None
 
@@ -70,28 +71,36 @@ class _ProcessReach:
         return total
 
     def confirm(self, link: _Process) -> None:
-        link.neighbour.confirm()
+        link.watch.check()
         mark = link.mapping.mark if link.mapping else self._read_mark(link)
         if mark != link.mark:
             raise PeerLost(f"process {link.neighbour.pid} has withdrawn its memory: its mark is {mark:#x}, not {link.mark:#x}")
 
     def release(self, link: _Process) -> None:
-        """Let go of the mapping."""
+        """Let go of the mapping and of the process."""
         link.mapping = link.copier = None
+        link.watch.close()
 
     def close(self) -> None:
         """End the helpers."""
         if self._helpers is not None:
             self._helpers.shutdown()
 
-    def map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
-        """Map the peer's shared memory here. Raises TransportError or PeerLost."""
+    def open(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
+        """Map the peer's shared memory, or find out whether its memory may be read. Raises TransportError or PeerLost."""
+        try:
+            if fd >= 0:
+                self._map(link, fd, inode, region_bytes)
+            else:
+                self._read_at(link, link.address, 1)
+            self.confirm(link)
+        except BaseException:
+            self.release(link)
+            raise
+
+    def _map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
         link.mapping = SharedMapping(link.neighbour.pid, fd, inode, region_bytes)
         link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8), self._loop)
-
-    def probe(self, link: _Process) -> None:
-        """Find out now, not in a hand-off, whether the memory may be read. Raises TransportError or PeerLost."""
-        self._read_at(link, link.address, 1)
 
     def _try_part(self, link: _Process, runs: Runs) -> BaseException | None:
         try:
@@ -166,18 +175,14 @@ class LocalTransport(QueuedTransport[_Process]):
             raise TransportError(
                 f"{name} is on another host (host_id {neighbour.host!r}, here {self._neighbour.host!r}); choose transport tcp"
             )
-        process = _Process(neighbour, address, detail(endpoint, "mark_address", int), detail(endpoint, "mark", int))
-        for place in (process.address, process.mark_address):
+        mark_address, mark = detail(endpoint, "mark_address", int), detail(endpoint, "mark", int)
+        for place in (address, mark_address):
             if not 0 < place < 1 << 64 or place + endpoint.region_bytes > 1 << 64:
                 raise TransportError(f"{name}: address {place:#x} is not usable; fetch its card again")
         fd, inode = detail(endpoint, "memory_fd", int), detail(endpoint, "inode", int)
         try:
-            neighbour.confirm()
-            if fd >= 0:
-                self._reach.map(process, fd, inode, endpoint.region_bytes)
-            else:
-                self._reach.probe(process)
-            self._reach.confirm(process)
+            process = _Process(neighbour, address, mark_address, mark, NeighbourWatch(neighbour))
+            self._reach.open(process, fd, inode, endpoint.region_bytes)
         except PeerError as error:
             raise TransportError(f"{name} cannot be reached: {error}") from error
         return process
