@@ -26,10 +26,13 @@ from kvbaton.transport.base import Batch, Direction, PeerRank, Region, Runs, Tra
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["OURS", "RAW", "SourceProcess", "Subject", "open_subject"]
+__all__ = ["OURS", "RAW", "SPINNING", "SourceProcess", "Subject", "open_subject"]
 
 OURS = ("local", "local, process_vm_readv", "tcp", "nixl", "mooncake")
 RAW = ("memcpy", "socket", "raw nixl", "raw nixl, its thread", "raw mooncake")
+SPINNING = ("raw nixl, its thread",)
+"""Keep a core of each end busy, whatever else is measured: they are measured by themselves."""
+
 _PATIENCE_S = 120.0
 _MOONCAKE_RUNS = 1024
 
