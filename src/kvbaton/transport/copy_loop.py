@@ -17,15 +17,24 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbaton.transport.base import Runs
 
-__all__ = ["CopyLoop", "load_copy_loop"]
+__all__ = ["CopyLoop", "Place", "load_copy_loop"]
 
-CopyLoop = Callable[[int, int, Runs], None]
-"""Copies runs to a target address, from a source address, without the interpreter's lock."""
+Place = npt.NDArray[np.uint64]
+"""Where a loop is in its runs: the number of a run, and the bytes of it that are copied."""
+
+CopyLoop = Callable[[int, int, Runs, Place, int, int, int], int]
+"""Copies runs to a target address, from a source address, without the interpreter's lock, and moves the place on.
+
+The other arguments: most bytes, most runs, and in how many threads. Tells how many bytes were copied.
+"""
 
 _CODE = Path(__file__).with_name("copy_runs.c")
-_OPTIONS = ("-O3", "-shared", "-fPIC")
+_OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S = 60.0
 _log = logging.getLogger("kvbaton.transport")
 
@@ -41,12 +50,14 @@ def load_copy_loop(directory: Path | None = None, compiler: str = "cc") -> CopyL
 
 def _bound(library: Path) -> CopyLoop:
     function = ctypes.CDLL(str(library)).copy_runs
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_long]
-    function.restype = None
+    pointer, number, size = ctypes.c_void_p, ctypes.c_long, ctypes.c_uint64
+    function.argtypes = [pointer, pointer, pointer, number, number, number, pointer, size, size, number]
+    function.restype = size
 
-    def copy(target: int, source: int, runs: Runs) -> None:
+    def copy(target: int, source: int, runs: Runs, place: Place, most_bytes: int, most_runs: int, threads: int) -> int:
         row, column = (stride // runs.itemsize for stride in runs.strides)
-        function(target, source, runs.ctypes.data, row, column, len(runs))
+        numbers = (row, column, len(runs), place.ctypes.data, most_bytes, most_runs, threads)
+        return int(function(target, source, runs.ctypes.data, *numbers))
 
     return copy
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvbaton.transport.base import Runs
 from kvbaton.transport.copy_loop import CopyLoop
+from kvbaton.transport.runs import RunCursor
 
 __all__ = ["RunCopier"]
 
@@ -36,11 +37,18 @@ class RunCopier:
         self._memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._memmove.restype = None
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether `copy_on` can be used; it is the faster one."""
+        return self._loop is not None
+
+    def copy_on(self, cursor: RunCursor, most_bytes: int, most_runs: int, threads: int) -> int:
+        """Copy what follows a cursor, with the loop in C, in several threads; tells how many bytes. The caller advances."""
+        assert self._loop is not None  # noqa: S101
+        return self._loop(*self._starts, cursor.runs, cursor.place, most_bytes, most_runs, threads)
+
     def copy(self, runs: Runs) -> None:
         """Copy every run; their ranges have been checked and their targets do not overlap."""
-        if self._loop is not None:
-            self._loop(*self._starts, runs)
-            return
         for _ in range(_MAX_SIZES):
             sizes = runs[:, 2]
             if len(sizes) <= _FEW_RUNS or (size := int(sizes[len(sizes) // 2])) >= _LONG_BYTES:

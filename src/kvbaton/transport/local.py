@@ -55,15 +55,19 @@ class _ProcessReach:
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 
-    def copy(self, link: _Process, runs: Runs) -> int:
+    def copy(self, link: _Process, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
+        if link.copier is not None and link.copier.has_loop:
+            _check_there(link)
+            return link.copier.copy_on(cursor, most_bytes, most_runs, self._threads)
+        runs = cursor.peek(most_bytes, most_runs)
         total = int(runs[:, 2].sum())
         if self._helpers is None or total < _WORTH_SPLITTING_BYTES:
             self._copy_part(link, runs)
             return total
-        cursor, parts = RunCursor(runs), []
-        while cursor.remaining_bytes:
-            parts.append(cursor.peek(-(-total // self._threads), len(runs) + 1))
-            cursor.advance(int(parts[-1][:, 2].sum()))
+        slices, parts = RunCursor(runs), []
+        while slices.remaining_bytes:
+            parts.append(slices.peek(-(-total // self._threads), len(runs) + 1))
+            slices.advance(int(parts[-1][:, 2].sum()))
         others = [self._helpers.submit(self._copy_part, link, part) for part in parts[1:]]
         problems = [error for error in [self._try_part(link, parts[0]), *(other.exception() for other in others)] if error]
         if problems:
@@ -111,8 +115,7 @@ class _ProcessReach:
 
     def _copy_part(self, link: _Process, runs: Runs) -> None:
         if link.copier is not None:
-            if not is_there(link.neighbour.pid):
-                raise PeerLost(f"process {link.neighbour.pid} is gone")
+            _check_there(link)
             link.copier.copy(runs)
             return
         cursor = RunCursor(runs)
@@ -127,6 +130,11 @@ class _ProcessReach:
         spare = Region.of(bytearray(count))
         self._memory.read(link.neighbour.pid, address, spare.address, np.array([[0, 0, count]], np.uint64))
         return bytes(spare.view)
+
+
+def _check_there(link: _Process) -> None:
+    if not is_there(link.neighbour.pid):
+        raise PeerLost(f"process {link.neighbour.pid} is gone")
 
 
 class LocalTransport(QueuedTransport[_Process]):
