@@ -39,9 +39,15 @@ from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
 from mori_stand_in import MoriWorld
 
-__all__ = ["PATIENCE_S", "Rig", "Source", "Target", "has_mooncake", "make_runs", "wait_until"]
+__all__ = [
+    *("BIG", "KIB", "MIB", "PATIENCE_S", "WHOLE"),
+    *("Rig", "Source", "Target"),
+    *("assert_quiet", "has_mooncake", "make_runs", "wait_until"),
+]
 
 PATIENCE_S = 30.0
+KIB, MIB = 1 << 10, 1 << 20
+BIG = 32 * MIB
 _LAUNCH_BYTES = 64 << 20
 _PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
 
@@ -66,6 +72,9 @@ def has_mooncake() -> bool:
 def make_runs(*rows: tuple[int, int, int]) -> Runs:
     """Runs from rows of source offset, target offset, bytes."""
     return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+WHOLE = make_runs((0, 0, BIG))
 
 
 @dataclass
@@ -231,3 +240,10 @@ class Rig:
         assert process.stdout is not None
         endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
         return Source(peer, endpoint, content(seed, region_bytes), kill, process)
+
+
+def assert_quiet(target: Target) -> None:
+    """Nobody writes to target memory any more: poison that is put there now stays."""
+    target.memory[:] = POISON
+    for _ in range(5):
+        assert (target.memory == POISON).all()
