@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import select
 import signal
 import subprocess
@@ -35,10 +36,18 @@ from kvbaton.transport.base import (
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.mori import MoriTransport
+from mori_stand_in import MoriWorld
 
-__all__ = ["PATIENCE_S", "Rig", "Source", "Target", "make_runs", "wait_until"]
+__all__ = [
+    *("BIG", "KIB", "MIB", "PATIENCE_S", "WHOLE"),
+    *("Rig", "Source", "Target"),
+    *("assert_quiet", "has_mooncake", "make_runs", "wait_until"),
+]
 
 PATIENCE_S = 30.0
+KIB, MIB = 1 << 10, 1 << 20
+BIG = 32 * MIB
 _LAUNCH_BYTES = 64 << 20
 _PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
 
@@ -51,9 +60,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+def has_mooncake() -> bool:
+    """Whether Mooncake is here, and the system's library for RDMA that it needs."""
+    try:
+        importlib.import_module("mooncake.engine")
+    except (ImportError, OSError):
+        return False
+    return True
+
+
 def make_runs(*rows: tuple[int, int, int]) -> Runs:
     """Runs from rows of source offset, target offset, bytes."""
     return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+WHOLE = make_runs((0, 0, BIG))
 
 
 @dataclass
@@ -134,14 +155,16 @@ class Rig:
     """Makes targets and sources for one kind of transport, and takes them down again."""
 
     kind: str
+    source_prefix: tuple[str, ...] = ()
     hub: MemoryHub = field(default_factory=MemoryHub)
+    mori: MoriWorld = field(default_factory=MoriWorld)
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _made: int = 0
 
     @property
     def has_processes(self) -> bool:
         """Whether sources are processes of their own."""
-        return self.kind in ("local", "shared", "tcp", "cuda", "nixl", "auto")
+        return self.kind in ("local", "shared", "tcp", "cuda", "nixl", "mooncake", "auto")
 
     def target(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Target:
         """A poisoned region with its transport."""
@@ -187,6 +210,8 @@ class Rig:
     def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
         if self.has_processes:
             inner = open_transport(transport_name(self.kind), region, settings)
+        elif self.kind == "mori":
+            inner = MoriTransport(region, settings, self.mori.api())
         elif self.kind not in ("memory", "faulty"):
             raise ValueError(f"the rig does not know how to open {self.kind!r}: add it here, or it is not tested")
         else:
@@ -197,12 +222,14 @@ class Rig:
 
     def _seat(self, peer: PeerRank, region_bytes: int, seed: int) -> Source:
         bytes_there = content(seed, region_bytes)
-        transport = MemoryTransport(Region.of(bytes_there), self.hub, TransportSettings(incarnation=peer.incarnation))
+        region, settings = Region.of(bytes_there), TransportSettings(incarnation=peer.incarnation)
+        transport = self._open(region, settings, None)
         self._undo.append(transport.close)
         return Source(peer, transport.endpoint(), bytes_there, transport.close)
 
     def _spawn(self, peer: PeerRank, region_bytes: int, seed: int, host: str) -> Source:
-        command = [sys.executable, str(_PEER_SCRIPT), self.kind, host, str(region_bytes), str(seed), peer.incarnation]
+        arguments = [self.kind, host, str(region_bytes), str(seed), peer.incarnation]
+        command = [*self.source_prefix, sys.executable, str(_PEER_SCRIPT), *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
         def kill() -> None:
@@ -213,3 +240,10 @@ class Rig:
         assert process.stdout is not None
         endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
         return Source(peer, endpoint, content(seed, region_bytes), kill, process)
+
+
+def assert_quiet(target: Target) -> None:
+    """Nobody writes to target memory any more: poison that is put there now stays."""
+    target.memory[:] = POISON
+    for _ in range(5):
+        assert (target.memory == POISON).all()

@@ -80,7 +80,7 @@ def handoff(
     mode
         `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
     transport
-        how cache bytes travel: `local` or `tcp`.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
     tokens
         tokens per hand-off.
     integrity
@@ -184,7 +184,7 @@ def serve(
     model
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     transport
-        how cache bytes travel: `local` or `tcp`.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
     requests
         embedded: hand-overs that are measured per mode, one at a time.
     prompt_tokens
@@ -316,7 +316,7 @@ def wire(
     ----------
     transport
         `auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain
-        socket. `nixl`: beside NIXL by itself. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
+        socket. `nixl`, `mooncake`: beside the library alone. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
     blocks
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
@@ -332,7 +332,7 @@ def wire(
     idle
         seconds for which the sources are watched while nothing happens.
     plot
-        file for a plot (.png or .svg); needs matplotlib.
+        file for a plot (.png or .svg; without a suffix, both); needs matplotlib.
     out
         file for the raw results (JSON).
     json

@@ -16,7 +16,7 @@ __all__ = ["EngineName", "HandoffOptions", "LimitOptions", "TransportName", "Tru
 EngineName = Literal["embedded", "vllm"]
 """What computes: the engine of this package, or vLLM in an environment of its own."""
 
-TransportName = Literal["auto", "cuda", "local", "nixl", "tcp"]
+TransportName = Literal["auto", "cuda", "local", "mooncake", "mori", "nixl", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""
 
 

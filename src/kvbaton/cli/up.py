@@ -58,7 +58,7 @@ def up(
     model
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     transport
-        how cache bytes travel: `local` or `tcp`.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
     host
         where the router listens.
     port

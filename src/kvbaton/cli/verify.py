@@ -58,7 +58,7 @@ def verify(
     concurrency
         how many at a time.
     transport
-        how cache bytes travel: `local` or `tcp`.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
     model
         `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model such as `tiny-mamba`; see
         `kvbaton serve --help`.

@@ -120,16 +120,24 @@ class Region:
         self.view[offset] ^= 0xFF
 
 
+_ABOVE_0 = (
+    *("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"),
+    *("mori_queue_pairs", "mori_workers"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
     """How a transport behaves; checked when made.
 
     `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
-    `slice_bytes` is moved for one peer before the next one has its turn; `local` splits that among `copy_threads` threads.
+    `slice_bytes` is moved for one peer before the next one has its turn; with `local` by each of `copy_threads` threads.
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
     it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
-    `nixl_backends` are the plugins that NIXL may use.
+    What libraries are told (see `library_settings`): the plugins that NIXL may use; the protocol and the devices (by name,
+    with commas) of Mooncake; for MoRI its backend (`rdma` or `xgmi`), queue pairs per transfer, worker threads, work requests
+    per post (-1: MoRI chooses) and the GPU whose memory the region is (-1: main memory).
     """
 
     incarnation: Incarnation | None = None
@@ -144,15 +152,24 @@ class TransportSettings:
     advertise_host: str = ""
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
-    nixl_backends: tuple[str, ...] = ("UCX",)
+    nixl_backends: str = "UCX"
+    mooncake_protocol: str = "tcp"
+    mooncake_devices: str = ""
+    mori_backend: str = "rdma"
+    mori_queue_pairs: int = 1
+    mori_workers: int = 1
+    mori_post_batch: int = -1
+    mori_device: int = -1
 
     def __post_init__(self) -> None:
-        for setting in ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"):
+        for setting in _ABOVE_0:
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
         for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):
             if getattr(self, setting) > most:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)}; it must be at most {most}")
+        if self.mori_backend not in ("rdma", "xgmi"):
+            raise ConfigError(f"transport setting mori_backend is {self.mori_backend!r}; it must be rdma or xgmi")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"transport setting port is {self.port}; it must be 0 (find a free one) to 65535")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from kvbaton.errors import ConfigError, KVBatonError
 from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.cuda import CudaTransport
+from kvbaton.transport.library_settings import LIBRARY_SETTINGS_VARIABLE, with_library_settings
 from kvbaton.transport.local import LocalTransport
+from kvbaton.transport.mooncake import MooncakeTransport
+from kvbaton.transport.mori import MoriTransport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.transport.tcp import TcpTransport
 
@@ -18,6 +22,8 @@ __all__ = ["AUTO", "TRANSPORTS", "open_transport"]
 TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
     "cuda": CudaTransport,
     "local": LocalTransport,
+    "mooncake": MooncakeTransport,
+    "mori": MoriTransport,
     "nixl": NixlTransport,
     "tcp": TcpTransport,
 }
@@ -25,13 +31,18 @@ TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
 
 AUTO = "auto"
 
-_MOVE_GPU_MEMORY = frozenset({"cuda"})
+_MOVE_GPU_MEMORY = frozenset({"cuda", "mori"})
+_GPU_FASTEST_FIRST = ("cuda",)
 _FASTEST_FIRST = ("local", "nixl", "tcp")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
-    """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name."""
+    """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name.
+
+    What the variable KVBATON_TRANSPORT_SETTINGS says about libraries is added to `settings`.
+    """
+    settings = with_library_settings(settings, os.environ.get(LIBRARY_SETTINGS_VARIABLE, ""))
     if name == AUTO:
         return _open_auto(region, settings)
     if name not in TRANSPORTS:
@@ -44,7 +55,7 @@ def open_transport(name: str, region: Region, settings: TransportSettings) -> Tr
 def _open_auto(region: Region, settings: TransportSettings) -> Transport:
     inner: dict[str, Transport] = {}
     left_out: dict[str, str] = {}
-    for name in _FASTEST_FIRST if region.view else sorted(_MOVE_GPU_MEMORY):
+    for name in _FASTEST_FIRST if region.view else _GPU_FASTEST_FIRST:
         if name == "nixl" and not _has_rdma():
             left_out[name] = "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
             continue

@@ -1,4 +1,4 @@
-"""A mover for libraries that move bytes themselves: it starts a few slices per peer, asks how they fare, keeps the deadlines.
+"""A mover for libraries that move bytes themselves: it starts a few slices per peer, keeps the deadlines, and is told of ends.
 
 A slice that is on its way cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished
 only when the library has let go of its last slice; until then its memory is not quiet. A library that does not let go within
@@ -16,7 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvbaton.errors import KVBatonError, QueueFull
 from kvbaton.transport.base import Runs, Ticket, TransportSettings
 from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
-from kvbaton.transport.runs import MAX_SLICE_RUNS
 from kvbaton.transport.schedule import Schedule
 
 __all__ = ["FlightMover", "Flights"]
@@ -25,26 +24,32 @@ L = TypeVar("L", bound=Hashable)
 L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
 
 _WINDOW = 2
-_SLICE_RUNS = 8 * MAX_SLICE_RUNS
-_SPINS = 64
-_NAP_S = 0.0001
+_NAP_S = 0.02
+_SHORTEST_NAP_S = 0.0005
 _BUSY_S = 0.0002
 
 
 class Flights(Protocol[L_contra]):
-    """What a library can do; called by the mover's thread only. `start` and `is_done` raise KVBatonError."""
+    """What a library can do; called by the mover's thread only, which it wakes through the ledger when a flight has ended.
+
+    `start` and `is_done` raise KVBatonError.
+    """
 
     idle_s: float
-    """How often `progress` is called while nothing is in flight here."""
+    """How often `progress` is called, at the least."""
 
-    def start(self, link: L_contra, runs: Runs) -> Any:
-        """Begin to read a slice; QueueFull when the library takes no more just now."""
+    slice_bytes: int
+    slice_runs: int
+    """Most bytes, and most runs, that one `start` may be given."""
 
-    def start_confirming(self, link: L_contra) -> Any:
-        """Begin to find out whether the peer still hands its memory out; None when there is nothing to ask."""
+    let_go_s: float
+    """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
 
-    def check_confirmed(self, link: L_contra) -> None:
-        """Look at what came of that. Raises KVBatonError."""
+    def start(self, link: L_contra, runs: Runs, *, is_last: bool) -> Any:
+        """Begin to read a slice; QueueFull when the library takes no more just now.
+
+        The last slice of a batch is not done before it is known that the peer still hands its memory out.
+        """
 
     def is_done(self, flight: Any) -> bool:
         """Whether every byte is in."""
@@ -71,7 +76,6 @@ class _Flight(Generic[L]):
     handle: Any
     wire_bytes: int
     deadline: float
-    confirms: bool = False
     failed: bool = False
 
 
@@ -105,7 +109,7 @@ class FlightMover(Generic[L]):
         self._library = library
         self._schedule: Schedule[L] = Schedule(settings.timeout_s)
         self._books: _Books[L] = _Books()
-        self._spins = 0
+        self._nap_s = _SHORTEST_NAP_S
         self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
         self._thread.start()
 
@@ -141,17 +145,16 @@ class FlightMover(Generic[L]):
         self._rest()
 
     def _rest(self) -> None:
-        """Sleep as long as there is nothing to do; a peer that keeps this side busy is served at once again."""
-        if self._books.flights or self._schedule.links():
-            self._spins += 1
-            if self._spins % _SPINS == 0:
-                self._ledger.work.wait(_NAP_S)
-            return
+        """Sleep until something ends or is due; a peer that keeps this side busy is served at once, and then more often."""
         started = time.monotonic()
         self._library.progress()
         now = time.monotonic()
-        if now - started < _BUSY_S:
-            self._ledger.work.wait(min(self._library.idle_s, self._schedule.wait_s(now)))
+        if now - started >= _BUSY_S:
+            self._nap_s = _SHORTEST_NAP_S
+            return
+        self._nap_s = min(2 * self._nap_s, self._library.idle_s)
+        longest_s = _NAP_S if self._books.flights or self._schedule.links() else self._nap_s
+        self._ledger.work.wait(min(longest_s, self._nap_s, self._schedule.wait_s(now)))
 
     def _obey(self, command: Command[L]) -> None:
         if isinstance(command, Post):
@@ -172,15 +175,15 @@ class FlightMover(Generic[L]):
                 return
 
     def _start(self, job: Job[L]) -> bool:
-        runs = job.cursor.peek(self._settings.slice_bytes, _SLICE_RUNS)
+        runs = job.cursor.peek(self._library.slice_bytes, self._library.slice_runs)
+        count = int(runs[:, 2].sum())
         try:
-            handle = self._library.start(job.link, runs)
+            handle = self._library.start(job.link, runs, is_last=count == job.cursor.remaining_bytes)
         except QueueFull:
             return False
         except KVBatonError as error:
             self._fail_link(job.link, describe(error))
             return False
-        count = int(runs[:, 2].sum())
         self._books.flights.append(_Flight(job, handle, count, time.monotonic() + self._settings.timeout_s))
         job.cursor.advance(count)
         if not job.cursor.remaining_bytes:
@@ -195,8 +198,6 @@ class FlightMover(Generic[L]):
                 if now >= flight.deadline:
                     self._give_up(flight)
                 return
-            if flight.confirms and not flight.failed:
-                self._library.check_confirmed(flight.job.link)
         except KVBatonError as error:
             flight.failed = True
             self._fail_link(flight.job.link, describe(error))
@@ -204,8 +205,9 @@ class FlightMover(Generic[L]):
 
     def _give_up(self, flight: _Flight[L]) -> None:
         timeout_s = self._settings.timeout_s
+        until = time.monotonic() + max(timeout_s, self._library.let_go_s)
         for other in self._books.of_link(flight.job.link):
-            other.failed, other.deadline = True, time.monotonic() + timeout_s
+            other.failed, other.deadline = True, until
         self._fail_link(flight.job.link, f"PeerLost: {flight.job.link}: no progress within {timeout_s:g} s")
 
     def _land(self, flight: _Flight[L], now: float) -> None:
@@ -219,24 +221,9 @@ class FlightMover(Generic[L]):
         job.moved_bytes += 0 if flight.failed else flight.wire_bytes
         if self._books.of_job(job):
             return
-        if job.ticket in self._books.endings:
+        if job.ticket in self._books.endings or not job.cursor.remaining_bytes:
             self._finish(job)
-        elif flight.confirms or not job.cursor.remaining_bytes:
-            self._complete(job, confirmed=flight.confirms)
         self._forget(job.link)
-
-    def _complete(self, job: Job[L], *, confirmed: bool) -> None:
-        """Every byte is in: ask whether they came from memory that was still handed out, then finish."""
-        handle = None
-        if not confirmed:
-            try:
-                handle = self._library.start_confirming(job.link)
-            except KVBatonError as error:
-                self._books.endings[job.ticket] = _Ending(describe(error))
-        if handle is None:
-            self._finish(job)
-        else:
-            self._books.flights.append(_Flight(job, handle, 0, time.monotonic() + self._settings.timeout_s, confirms=True))
 
     def _end(self, job: Job[L], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte: at once, or when the last of its flights is over."""

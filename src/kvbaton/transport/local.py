@@ -16,9 +16,10 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.copy_loop import load_copy_loop
 from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.neighbour import Neighbour
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.process_memory import ProcessMemory, explain_limits, is_there, usable_processors
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
@@ -39,6 +40,7 @@ class _Process:
     address: int
     mark_address: int
     mark: int
+    watch: NeighbourWatch
     mapping: SharedMapping | None = None
     copier: RunCopier | None = None
 
@@ -49,18 +51,23 @@ class _ProcessReach:
     def __init__(self, region: Region, memory: ProcessMemory, threads: int) -> None:
         self._region = region
         self._memory = memory
+        self._loop = load_copy_loop()
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 
-    def copy(self, link: _Process, runs: Runs) -> int:
+    def copy(self, link: _Process, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
+        if link.copier is not None and link.copier.has_loop:
+            _check_there(link)
+            return link.copier.copy_on(cursor, most_bytes, most_runs, self._threads)
+        runs = cursor.peek(most_bytes, most_runs)
         total = int(runs[:, 2].sum())
         if self._helpers is None or total < _WORTH_SPLITTING_BYTES:
             self._copy_part(link, runs)
             return total
-        cursor, parts = RunCursor(runs), []
-        while cursor.remaining_bytes:
-            parts.append(cursor.peek(-(-total // self._threads), len(runs) + 1))
-            cursor.advance(int(parts[-1][:, 2].sum()))
+        slices, parts = RunCursor(runs), []
+        while slices.remaining_bytes:
+            parts.append(slices.peek(-(-total // self._threads), len(runs) + 1))
+            slices.advance(int(parts[-1][:, 2].sum()))
         others = [self._helpers.submit(self._copy_part, link, part) for part in parts[1:]]
         problems = [error for error in [self._try_part(link, parts[0]), *(other.exception() for other in others)] if error]
         if problems:
@@ -68,28 +75,36 @@ class _ProcessReach:
         return total
 
     def confirm(self, link: _Process) -> None:
-        link.neighbour.confirm()
+        link.watch.check()
         mark = link.mapping.mark if link.mapping else self._read_mark(link)
         if mark != link.mark:
             raise PeerLost(f"process {link.neighbour.pid} has withdrawn its memory: its mark is {mark:#x}, not {link.mark:#x}")
 
     def release(self, link: _Process) -> None:
-        """Let go of the mapping."""
+        """Let go of the mapping and of the process."""
         link.mapping = link.copier = None
+        link.watch.close()
 
     def close(self) -> None:
         """End the helpers."""
         if self._helpers is not None:
             self._helpers.shutdown()
 
-    def map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
-        """Map the peer's shared memory here. Raises TransportError or PeerLost."""
-        link.mapping = SharedMapping(link.neighbour.pid, fd, inode, region_bytes)
-        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8))
+    def open(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
+        """Map the peer's shared memory, or find out whether its memory may be read. Raises TransportError or PeerLost."""
+        try:
+            if fd >= 0:
+                self._map(link, fd, inode, region_bytes)
+            else:
+                self._read_at(link, link.address, 1)
+            self.confirm(link)
+        except BaseException:
+            self.release(link)
+            raise
 
-    def probe(self, link: _Process) -> None:
-        """Find out now, not in a hand-off, whether the memory may be read. Raises TransportError or PeerLost."""
-        self._read_at(link, link.address, 1)
+    def _map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
+        link.mapping = SharedMapping(link.neighbour.pid, fd, inode, region_bytes)
+        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8), self._loop)
 
     def _try_part(self, link: _Process, runs: Runs) -> BaseException | None:
         try:
@@ -100,8 +115,7 @@ class _ProcessReach:
 
     def _copy_part(self, link: _Process, runs: Runs) -> None:
         if link.copier is not None:
-            if not is_there(link.neighbour.pid):
-                raise PeerLost(f"process {link.neighbour.pid} is gone")
+            _check_there(link)
             link.copier.copy(runs)
             return
         cursor = RunCursor(runs)
@@ -118,6 +132,11 @@ class _ProcessReach:
         return bytes(spare.view)
 
 
+def _check_there(link: _Process) -> None:
+    if not is_there(link.neighbour.pid):
+        raise PeerLost(f"process {link.neighbour.pid} is gone")
+
+
 class LocalTransport(QueuedTransport[_Process]):
     """Reads from processes of the same host and user; lets them read this rank's region."""
 
@@ -131,9 +150,10 @@ class LocalTransport(QueuedTransport[_Process]):
         self._shown = Region.of(bytearray(self._mark.to_bytes(MARK_BYTES, "little")))
         if region.memory_fd >= 0:
             write_mark(region, self._mark)
-        self._reach = _ProcessReach(region, self._memory, min(settings.copy_threads, usable_processors()))
+        threads = min(settings.copy_threads, usable_processors())
+        self._reach = _ProcessReach(region, self._memory, threads)
         ledger: Ledger[_Process] = Ledger(region, settings)
-        mover = SliceMover("local", ledger, settings, self._reach, slice_runs=_SLICE_RUNS)
+        mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
 
     @property
@@ -163,18 +183,14 @@ class LocalTransport(QueuedTransport[_Process]):
             raise TransportError(
                 f"{name} is on another host (host_id {neighbour.host!r}, here {self._neighbour.host!r}); choose transport tcp"
             )
-        process = _Process(neighbour, address, detail(endpoint, "mark_address", int), detail(endpoint, "mark", int))
-        for place in (process.address, process.mark_address):
+        mark_address, mark = detail(endpoint, "mark_address", int), detail(endpoint, "mark", int)
+        for place in (address, mark_address):
             if not 0 < place < 1 << 64 or place + endpoint.region_bytes > 1 << 64:
                 raise TransportError(f"{name}: address {place:#x} is not usable; fetch its card again")
         fd, inode = detail(endpoint, "memory_fd", int), detail(endpoint, "inode", int)
         try:
-            neighbour.confirm()
-            if fd >= 0:
-                self._reach.map(process, fd, inode, endpoint.region_bytes)
-            else:
-                self._reach.probe(process)
-            self._reach.confirm(process)
+            process = _Process(neighbour, address, mark_address, mark, NeighbourWatch(neighbour))
+            self._reach.open(process, fd, inode, endpoint.region_bytes)
         except PeerError as error:
             raise TransportError(f"{name} cannot be reached: {error}") from error
         return process

@@ -6,9 +6,10 @@ import threading
 from dataclasses import dataclass
 
 from kvbaton.errors import PeerLost, TransportError
-from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.runs import RunCursor
 from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["MemoryHub", "MemoryTransport"]
@@ -52,10 +53,10 @@ class _HubReach:
         self._region = region
         self._hub = hub
 
-    def copy(self, link: _Seat, runs: Runs) -> int:
+    def copy(self, link: _Seat, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
         theirs, mine = self._hub.region(link.number).view, self._region.view
         moved = 0
-        for source, target, count in runs.tolist():
+        for source, target, count in cursor.peek(most_bytes, most_runs).tolist():
             mine[target : target + count] = theirs[source : source + count]
             moved += count
         return moved

@@ -104,18 +104,23 @@ class QueuedTransport(abc.ABC, Generic[L]):
     def close(self) -> None:
         """Stop the mover, complete what is in flight with an error, and give everything back. Idempotent.
 
-        Raises TransportError when the mover does not end within `timeout_s`; its memory must then not be reused.
+        Raises TransportError when the mover does not end in time; its memory must then not be reused.
         """
         with self._closing:
             if self._closed:
                 return
             self._ledger.shut("TransportError: the transport is closed")
-            if not self._mover.join(self._settings.timeout_s):
-                raise TransportError(f"the {self.name} mover did not end within {self._settings.timeout_s:g} s; close again")
+            if not self._mover.join(self._closing_s):
+                raise TransportError(f"the {self.name} mover did not end within {self._closing_s:g} s; close again")
             self._release()
             self._ledger.finish_all()
             self._ledger.close()
             self._closed = True
+
+    @property
+    def _closing_s(self) -> float:
+        """How long the mover may take to end."""
+        return self._settings.timeout_s
 
     def _check(self, peer: PeerRank, endpoint: Endpoint) -> None:
         if endpoint.transport != self.name:

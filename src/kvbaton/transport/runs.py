@@ -50,10 +50,11 @@ def check_offsets(offsets: Runs, lengths: Runs, region_bytes: int, side: str) ->
 
 
 class RunCursor:
-    """A place in a list of runs, counted in bytes; hands out the next runs in slices."""
+    """A place in a list of runs, counted in bytes; hands out the next runs in slices. `place` is for loops in C."""
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+        self.runs = self._runs = runs
+        self.place = np.zeros(2, np.uint64)
         self.total_bytes = int(runs[:, _BYTES].sum())
         self.done_bytes = 0
 

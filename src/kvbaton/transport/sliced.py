@@ -8,9 +8,9 @@ from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
 from kvbaton.errors import KVBatonError
-from kvbaton.transport.base import Runs, TransportSettings
+from kvbaton.transport.base import TransportSettings
 from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
-from kvbaton.transport.runs import MAX_SLICE_RUNS
+from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
 from kvbaton.transport.schedule import Schedule
 
 __all__ = ["Reach", "SliceMover"]
@@ -22,8 +22,8 @@ L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
 class Reach(Protocol[L_contra]):
     """How bytes of a peer get into this side's region."""
 
-    def copy(self, link: L_contra, runs: Runs) -> int:
-        """Copy a non-empty slice, or a non-empty beginning of it; tells how many bytes. Raises KVBatonError."""
+    def copy(self, link: L_contra, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
+        """Copy some of what follows the cursor, which is not at its end; tells how many bytes. Raises KVBatonError."""
 
     def confirm(self, link: L_contra) -> None:
         """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
@@ -92,7 +92,7 @@ class SliceMover(Generic[L]):
         error = ""
         try:
             if job.cursor.remaining_bytes:
-                count = self._reach.copy(job.link, job.cursor.peek(self._slice_bytes, self._slice_runs))
+                count = self._reach.copy(job.link, job.cursor, self._slice_bytes, self._slice_runs)
                 job.cursor.advance(count)
                 job.moved_bytes += count
                 if job.cursor.remaining_bytes:

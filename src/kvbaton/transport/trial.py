@@ -18,7 +18,7 @@ from kvbaton.transport.shared_memory import SharedMemory
 
 __all__ = ["KINDS", "Trial", "try_transport"]
 
-KINDS = ("local, shared memory", "local, process_vm_readv", "tcp", "nixl")
+KINDS = ("local, shared memory", "local, process_vm_readv", "tcp", "nixl", "mooncake", "mori")
 """What can be tried: a transport, and for `local` the kind of memory."""
 
 _BYTES = 1 << 20

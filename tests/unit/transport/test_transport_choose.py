@@ -9,7 +9,7 @@ from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import TRANSPORTS, open_transport
 
 
-@pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"cuda", "nixl"}))
+@pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"cuda", "mooncake", "mori", "nixl"}))
 def test_a_name_opens_its_transport(name: str) -> None:
     transport = open_transport(name, Region.of(bytearray(8)), TransportSettings())
     assert (transport.name, transport.endpoint().transport, transport.endpoint().region_bytes) == (name, name, 8)
@@ -17,7 +17,7 @@ def test_a_name_opens_its_transport(name: str) -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown transport 'pigeon'; known are auto, cuda, local, nixl, tcp"):
+    with pytest.raises(ConfigError, match="unknown transport 'pigeon'; known are auto, cuda, local, mooncake, mori, nixl, tcp"):
         open_transport("pigeon", Region.of(bytearray(8)), TransportSettings())
 
 

@@ -16,8 +16,8 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport import process_memory
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.local import LocalTransport, _Process, _ProcessReach
-from kvbaton.transport.neighbour import Neighbour
+from kvbaton.transport.local import LocalTransport
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.process_memory import ProcessMemory, host_id, start_ticks
 
 PEER = PeerRank(Incarnation("p"))
@@ -51,13 +51,27 @@ def test_a_recycled_pid_is_refused_at_connect(transport: LocalTransport) -> None
         transport.connect(PEER, changed(transport.endpoint(), start_ticks=1))
 
 
-def test_a_recycled_pid_is_noticed_after_the_copy() -> None:
-    source, target = Region.of(bytearray(b"x" * 8)), Region.of(bytearray(8))
-    reach = _ProcessReach(target, ProcessMemory(), 1)
-    stranger = _Process(Neighbour(host_id(), os.getpid(), 1), source.address, source.address, 0)
-    assert reach.copy(stranger, np.array([[0, 0, 8]], np.uint64)) == 8
-    with pytest.raises(PeerLost, match="started at tick"):
-        reach.confirm(stranger)
+@pytest.mark.parametrize("has_descriptors", [True, False])
+def test_a_process_that_ends_is_noticed_after_the_copy(monkeypatch: pytest.MonkeyPatch, has_descriptors: bool) -> None:
+    if not has_descriptors:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    watch = NeighbourWatch(Neighbour(host_id(), process.pid, start_ticks(process.pid)))
+    watch.check()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    for reap in (lambda: None, process.communicate):
+        reap()
+        with pytest.raises(PeerLost, match=r"gone|dead"):
+            watch.check()
+    watch.close()
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+
+
+def refuse(_pid: int) -> int:
+    raise OSError(errno.ENOSYS, "no such call")
 
 
 @pytest.mark.parametrize("details", [{"pid": 0}, {"pid": -1}, {"address": 0}, {"address": 2**64 - 8}, {"address": 4096}])

@@ -13,7 +13,10 @@ __all__ = ["draw"]
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Draw GB/s over block size, a line per subject, into a .png or .svg file. Raises ConfigError without matplotlib."""
+    """Draw GB/s over block size, a line per subject, into a .png or .svg file, or both when `path` has no suffix.
+
+    Raises ConfigError without matplotlib.
+    """
     try:
         matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError as error:
@@ -32,4 +35,5 @@ def draw(report: BenchReport, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    for file in [path] if path.suffix else [path.with_suffix(".png"), path.with_suffix(".svg")]:
+        figure.savefig(file, dpi=120, bbox_inches="tight")

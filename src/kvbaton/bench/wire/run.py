@@ -6,6 +6,7 @@ GB is 1e9 bytes, and a rate is that of the whole loop, from posting until the la
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.pages import POISON, SPREAD, contiguous_runs, is_copied, scattered_runs
-from kvbaton.bench.wire.subjects import OURS, RAW, SourceProcess, Subject, open_subject
+from kvbaton.bench.wire.subjects import OURS, RAW, SPINNING, SourceProcess, Subject, open_subject
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Runs
 
@@ -23,7 +24,13 @@ __all__ = ["PEER_OF", "WireBench", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
 
-PEER_OF = {"local": "memcpy", "local, process_vm_readv": "memcpy", "tcp": "socket", "nixl": "raw nixl"}
+PEER_OF = {
+    "local": "memcpy",
+    "local, process_vm_readv": "memcpy",
+    "tcp": "socket",
+    "nixl": "raw nixl",
+    "mooncake": "raw mooncake",
+}
 """What each of our transports is held against."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -89,22 +96,28 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
     rows: list[BenchRow] = []
     rounds: list[dict[str, list[float]]] = [{} for _ in range(bench.rounds)]
     problems: list[str] = []
-    for peers in bench.peers:
-        with _opened(bench, peers, tell) as entries:
-            for size in bench.block_bytes:
-                tell(f"blocks of {size} bytes, {peers} peers")
+    for peers, names in itertools.product(bench.peers, _groups(bench.subjects)):
+        with _opened(bench, names, peers, tell) as entries:
+            for size in bench.block_bytes if entries else ():
+                tell(f"blocks of {size} bytes, {peers} peers: {', '.join(entry.name for entry in entries)}")
                 problems += _measure(bench, peers, size, entries, rounds)
                 rows += _rows(bench, peers, size, entries, rounds)
             rows += _idle(bench, peers, entries)
     return BenchReport(rows, describe_hardware(), rounds, problems)
 
 
+def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What is measured in turns: all that leave the others alone, and each that spins by itself."""
+    calm = tuple(name for name in subjects if name not in SPINNING)
+    return [group for group in (calm, *((name,) for name in subjects if name in SPINNING)) if group]
+
+
 @contextlib.contextmanager
-def _opened(bench: WireBench, peers: int, tell: Progress) -> Iterator[list[_Entry]]:
+def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress) -> Iterator[list[_Entry]]:
     region_bytes = SPREAD * (bench.batch_bytes // peers)
     with contextlib.ExitStack() as stack:
         entries: list[_Entry] = []
-        for name in bench.subjects:
+        for name in names:
             sources = [SourceProcess(name, region_bytes, seed) for seed in range(peers)]
             for source in sources:
                 stack.callback(source.stop)

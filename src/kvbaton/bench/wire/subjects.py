@@ -22,15 +22,19 @@ from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError
-from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
+from kvbaton.transport.base import Batch, Direction, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["OURS", "RAW", "SourceProcess", "Subject", "open_subject"]
+__all__ = ["OURS", "RAW", "SPINNING", "SourceProcess", "Subject", "open_subject"]
 
-OURS = ("local", "local, process_vm_readv", "tcp", "nixl")
-RAW = ("memcpy", "socket", "raw nixl", "raw nixl, its thread")
+OURS = ("local", "local, process_vm_readv", "tcp", "nixl", "mooncake")
+RAW = ("memcpy", "socket", "raw nixl", "raw nixl, its thread", "raw mooncake")
+SPINNING = ("raw nixl, its thread",)
+"""Keep a core of each end busy, whatever else is measured: they are measured by themselves."""
+
 _PATIENCE_S = 120.0
+_MOONCAKE_RUNS = 1024
 
 
 _COPY_LOOP = """
@@ -86,17 +90,23 @@ def open_subject(name: str, region_bytes: int, sources: list[SourceProcess]) -> 
     """Open the target side of a subject. Raises ConfigError when it cannot run here."""
     if name in OURS:
         return _Ours(name, region_bytes, sources)
-    makers: dict[str, Callable[[int, list[SourceProcess]], Subject]] = {"memcpy": _Memcpy, "socket": _Socket}
+    makers: dict[str, Callable[[int, list[SourceProcess]], Subject]] = {
+        "memcpy": _Memcpy,
+        "socket": _Socket,
+        "raw mooncake": _RawMooncake,
+    }
     if name in makers:
         return makers[name](region_bytes, sources)
     return _RawNixl(name, region_bytes, sources)
 
 
 class _Ours:
+    """One of our transports; over shared memory where that is its way, else over the same kind of memory as its peers."""
+
     def __init__(self, name: str, region_bytes: int, sources: list[SourceProcess]) -> None:
-        memory = SharedMemory(region_bytes)
-        self.target = memory.array
-        self._transport = open_transport(name.split(",")[0], memory.region, TransportSettings())
+        region = SharedMemory(region_bytes).region if name == "local" else Region.of(np.empty(region_bytes, np.uint8))
+        self.target = np.frombuffer(region.view, np.uint8)
+        self._transport = open_transport(name.split(",")[0], region, TransportSettings())
         self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(sources))]
         for peer, source in zip(self._peers, sources, strict=True):
             self._transport.connect(peer, msgspec.json.decode(source.told(), type=Endpoint))
@@ -214,3 +224,31 @@ class _RawNixl:
 
     def close(self) -> None:
         del self._agent
+
+
+class _RawMooncake:
+    """Mooncake as its own documentation uses it: one call per batch that waits, of as many blocks as its queue takes."""
+
+    def __init__(self, region_bytes: int, sources: list[SourceProcess]) -> None:
+        try:
+            api: Any = importlib.import_module("mooncake.engine")
+        except (ImportError, OSError) as error:
+            raise ConfigError(f"raw mooncake needs the package mooncake-transfer-engine ({error})") from error
+        self.target = np.empty(region_bytes, np.uint8)
+        self._engine = api.TransferEngine()
+        self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+        self._engine.register_memory(self.target.ctypes.data, region_bytes)
+        told = [msgspec.json.decode(source.told(), type=dict[str, str | int]) for source in sources]
+        self._peers = [(str(each["engine"]), int(each["address"])) for each in told]
+
+    def move(self, batches: list[Runs]) -> float:
+        for (peer, address), runs in zip(self._peers, batches, strict=True):
+            places = runs + np.array([address, self.target.ctypes.data, 0], np.uint64)
+            for first in range(0, len(places), _MOONCAKE_RUNS):
+                at, to, sizes = places[first : first + _MOONCAKE_RUNS].T.tolist()
+                if self._engine.batch_transfer_sync_read(peer, to, at, sizes):
+                    raise ConfigError("raw mooncake: a transfer failed")
+        return 0.0
+
+    def close(self) -> None:
+        del self._engine

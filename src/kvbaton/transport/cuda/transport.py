@@ -29,6 +29,7 @@ from kvbaton.transport.cuda.tables import launches_for
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.neighbour import Neighbour
 from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.runs import RunCursor
 from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["CudaTransport", "MAX_LAUNCH_RUNS"]
@@ -67,8 +68,9 @@ class _GpuReach:
         link.mapping.placement.check(runs, 0, "source")
         self._target.check(runs, 1, "target")
 
-    def copy(self, link: _PeerMemory, runs: Runs) -> int:
+    def copy(self, link: _PeerMemory, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
         self.confirm(link)
+        runs = cursor.peek(most_bytes, most_runs)
         source = link.mapping.placement
         try:
             self._copier.start(launches_for(runs, source, self._target), source.floor, self._target.floor)

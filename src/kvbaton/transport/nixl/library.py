@@ -4,68 +4,61 @@ from __future__ import annotations
 
 import importlib
 import logging
+import secrets
+import time
 from typing import Any
 
 import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
-from kvbaton.transport.base import Region, Runs
+from kvbaton.transport.base import Region, Runs, TransportSettings
 
-__all__ = ["NixlLibrary", "Transfer"]
-
-Transfer = Any
-"""A transfer that NIXL knows; opaque."""
+__all__ = ["NixlAgent", "NixlReader"]
 
 _MEMORY = "DRAM"
+_SPINS = 200
+_NAP_S = 0.00005
 
 
-class NixlLibrary:
+class NixlAgent:
     """One NIXL agent, without NIXL's own progress thread, which spins. Raises ConfigError where there is no NIXL."""
 
-    def __init__(self, name: str, regions: tuple[Region, ...], backends: tuple[str, ...]) -> None:
+    def __init__(self, settings: TransportSettings, regions: tuple[Region, ...]) -> None:
         try:
-            self._api = importlib.import_module("nixl._api")
+            api = importlib.import_module("nixl._api")
         except ImportError as error:
             raise ConfigError(
                 f"transport nixl needs the package nixl, which cannot be imported ({error}): pip install torch, then nixl"
             ) from error
         _keep_quiet()
-        config = self._api.nixl_agent_config(enable_prog_thread=False, backends=list(backends))
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=settings.nixl_backends.split(","))
         try:
-            self._agent: Any = self._api.nixl_agent(name, config)
+            self._agent: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
             described = [(region.address, region.region_bytes, 0, "") for region in regions]
             self._registered = self._agent.register_memory(described, _MEMORY)
         except Exception as error:
-            raise ConfigError(f"transport nixl cannot start with {', '.join(backends)}: {_words(error)}") from error
+            raise ConfigError(f"transport nixl cannot start with {settings.nixl_backends}: {_words(error)}") from error
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known by what it tells of itself; returns its name. Raises TransportError."""
+        """Make another agent known by what it tells of itself; returns its name. May wait for it. Raises PeerLost."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise TransportError(f"the NIXL metadata of the peer is not usable: {_words(error)}") from error
+            raise PeerLost(f"NIXL cannot reach the peer, or its metadata is not usable: {_words(error)}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def remove_peer(self, name: str) -> None:
-        """Forget another agent; what is in flight to it fails. Never raises: it may be unknown by now."""
+    def start_read(self, name: str, places: Runs) -> Any:
+        """Begin to read pieces of memory, given by address, from the agent `name`. Raises PeerLost or TransportError."""
         try:
-            self._agent.remove_remote_agent(name)
-        except Exception:  # noqa: BLE001 - an agent that is unknown is as forgotten as it can be
-            return
-
-    def start_read(self, name: str, source_address: int, target_address: int, runs: Runs) -> Transfer:
-        """Begin to read `runs` from the agent `name`. Raises PeerLost or TransportError; then nothing is in flight."""
-        sides = [_described(runs, column, address) for column, address in ((1, target_address), (0, source_address))]
-        try:
-            here, there = (self._agent.get_xfer_descs(side, _MEMORY) for side in sides)
+            here, there = (self._agent.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
             transfer = self._agent.initialize_xfer("READ", here, there, name)
             self._agent.transfer(transfer)
         except Exception as error:
             raise _ours(error) from error
         return transfer
 
-    def is_done(self, transfer: Transfer) -> bool:
+    def is_done(self, transfer: Any) -> bool:
         """Whether every byte is in, after a step of progress. Raises PeerLost or TransportError when it has failed."""
         try:
             state = self._agent.check_xfer_state(transfer)
@@ -75,32 +68,73 @@ class NixlLibrary:
             raise PeerLost("NIXL reports that the transfer failed")
         return bool(state == "DONE")
 
-    def release(self, transfer: Transfer) -> bool:
-        """Let go of a transfer; False while NIXL still moves bytes for it and cannot stop, so that it has to be asked again."""
+    def release(self, transfer: Any) -> None:
+        """Let go of a transfer that is done. Raises TransportError."""
         try:
             self._agent.release_xfer_handle(transfer)
-        except Exception:  # noqa: BLE001 - NIXL raises exactly when the transfer is still active
-            return False
-        return True
+        except Exception as error:
+            raise TransportError(f"NIXL does not let go of a transfer: {_words(error)}") from error
 
     def progress(self) -> None:
         """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
         self._agent.update_notifs()
 
     def close(self) -> None:
-        """Withdraw the memory and end the agent."""
+        """Withdraw the memory and end the agent; afterwards nothing moves. Raises TransportError."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
         try:
-            self._agent.deregister_memory(self._registered)
+            agent.deregister_memory(self._registered)
         except Exception as error:
             raise TransportError(f"NIXL does not give the memory back: {_words(error)}") from error
-        finally:
-            self._agent = None
 
 
-def _described(runs: Runs, column: int, address: int) -> Runs:
-    described = np.zeros((len(runs), 3), np.uint64)
-    described[:, 0] = runs[:, column] + np.uint64(address)
-    described[:, 1] = runs[:, 2]
+class NixlReader:
+    """An agent that reads from one peer. `region` and `marks` are addresses: the peer's, and ours."""
+
+    def __init__(
+        self, agent: NixlAgent, metadata: bytes, region: tuple[int, int], marks: tuple[int, int], timeout_s: float
+    ) -> None:
+        self._agent = agent
+        self._metadata = metadata
+        self._region = np.array([*region, 0], np.uint64)
+        self._marks = np.array([*marks, 0], np.uint64)
+        self._timeout_s = timeout_s
+        self._peer = ""
+
+    def open(self) -> None:
+        """Get to know the peer."""
+        self._peer = self._agent.add_peer(self._metadata)
+
+    def read(self, runs: Runs) -> None:
+        """Read `runs` into this side's region."""
+        self._read(runs + self._region)
+
+    def read_mark(self, runs: Runs) -> None:
+        """Read the peer's mark."""
+        self._read(runs + self._marks)
+
+    def close(self) -> None:
+        """End the agent."""
+        self._agent.close()
+
+    def _read(self, places: Runs) -> None:
+        transfer = self._agent.start_read(self._peer, places)
+        spins, until = 0, time.monotonic() + self._timeout_s
+        while not self._agent.is_done(transfer):
+            spins += 1
+            if spins % _SPINS == 0:
+                if time.monotonic() >= until:
+                    raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
+                time.sleep(_NAP_S)
+        self._agent.release(transfer)
+
+
+def _described(places: Runs, column: int) -> Runs:
+    described = np.zeros((len(places), 3), np.uint64)
+    described[:, 0] = places[:, column]
+    described[:, 1] = places[:, 2]
     return described
 
 

@@ -46,6 +46,7 @@ __all__ = ["RegionServer"]
 _PORTS = range(20000, 32768)
 _PORT_TRIES = 200
 _ACCEPT_PAUSE_S = 0.2
+_MOST_STEPS = 16
 
 
 _NO_PIECES = np.empty((0, 2), np.uint64)
@@ -225,10 +226,11 @@ class RegionServer:
 
     def _serve(self, reader: _Reader) -> None:
         was_replying = reader.is_replying
+        alive = True
         try:
-            alive = reader.on_writable() if was_replying else reader.on_readable()
+            alive = self._steps(reader)
         except BlockingIOError:
-            return
+            pass
         except OSError:
             alive = False
         except Exception:  # noqa: BLE001 - whatever a stranger sends costs its own connection, never this thread
@@ -241,6 +243,16 @@ class RegionServer:
         reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
         if reader.is_replying != was_replying:
             self._selector.modify(reader.sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
+
+    def _steps(self, reader: _Reader) -> bool:
+        """Go on with a reader as long as each step ends its phase, so that a request is read and answered in one turn."""
+        for _ in range(_MOST_STEPS):
+            phase = reader.phase
+            if not (reader.on_writable() if reader.is_replying else reader.on_readable()):
+                return False
+            if reader.phase is phase:
+                break
+        return True
 
     def _expire(self, now: float) -> None:
         for reader in [reader for reader in self._readers if reader.deadline is not None and reader.deadline <= now]:

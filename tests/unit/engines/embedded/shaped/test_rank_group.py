@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,9 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RankLost, RemoteCache, RemoteModel
 from kvbaton.engines.embedded.shaped.setup import RankTransport
+from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.tcp import TcpTransport
+from watching import command_line
 
 WAIT_S = 60.0
 
@@ -87,3 +91,30 @@ def test_a_rank_that_fails_in_a_step_is_named(group: RankGroup, lost: Lost) -> N
     with pytest.raises(RankLost, match=r"rank pp.,tp. .* failed in a step: .*vocabulary"):
         model.forward([span((10_000,), 0)], cache)
     assert lost.told.wait(WAIT_S)
+
+
+def test_every_rank_asks_readers_for_the_cluster_key_and_nobody_reads_it_off_a_command_line(lost: Lost) -> None:
+    settings = RankTransport("tcp", Incarnation("leader"), 5.0, "127.0.0.1", "127.0.0.1")
+    key = b"0123456789abcdef"
+    group = RankGroup(GroupSettings("tiny-mamba", 1, 2, BLOCKS, BLOCK_TOKENS, settings, step_s=WAIT_S), lost, key)
+    try:
+        for rank, ready in zip(group.ranks, group.ready, strict=True):
+            assert "kvbaton" in command_line(rank.process.pid)
+            assert key.decode() not in command_line(rank.process.pid)
+            assert read_one_byte(ready.endpoint, key) == ""
+            assert "cluster key" in read_one_byte(ready.endpoint, b"another key, as long")
+    finally:
+        group.close()
+
+
+def read_one_byte(endpoint: Endpoint, key: bytes) -> str:
+    """How a reader with this key fares; empty when it got its byte."""
+    peer = PeerRank(Incarnation("leader"))
+    transport = TcpTransport(Region.of(bytearray(8)), TransportSettings(cluster_key=key))
+    try:
+        transport.connect(peer, endpoint)
+        transport.post(Batch(peer, Direction.READ, np.array([[0, 0, 1]], np.uint64)))
+        assert select.select([transport.wakeup_fd], [], [], WAIT_S)[0]
+        return transport.poll()[0].error
+    finally:
+        transport.close()

@@ -1,0 +1,153 @@
+"""The few calls of MoRI-IO that the transport uses, as its guide documents them; its statuses become our errors."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+import time
+from typing import Any
+
+from kvbaton.errors import ConfigError, PeerLost, QueueFull, TransportError
+from kvbaton.transport.base import Region, Runs, TransportSettings
+
+__all__ = ["MoriApi", "MoriEngine", "MoriReader", "load_mori"]
+
+MoriApi = Any
+"""The module `mori.io`, or a stand-in for it."""
+
+_SQ_FULL = "SQ full"
+_SHORT_NAP_S = 0.00002
+_LONG_NAP_S = 0.001
+
+
+def load_mori() -> MoriApi:
+    """Import MoRI-IO. Raises ConfigError, with what to do, where there is none."""
+    try:
+        return importlib.import_module("mori.io")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"transport mori needs MoRI on a machine with ROCm; mori.io cannot be imported ({error}): "
+            "install it as github.com/ROCm/mori says, or choose another transport"
+        ) from error
+
+
+class MoriEngine:
+    """One engine with its backend, over this rank's region and, with RDMA, its marks. Raises ConfigError."""
+
+    def __init__(self, api: MoriApi, settings: TransportSettings, region: Region, marks: Region) -> None:
+        self._api = api
+        self._is_rdma = settings.mori_backend == "rdma"
+        on_gpu = settings.mori_device >= 0
+        place = api.MemoryLocationType.GPU if on_gpu else api.MemoryLocationType.CPU
+        config = api.IOEngineConfig(host=settings.advertise_host or settings.host, port=0)
+        try:
+            self.engine = api.IOEngine(f"kvbaton-{secrets.token_hex(8)}", config)
+            self._backend = api.BackendType.RDMA if self._is_rdma else api.BackendType.XGMI
+            self.engine.create_backend(self._backend, _backend_config(api, settings))
+            self.memory = self.engine.register_memory(region.address, region.region_bytes, settings.mori_device, place)
+            self.marks = self._register_marks(marks)
+        except Exception as error:
+            raise ConfigError(f"transport mori cannot start with {settings.mori_backend}: {_words(error)}") from error
+
+    def describe(self) -> dict[str, str | int]:
+        """What a reader has to know of it."""
+        described = {"engine": self.engine.get_engine_desc(), "memory": self.memory, "marks": self.marks}
+        return {name: desc.pack().hex() if desc is not None else "" for name, desc in described.items()}
+
+    def progress(self) -> None:
+        """Nothing: the library's own threads serve peers."""
+
+    def close(self) -> None:
+        """Withdraw the memory and end the backend; afterwards nothing moves. Raises TransportError."""
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        try:
+            engine.remove_backend(self._backend)
+            for memory in (self.memory, self.marks):
+                if memory is not None:
+                    engine.deregister_memory(memory)
+        except Exception as error:
+            raise TransportError(f"MoRI does not give the memory back: {_words(error)}") from error
+
+    def _register_marks(self, marks: Region) -> Any:
+        if not self._is_rdma:
+            return None
+        return self.engine.register_memory(marks.address, marks.region_bytes, -1, self._api.MemoryLocationType.CPU)
+
+
+class MoriReader:
+    """An engine that reads from one peer, over sessions. `described` is what the peer's `MoriEngine.describe` told."""
+
+    def __init__(self, api: MoriApi, engine: MoriEngine, described: dict[str, bytes], timeout_s: float) -> None:
+        self._api = api
+        self._engine = engine
+        self._described = described
+        self._timeout_s = timeout_s
+        self._region: Any = None
+        self._marks: Any = None
+
+    def open(self) -> None:
+        """Make the peer known, and open the sessions. Raises PeerLost."""
+        engine, told = self._engine, self._described
+        try:
+            engine.engine.register_remote_engine(self._api.EngineDesc.unpack(told["engine"]))
+            self._region = engine.engine.create_session(engine.memory, self._api.MemoryDesc.unpack(told["memory"]))
+            if engine.marks is not None and told["marks"]:
+                self._marks = engine.engine.create_session(engine.marks, self._api.MemoryDesc.unpack(told["marks"]))
+        except Exception as error:
+            raise PeerLost(f"MoRI cannot open a session: {_words(error)}") from error
+        if self._region is None or (engine.marks is not None and self._marks is None):
+            raise PeerLost("MoRI opens no session: no backend can move bytes between these memories")
+
+    def read(self, runs: Runs) -> None:
+        """Read `runs` into this side's region; QueueFull when the send queue does not take so many."""
+        self._read(self._region, runs)
+
+    def read_mark(self, runs: Runs) -> None:
+        """Read the peer's mark."""
+        self._read(self._marks, runs)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._region = self._marks = None
+        self._engine.close()
+
+    def _read(self, session: Any, runs: Runs) -> None:
+        sources, targets, lengths = runs.T.tolist()
+        try:
+            status = session.batch_read(targets, sources, lengths, session.allocate_transfer_uid())
+            self._wait(status)
+        except RuntimeError as error:
+            raise PeerLost(f"MoRI failed: {_words(error)}") from error
+        if status.Succeeded():
+            return
+        message = status.Message()
+        if message.startswith(_SQ_FULL):
+            raise QueueFull(f"MoRI: {message}")
+        raise PeerLost(f"MoRI reports {status.Code()}: {message}")
+
+    def _wait(self, status: Any) -> None:
+        """Poll, more and more rarely. Raises PeerLost when nothing has come within `timeout_s`."""
+        until, nap_s = time.monotonic() + self._timeout_s, _SHORT_NAP_S
+        while not status.Succeeded() and not status.Failed():
+            if time.monotonic() >= until:
+                raise PeerLost(f"MoRI: no progress within {self._timeout_s:g} s")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONG_NAP_S)
+
+
+def _backend_config(api: MoriApi, settings: TransportSettings) -> Any:
+    if settings.mori_backend != "rdma":
+        return api.XgmiBackendConfig()
+    return api.RdmaBackendConfig(
+        qp_per_transfer=settings.mori_queue_pairs,
+        post_batch_size=settings.mori_post_batch,
+        num_worker_threads=settings.mori_workers,
+        poll_cq_mode=api.PollCqMode.EVENT,
+        enable_notification=False,
+    )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

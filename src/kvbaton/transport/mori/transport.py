@@ -1,0 +1,58 @@
+"""The mori transport: this side's mover reads from the peer's registered memory; nobody is ever asked to write.
+
+Written against MoRI-IO's documented Python API, and tested against a stand-in that follows it: it has not been run on hardware.
+"""
+
+from __future__ import annotations
+
+from kvbaton.errors import TransportError
+from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.marks import Marks
+from kvbaton.transport.mori.library import MoriApi, MoriEngine, MoriReader, load_mori
+from kvbaton.transport.queued import detail
+from kvbaton.transport.read_transport import ReadTransport
+from kvbaton.transport.reader_flights import ReadPeer
+
+__all__ = ["MoriTransport"]
+
+_MARGIN_S = 5.0
+
+
+class MoriTransport(ReadTransport):
+    """Reads from other MoRI engines; lets them read this rank's region."""
+
+    def __init__(self, region: Region, settings: TransportSettings, api: MoriApi = None) -> None:
+        """`api` is the module `mori.io`; None imports it."""
+        self._api = load_mori() if api is None else api
+        marks, is_rdma = Marks(settings.max_peers), settings.mori_backend == "rdma"
+        served = MoriEngine(self._api, settings, region, marks.region)
+        self._served = served.describe()
+        super().__init__(region, settings, marks, served, settings.timeout_s + _MARGIN_S, reads_marks=is_rdma)
+
+    @property
+    def name(self) -> str:
+        """`mori`."""
+        return "mori"
+
+    def _details(self) -> dict[str, str | int]:
+        return {**self._served, "backend": self._settings.mori_backend, "mark": self._marks.mark}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> ReadPeer:
+        backend = detail(endpoint, "backend", str)
+        if backend != self._settings.mori_backend:
+            raise TransportError(
+                f"mori endpoint: backend is {backend!r}, here it is {self._settings.mori_backend!r}; set the same"
+            )
+        described = {}
+        for field in ("engine", "memory", "marks"):
+            try:
+                described[field] = bytes.fromhex(detail(endpoint, field, str))
+            except ValueError as error:
+                raise TransportError(f"mori endpoint: {field} is not usable ({error}); fetch its card again") from error
+        mark = detail(endpoint, "mark", int)
+
+        def make_reader() -> MoriReader:
+            engine = MoriEngine(self._api, self._settings, self._region, self._marks.region)
+            return MoriReader(self._api, engine, described, self._settings.timeout_s)
+
+        return self._read_peer(peer, mark, make_reader)

@@ -1,0 +1,219 @@
+"""One peer behind a library whose calls wait: an engine and a thread of its own.
+
+Libraries such as Mooncake and MoRI have no call that stops a read, and a batch that has failed may leave some of its reads on
+their way. Ending the engine stops them. That is why every peer has one, and why a failure is told only when the engine is gone:
+then this side's memory is quiet. A peer that stands still keeps its own thread waiting and nobody else.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvbaton.errors import KVBatonError, PeerLost, QueueFull
+from kvbaton.transport.base import Runs
+
+__all__ = ["PeerReader", "ReadEngine", "Reading"]
+
+_BACK_OFF_S = 0.001
+_LONGEST_BACK_OFF_S = 0.05
+_LOOK_S = 0.005
+
+
+class ReadEngine(Protocol):
+    """A library's engine for one peer; for one thread. `open`, `read` and `read_mark` wait, and raise KVBatonError."""
+
+    def open(self) -> None:
+        """Get to know the peer. Moves nothing."""
+
+    def read(self, runs: Runs) -> None:
+        """Read `runs` into this side's region; QueueFull when the library takes fewer at a time."""
+
+    def read_mark(self, runs: Runs) -> None:
+        """Read the peer's mark."""
+
+    def close(self) -> None:
+        """End it; afterwards nothing moves."""
+
+
+class _State(enum.Enum):
+    WAITING = enum.auto()
+    MOVING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class Reading:
+    """One slice and how far it is; `wake` is called when it has ended. Safe to use from any thread.
+
+    After the last slice of a batch the peer's mark is read too, with `mark_runs`, and looked at with `check_mark`.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        wake: Callable[[], None],
+        mark_runs: Runs | None = None,
+        check_mark: Callable[[], None] | None = None,
+    ) -> None:
+        self.runs = runs
+        self.mark_runs = mark_runs
+        self._wake = wake
+        self._check_mark = check_mark
+        self._lock = threading.Lock()
+        self._state = _State.WAITING
+        self._error = ""
+
+    def begin(self) -> bool:
+        """Say that bytes move from now on; False when nobody wants them any more."""
+        with self._lock:
+            if self._state is _State.WAITING:
+                self._state = _State.MOVING
+            return self._state is _State.MOVING
+
+    def end(self, error: str = "") -> None:
+        """Say that nothing moves any more; the first word counts."""
+        with self._lock:
+            if self._state in (_State.WAITING, _State.MOVING):
+                self._state, self._error = (_State.FAILED, error) if error else (_State.DONE, "")
+        self._wake()
+
+    def give_up(self) -> bool:
+        """Make sure that nothing moves, now or later; False while bytes are on their way."""
+        with self._lock:
+            if self._state is _State.WAITING:
+                self._state, self._error = _State.FAILED, "given up"
+            return self._state is not _State.MOVING
+
+    def is_done(self) -> bool:
+        """Whether every byte is in. Raises PeerLost when they will not come."""
+        with self._lock:
+            if self._state is _State.FAILED:
+                raise PeerLost(self._error)
+            is_done = self._state is _State.DONE
+        if is_done and self._check_mark is not None:
+            self._check_mark()
+        return is_done
+
+
+class PeerReader:
+    """Reads one slice after another until the first failure or `close`; at most `most_runs` at a time, fewer if need be.
+
+    `timeout_s` limits how long a library whose queue is full is asked again.
+    """
+
+    def __init__(self, name: str, make_engine: Callable[[], ReadEngine], most_runs: int, timeout_s: float) -> None:
+        self._make_engine = make_engine
+        self._most_runs = most_runs
+        self._timeout_s = timeout_s
+        self._engine: ReadEngine | None = None
+        self._readings: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = ""
+        self._is_opening = False
+        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes readings."""
+        return not self._ended
+
+    def read(self, reading: Reading) -> None:
+        """Take another one."""
+        with self._lock:
+            if self._ended:
+                reading.end(self._ended)
+            else:
+                self._readings.put(reading)
+
+    def close(self) -> None:
+        """Begin nothing more; what moves is moved to its end."""
+        self._end("the session was ended")
+        self._readings.put(None)
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Wait, once closed, until nothing moves and the engine is gone; True too while it only waits for a peer to answer."""
+        until = time.monotonic() + timeout_s
+        while self._thread.is_alive() and not self._is_opening:
+            if time.monotonic() >= until:
+                return False
+            self._thread.join(_LOOK_S)
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its thread has ended."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (current := self._readings.get()) is not None:
+                self._serve(current)
+            self._close_engine()
+        except KVBatonError as error:
+            self._end(str(error))
+        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead reader
+            self._end(f"Bug: {type(error).__name__}: {error}")
+        while not self._readings.empty():
+            left = self._readings.get()
+            if left is not None:
+                left.end(self._ended)
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self._ended = self._ended or why
+
+    def _serve(self, reading: Reading) -> None:
+        try:
+            self._opened()
+            with self._lock:
+                if self._ended:
+                    raise PeerLost(self._ended)
+                if not reading.begin():
+                    return
+            self._read(reading.runs)
+            if reading.mark_runs is not None:
+                self._opened().read_mark(reading.mark_runs)
+        except BaseException as error:
+            self._close_engine()
+            reading.end(str(error) or type(error).__name__)
+            raise
+        reading.end()
+
+    def _read(self, runs: Runs) -> None:
+        """Read all of `runs`. A full queue ends the engine, so that nothing is read twice; a new one is given half as many."""
+        at, back_off_s, until = 0, _BACK_OFF_S, time.monotonic() + self._timeout_s
+        while at < len(runs):
+            piece = runs[at : at + self._most_runs]
+            try:
+                self._opened().read(piece)
+            except QueueFull as error:
+                if time.monotonic() >= until:
+                    raise PeerLost(f"{error}; no progress within {self._timeout_s:g} s") from error
+                self._close_engine()
+                self._most_runs = max(1, len(piece) // 2)
+                time.sleep(back_off_s)
+                back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
+            else:
+                at += len(piece)
+                back_off_s, until = _BACK_OFF_S, time.monotonic() + self._timeout_s
+
+    def _opened(self) -> ReadEngine:
+        if self._engine is None:
+            self._is_opening = True
+            try:
+                self._engine = self._make_engine()
+                self._engine.open()
+            finally:
+                self._is_opening = False
+        return self._engine
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

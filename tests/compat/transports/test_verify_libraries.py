@@ -1,0 +1,62 @@
+"""`kvbaton verify` over transports of other libraries: every answer the same in both modes, and a control that goes red."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+
+
+def _needs(transport: str) -> None:
+    try:
+        importlib.import_module(_MODULES[transport])
+    except (ImportError, OSError) as error:
+        pytest.skip(f"needs {transport} ({error}); see make test-compat")
+
+
+def _verify(transport: str, mode: str, *more: str) -> tuple[int, dict[str, Any]]:
+    arguments = [
+        "--transport",
+        transport,
+        "--mode",
+        mode,
+        "--model",
+        "tiny",
+        "--requests",
+        "6",
+        "--longest-prompt",
+        "400",
+        "--json",
+    ]
+    command = [sys.executable, "-m", "kvbaton.cli.main", "verify", *arguments, *more]
+    done = subprocess.run(command, capture_output=True, timeout=250, check=False)
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr.decode()[-2000:]
+    return done.returncode, json.loads(lines[-1])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("transport", sorted(_MODULES))
+def test_every_answer_is_the_same(transport: str, mode: str) -> None:
+    _needs(transport)
+    code, found = _verify(transport, mode)
+    assert (code, found["failed"], found["different"]) == (0, 0, 0)
+    assert found["handed_off"] == found["requests"] == 6
+    assert found["bytes_moved"] == found["bytes_planned"] > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", sorted(_MODULES))
+def test_control_without_the_bytes_it_goes_red(transport: str) -> None:
+    _needs(transport)
+    code, found = _verify(transport, "pull", "--drop-writes")
+    assert code == 1
+    assert found["different"] > 0

@@ -1,0 +1,164 @@
+"""A reader of one peer, over an engine whose calls wait until the test lets them go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvbaton.errors import PeerLost, QueueFull, TransportError
+from kvbaton.transport.base import Runs
+from kvbaton.transport.marks import MARK_BYTES, Marks
+from kvbaton.transport.reader import PeerReader, Reading
+from watching import wait_until
+
+RUNS = np.array([[n, n, 1] for n in range(8)], np.uint64)
+
+
+class Engine:
+    """Does what it is told; notes what it was asked."""
+
+    def __init__(self, asked: list[str], *, most_runs: int = 100, fails: bool = False) -> None:
+        self.asked = asked
+        self.opens, self.moves = threading.Event(), threading.Event()
+        self.opens.set()
+        self.moves.set()
+        self._most_runs = most_runs
+        self._fails = fails
+
+    def open(self) -> None:
+        self.asked.append("open")
+        assert self.opens.wait(20)
+
+    def read(self, runs: Runs) -> None:
+        self.asked.append(f"read {len(runs)}")
+        assert self.moves.wait(20)
+        if len(runs) > self._most_runs:
+            raise QueueFull("too many")
+        if self._fails:
+            raise PeerLost("the peer is gone")
+
+    def read_mark(self, runs: Runs) -> None:
+        assert len(runs) == 1
+        self.asked.append("mark")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+def reading(wake: Callable[[], None] = lambda: None) -> Reading:
+    return Reading(RUNS, wake)
+
+
+def start(engine: Engine, most_runs: int = 100, timeout_s: float = 5.0) -> PeerReader:
+    return PeerReader("test", lambda: engine, most_runs, timeout_s)
+
+
+def end(reader: PeerReader) -> None:
+    reader.close()
+    wait_until(lambda: reader.is_over, "the reader ends")
+
+
+def test_slices_are_read_in_order_and_the_mark_after_the_last() -> None:
+    asked: list[str] = []
+    woken = threading.Event()
+    reader = start(Engine(asked), most_runs=5)
+    last = Reading(RUNS, woken.set, RUNS[:1], lambda: asked.append("looked"))
+    reader.read(reading())
+    reader.read(last)
+    assert woken.wait(20)
+    assert last.is_done()
+    end(reader)
+    assert asked == ["open", "read 5", "read 3", "read 5", "read 3", "mark", "looked", "close"]
+
+
+def test_a_failure_is_told_when_the_engine_is_gone_and_takes_the_rest_along() -> None:
+    asked: list[str] = []
+    engine = Engine(asked, fails=True)
+    engine.moves.clear()
+    reader = start(engine)
+    readings = [reading(), reading()]
+    for each in readings:
+        reader.read(each)
+    wait_until(lambda: "read 8" in asked, "it reads")
+    assert not readings[0].is_done()
+    assert not readings[0].give_up()
+    engine.moves.set()
+    wait_until(lambda: reader.is_over, "the reader ends")
+    assert asked == ["open", "read 8", "close"]
+    for each in readings:
+        with pytest.raises(PeerLost, match="the peer is gone"):
+            each.is_done()
+        assert each.give_up()
+    late = reading()
+    reader.read(late)
+    with pytest.raises(PeerLost, match="the peer is gone"):
+        late.is_done()
+
+
+def test_a_peer_that_does_not_answer_can_be_given_up_and_is_never_read_afterwards() -> None:
+    asked: list[str] = []
+    engine = Engine(asked)
+    engine.opens.clear()
+    reader = start(engine)
+    waiting = reading()
+    reader.read(waiting)
+    wait_until(lambda: asked == ["open"], "it opens")
+    assert waiting.give_up()
+    reader.close()
+    assert reader.wait_quiet(0.0)
+    assert not reader.is_over
+    engine.opens.set()
+    wait_until(lambda: reader.is_over, "the reader ends")
+    assert asked == ["open", "close"]
+
+
+def test_a_full_queue_ends_the_engine_and_is_asked_for_less() -> None:
+    asked: list[str] = []
+    reader = start(Engine(asked, most_runs=2))
+    one = reading()
+    reader.read(one)
+    wait_until(one.is_done, "all is read")
+    end(reader)
+    assert asked == ["open", "read 8", "close", "open", "read 4", "close", "open", *["read 2"] * 4, "close"]
+
+
+def test_a_queue_that_stays_full_is_an_error() -> None:
+    reader = start(Engine([], most_runs=0), timeout_s=0.05)
+    one = reading()
+    reader.read(one)
+    wait_until(lambda: reader.is_over, "the reader ends")
+    with pytest.raises(PeerLost, match=r"too many; no progress within 0\.05 s"):
+        one.is_done()
+
+
+def test_a_bug_in_an_engine_costs_its_own_reader_only() -> None:
+    class Broken(Engine):
+        def read(self, runs: Runs) -> None:
+            raise ZeroDivisionError(f"oops: {len(runs)} runs")
+
+    reader = start(Broken([]))
+    one = reading()
+    reader.read(one)
+    wait_until(lambda: reader.is_over, "the reader ends")
+    with pytest.raises(PeerLost, match="oops"):
+        one.is_done()
+
+
+def test_marks_are_told_apart_and_slots_run_out() -> None:
+    source, target = Marks(1), Marks(1)
+    slot = target.take_slot()
+    with pytest.raises(PeerLost, match="has withdrawn its memory"):
+        target.check(slot, source.mark, "the peer")
+    at, to, count = target.run_to(slot)[0].tolist()
+    target.region.view[to : to + count] = source.region.view[at : at + count]
+    target.check(slot, source.mark, "the peer")
+    source.withdraw()
+    assert bytes(source.region.view[:MARK_BYTES]) == bytes(MARK_BYTES)
+    target.take_slot()
+    with pytest.raises(TransportError, match="max_peers"):
+        target.take_slot()
+    target.free_slot(slot)
+    assert target.take_slot() == slot
