@@ -61,7 +61,7 @@ test-e2e: $(VENV)/.installed-dev
 $(VENV)-movers/.installed: $(VENV)/.installed-dev
 	@echo "== installing NIXL and Mooncake into $(VENV)-movers (torch first, or it brings CUDA along)"
 	@$(PYTHON) -m venv $(VENV)-movers
-	@$(VENV)-movers/bin/python -m pip install --disable-pip-version-check --progress-bar on torch
+	@$(VENV)-movers/bin/python -m pip install --disable-pip-version-check --progress-bar on torch==2.13.0
 	@$(VENV)-movers/bin/python -m pip install --disable-pip-version-check --progress-bar on \
 		nixl mooncake-transfer-engine-non-cuda pytest pytest-timeout hypothesis -e '.[embedded,plot]'
 	@ldconfig -p | grep -q libibverbs.so.1 || (cd $(VENV)-movers && apt-get download $(IBVERBS) && \
