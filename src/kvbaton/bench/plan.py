@@ -86,7 +86,7 @@ def run_plan_bench(bench: PlanBench, say: Say) -> BenchReport:
         rounds, runs = _measure(bench, peers, say)
     rows = []
     for title, kind, *_ in _CASES:
-        beside = {
+        beside: dict[str, dict[str, Setting]] = {
             name: {"peer_runs": peer.runs[kind], "peer_version": peer.version}
             for name, peer in peers.items()
             if kind in peer.plans
