@@ -34,12 +34,17 @@ def plot_router_bench(report: BenchReport, bench: RouterBench, target: Path) -> 
         _draw(right, series, routers, alone, "p50 ms", "p50, ms")
         left.set_title(f"{mode.mode}: requests per second (dots: every round)", fontsize=10)
         middle.set_title(f"{mode.mode}: processor time per request", fontsize=10)
+        right.set_yscale("log")
         right.set_title(f"{mode.mode}: median time of an answer", fontsize=10)
         left.legend(fontsize=8)
     paths = target.with_suffix(".png"), target.with_suffix(".svg")
     for path in paths:
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
     return paths
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _draw(axes: Any, series: dict[str, list[float]], routers: list[Contender], cases: list[Case], what: str, unit: str) -> None:
@@ -53,7 +58,7 @@ def _draw(axes: Any, series: dict[str, list[float]], routers: list[Contender], c
         names = [f"{series_name(case, router)}, {what}" for case in cases]
         x = [index + (place + 0.5) * width - _BAR / 2 for index in range(len(cases))]
         bars = axes.bar(x, [median_of(series, name) for name in names], width, label=router.name, color=colour)
-        axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+        axes.bar_label(bars, fmt=_number, padding=2, fontsize=7)
         for at, name in zip(x, names, strict=True):
             axes.scatter([at] * len(series[name]), series[name], s=4, color="black", zorder=3)
     axes.set_xticks(range(len(cases)), [str(case).replace(", ", "\n") for case in cases], fontsize=8)
