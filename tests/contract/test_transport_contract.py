@@ -27,6 +27,13 @@ def scattered(count: int, seed: int = 7) -> Runs:
     return np.stack([random.permutation(count) * cell, random.permutation(count) * cell + 1, lengths], axis=1).astype(np.uint64)
 
 
+def pages(count: int, size: int, seed: int = 5) -> Runs:
+    """Whole pages of one size, from anywhere to anywhere: what a planner posts for equal layouts."""
+    random = np.random.default_rng(seed)
+    places = [random.permutation(MIB // size)[:count] * size for _ in range(2)]
+    return np.stack([*places, np.full(count, size)], axis=1).astype(np.uint64)
+
+
 # Bytes.
 
 
@@ -40,8 +47,9 @@ def scattered(count: int, seed: int = 7) -> Runs:
         make_runs((0, 9000, 100), (5000, 200, 300), (0, 700, 100)),
         scattered(64),
         scattered(5000),
+        pages(100, 8 * KIB),
     ],
-    ids=["whole", "one", "edges", "one source thrice", "unsorted", "64 scattered", "5000 scattered"],
+    ids=["whole", "one", "edges", "one source thrice", "unsorted", "64 scattered", "5000 scattered", "pages"],
 )
 def test_bytes_arrive_exactly_and_neighbours_stay(target: Target, source: Source, runs: Runs) -> None:
     completion = target.read(source, runs)

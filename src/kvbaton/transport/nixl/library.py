@@ -6,16 +6,24 @@ import importlib
 import logging
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Region, Runs, TransportSettings
 
-__all__ = ["NixlAgent", "NixlReader"]
+__all__ = ["NixlAgent", "NixlReader", "Side"]
+
+Numbers = npt.NDArray[np.int32]
 
 _MEMORY = "DRAM"
+_HERE = "NIXL_INIT_AGENT"
+_MOST_PIECES = 1 << 20
+_MOST_SIZES = 4
+_WORTH_PREPARING = 64
 _SPINS = 200
 _NAP_S = 0.00005
 
@@ -58,6 +66,23 @@ class NixlAgent:
             raise _ours(error) from error
         return transfer
 
+    def prepare(self, name: str, places: Runs, column: int) -> Any:
+        """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be read by number."""
+        try:
+            described = self._agent.get_xfer_descs(_described(places, column), _MEMORY)
+            return self._agent.prep_xfer_dlist(name or _HERE, described)
+        except Exception as error:
+            raise _ours(error) from error
+
+    def start_prepared(self, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
+        """Begin to read prepared pieces, each into one of ours. Raises PeerLost or TransportError."""
+        try:
+            transfer = self._agent.make_prepped_xfer("READ", here, numbers_here, there, numbers_there)
+            self._agent.transfer(transfer)
+        except Exception as error:
+            raise _ours(error) from error
+        return transfer
+
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte is in, after a step of progress. Raises PeerLost or TransportError when it has failed."""
         try:
@@ -90,18 +115,28 @@ class NixlAgent:
             raise TransportError(f"NIXL does not give the memory back: {_words(error)}") from error
 
 
-class NixlReader:
-    """An agent that reads from one peer. `region` and `marks` are addresses: the peer's, and ours."""
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Where one side's region and marks begin, and how large the region is."""
 
-    def __init__(
-        self, agent: NixlAgent, metadata: bytes, region: tuple[int, int], marks: tuple[int, int], timeout_s: float
-    ) -> None:
+    address: int
+    region_bytes: int
+    mark_address: int
+
+
+class NixlReader:
+    """An agent that reads from one peer, `there`. Pages of one size are described once, and then read by number."""
+
+    def __init__(self, agent: NixlAgent, metadata: bytes, there: Side, here: Side, timeout_s: float) -> None:
         self._agent = agent
         self._metadata = metadata
-        self._region = np.array([*region, 0], np.uint64)
-        self._marks = np.array([*marks, 0], np.uint64)
+        self._there = there
+        self._here = here
+        self._region = np.array([there.address, here.address, 0], np.uint64)
+        self._marks = np.array([there.mark_address, here.mark_address, 0], np.uint64)
         self._timeout_s = timeout_s
         self._peer = ""
+        self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
         """Get to know the peer."""
@@ -109,18 +144,40 @@ class NixlReader:
 
     def read(self, runs: Runs) -> None:
         """Read `runs` into this side's region."""
-        self._read(runs + self._region)
+        size = int(runs[0, 2])
+        if not self._are_pages(runs, size):
+            self._wait(self._agent.start_read(self._peer, runs + self._region))
+            return
+        here, there = self._grid(size)
+        numbers = (runs[:, :2] // np.uint64(size)).astype(np.int32)
+        self._wait(self._agent.start_prepared(here, numbers[:, 1].copy(), there, numbers[:, 0].copy()))
 
     def read_mark(self, runs: Runs) -> None:
         """Read the peer's mark."""
-        self._read(runs + self._marks)
+        self._wait(self._agent.start_read(self._peer, runs + self._marks))
 
     def close(self) -> None:
         """End the agent."""
         self._agent.close()
 
-    def _read(self, places: Runs) -> None:
-        transfer = self._agent.start_read(self._peer, places)
+    def _are_pages(self, runs: Runs, size: int) -> bool:
+        """Whether all are pages of one size, and so many that describing every page of both regions is worth it."""
+        largest = max(self._there.region_bytes, self._here.region_bytes)
+        if len(runs) < _WORTH_PREPARING or largest // size > _MOST_PIECES:
+            return False
+        if size not in self._prepared and len(self._prepared) >= _MOST_SIZES:
+            return False
+        return bool((runs[:, 2] == np.uint64(size)).all()) and not (runs[:, :2] % np.uint64(size)).any()
+
+    def _grid(self, size: int) -> tuple[Any, Any]:
+        """All pages of that size, here and there, as NIXL knows them."""
+        if size not in self._prepared:
+            sides = (("", self._here), (self._peer, self._there))
+            here, there = (self._agent.prepare(name, _pages(side, size), 0) for name, side in sides)
+            self._prepared[size] = (here, there)
+        return self._prepared[size]
+
+    def _wait(self, transfer: Any) -> None:
         spins, until = 0, time.monotonic() + self._timeout_s
         while not self._agent.is_done(transfer):
             spins += 1
@@ -129,6 +186,14 @@ class NixlReader:
                     raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
                 time.sleep(_NAP_S)
         self._agent.release(transfer)
+
+
+def _pages(side: Side, size: int) -> Runs:
+    count = side.region_bytes // size
+    pages = np.zeros((count, 3), np.uint64)
+    pages[:, 0] = np.uint64(side.address) + np.arange(count, dtype=np.uint64) * np.uint64(size)
+    pages[:, 2] = size
+    return pages
 
 
 def _described(places: Runs, column: int) -> Runs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.nixl.library import NixlAgent, NixlReader
+from kvbaton.transport.nixl.library import NixlAgent, NixlReader, Side
 from kvbaton.transport.queued import detail
 from kvbaton.transport.read_transport import ReadTransport
 from kvbaton.transport.reader_flights import ReadPeer
@@ -60,7 +60,8 @@ class NixlTransport(ReadTransport):
 
         def make_reader() -> NixlReader:
             agent = NixlAgent(self._settings, (self._region, self._marks.region))
-            region, marks = (address, self._region.address), (mark_address, self._marks.region.address)
-            return NixlReader(agent, metadata, region, marks, self._settings.timeout_s)
+            there = Side(address, endpoint.region_bytes, mark_address)
+            here = Side(self._region.address, self._region.region_bytes, self._marks.region.address)
+            return NixlReader(agent, metadata, there, here, self._settings.timeout_s)
 
         return self._read_peer(peer, mark, make_reader)
