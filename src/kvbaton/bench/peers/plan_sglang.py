@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["main"]
+
 
 class _Now(concurrent.futures.Executor):
     """Runs what is submitted at once: threads could not plan any faster under one interpreter lock."""
@@ -119,4 +121,5 @@ def main() -> None:
     del operators
 
 
-main()
+if __name__ == "__main__":
+    main()

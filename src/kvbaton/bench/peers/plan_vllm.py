@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["main"]
+
 
 def _plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
     """The plan of all layers with equal tensor parallelism; it says how many runs it has made."""
@@ -48,4 +50,5 @@ def main() -> None:
         print(json.dumps({"seconds": time.perf_counter() - since, "runs": runs}), file=answers, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
