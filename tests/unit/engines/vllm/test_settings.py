@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "the same port": ({"control_port": 7000, "handoffs_port": 7000}, "not the control_port"),
     "text": ({"control_port": "7000"}, r"\$\.control_port"),
     "mode": ({"control_port": 1, "mode": "shove"}, r"\$\.mode"),
-    "transport": ({"control_port": 1, "transport": "pigeon"}, "known are auto, cuda, local, nixl, tcp"),
+    "transport": ({"control_port": 1, "transport": "pigeon"}, "known are auto, cuda, local, mooncake, mori, nixl, tcp"),
     "order": ({"control_port": 1, "transfer_timeout": 60}, "defer_timeout .60 s. must be longer"),
     "negative": ({"control_port": 1, "retry": -1}, "retry is -1"),
     "zero": ({"control_port": 1, "stop_timeout": 0}, "stop_timeout is 0"),
