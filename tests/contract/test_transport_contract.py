@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import POISON
-from transport_rig import BIG, KIB, MIB, WHOLE, Rig, Source, Target, assert_quiet, make_runs, wait_until
+from transport_rig import BIG, KIB, MIB, Rig, Source, Target, assert_quiet, make_runs
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import RangeError, TransportError
@@ -177,11 +176,7 @@ def test_revoke_fails_what_is_in_flight_and_refuses_more(target: Target, source:
 
 
 def test_revoke_stops_a_running_batch(rig: Rig) -> None:
-    target, source = rig.pair(BIG, slice_bytes=4 * KIB)
-    target.post(source, WHOLE)
-    wait_until(lambda: target.memory[0] != POISON)
-    target.transport.revoke(source.peer)
-    completion = target.wait()[0]
+    target, _, completion = rig.interrupted(lambda target, source, _: target.transport.revoke(source.peer))
     assert "revoked" in completion.error
     assert completion.moved_bytes < BIG
     assert_quiet(target)
@@ -197,13 +192,8 @@ def test_a_peer_killed_before_the_batch_is_an_error(rig: Rig) -> None:
 
 
 def test_a_peer_killed_while_the_batch_runs_is_an_error(rig: Rig) -> None:
-    target, source = rig.pair(BIG, slice_bytes=4 * KIB)
-    target.post(source, WHOLE)
-    wait_until(lambda: target.memory[0] != POISON)
-    source.kill()
-    completion = target.wait()[0]
+    target, _, completion = rig.interrupted(lambda _, source, __: source.kill())
     assert completion.error.startswith("PeerLost")
-    assert completion.moved_bytes < BIG
     assert_quiet(target)
 
 
@@ -220,11 +210,7 @@ def test_withdrawn_memory_is_an_error_though_the_process_lives(rig: Rig) -> None
 def test_memory_withdrawn_while_the_batch_runs_is_an_error(rig: Rig) -> None:
     if rig.kind == "cuda":
         pytest.skip("memory that was opened through CUDA IPC stays readable until the process ends")
-    target, source = rig.pair(BIG, slice_bytes=4 * KIB)
-    target.post(source, WHOLE)
-    wait_until(lambda: target.memory[0] != POISON)
-    source.withdraw()
-    completion = target.wait()[0]
+    target, _, completion = rig.interrupted(lambda _, source, __: source.withdraw())
     assert completion.error.startswith("PeerLost")
     assert_quiet(target)
 
@@ -252,11 +238,7 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
 def test_a_peer_that_stops_while_the_batch_runs_cannot_write_later(rig: Rig) -> None:
     if rig.kind not in ("tcp", "mooncake"):
         pytest.skip("the peer need not move")
-    target, source = rig.pair(BIG, slice_bytes=4 * KIB, timeout_s=0.5)
-    target.post(source, WHOLE)
-    wait_until(lambda: target.memory[0] != POISON)
-    source.stop()
-    completion = target.wait()[0]
+    target, source, completion = rig.interrupted(lambda _, source, __: source.stop(), timeout_s=0.5)
     assert "no progress within 0.5 s" in completion.error
     source.resume()
     assert_quiet(target)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from transport_peer import POISON
-from transport_rig import BIG, KIB, MIB, WHOLE, Rig, Source, Target, assert_quiet, make_runs, wait_until
+from transport_rig import BIG, KIB, MIB, Rig, Source, Target, assert_quiet, make_runs, wait_until
 
 from kvbaton.errors import QueueFull, TransportError
 from kvbaton.transport.base import PeerRank, Ticket
@@ -60,11 +60,7 @@ def test_cancel_before_the_start(target: Target, source: Source) -> None:
 
 
 def test_cancel_while_running_then_quiet(rig: Rig) -> None:
-    target, source = rig.pair(BIG, slice_bytes=4 * KIB)
-    ticket = target.post(source, WHOLE)
-    wait_until(lambda: target.memory[0] != POISON)
-    target.transport.cancel(ticket)
-    completion = target.wait()[0]
+    target, source, completion = rig.interrupted(lambda target, _, ticket: target.transport.cancel(ticket))
     assert completion.cancelled
     assert completion.moved_bytes < BIG
     assert_quiet(target)
@@ -82,20 +78,28 @@ def test_cancel_of_unknown_and_finished_tickets_is_ignored(target: Target, sourc
 
 
 def test_close_with_work_in_flight(rig: Rig) -> None:
-    target, source = rig.pair(BIG, slice_bytes=4 * KIB)
-    tickets = {target.post(source, WHOLE), target.post(source, make_runs((0, 0, 1)), lambda: False)}
-    wait_until(lambda: target.memory[0] != POISON)
-    target.transport.close()
-    target.transport.close()
+    def close_twice(target: Target, source: Source, ticket: Ticket) -> None:
+        del source, ticket
+        target.transport.close()
+        target.transport.close()
+
+    target, source, completion = rig.interrupted(close_twice)
+    assert "closed" in completion.error
     assert_quiet(target)
-    completions = target.transport.poll()
-    assert {completion.ticket for completion in completions} == tickets
-    assert all("closed" in completion.error for completion in completions)
     assert target.transport.poll() == []
     with pytest.raises(TransportError, match="closed"):
         target.post(source, make_runs((0, 0, 1)))
     with pytest.raises(TransportError, match="closed"):
         target.transport.connect(PeerRank(source.peer.incarnation, 1), source.endpoint)
+
+
+def test_close_fails_what_waits_for_its_event(target: Target, source: Source) -> None:
+    ticket = target.post(source, make_runs((0, 0, 1)), lambda: False)
+    target.transport.close()
+    completion = target.transport.poll()[0]
+    assert completion.ticket == ticket
+    assert "closed" in completion.error
+    assert target.holds(source, make_runs())
 
 
 def test_close_gives_everything_back(rig: Rig) -> None:

@@ -49,6 +49,7 @@ PATIENCE_S = 30.0
 KIB, MIB = 1 << 10, 1 << 20
 BIG = 32 * MIB
 _LAUNCH_BYTES = 64 << 20
+_TRIES = 20
 _PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
 
 
@@ -194,6 +195,18 @@ class Rig:
         target, source = self.target(region_bytes, **settings), self.source(region_bytes)
         target.transport.connect(source.peer, source.endpoint)
         return target, source
+
+    def interrupted(self, act: Callable[[Target, Source, Ticket], None], **settings: Any) -> tuple[Target, Source, Completion]:
+        """A large batch that was under way when `act` befell it, and how it ended; one that was over by then is tried again."""
+        for _ in range(_TRIES):
+            target, source = self.pair(BIG, slice_bytes=4 * KIB, **settings)
+            ticket = target.post(source, WHOLE)
+            wait_until(lambda now=target.memory: now[0] != POISON)  # type: ignore[misc]
+            act(target, source, ticket)
+            completion = (target.transport.poll() or target.wait())[0]
+            if completion.error:
+                return target, source, completion
+        raise AssertionError(f"{_TRIES} batches went on as if nothing had happened to them")
 
     def take_down(self) -> None:
         """Close and kill everything, latest first."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from kvbaton.core.aux_area import AuxArea
@@ -87,22 +89,27 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
 
 def check_layouts(source: Card, target: Card) -> Meeting:
     """Which ranks meet; raises Incompatible, the target's value first, for instances that are not whole or do not fit."""
-    here, there = (_instance_problem(card) for card in (target, source))
+    sources, targets = (tuple(rank.layout for rank in card.ranks) for card in (source, target))
+    return _check_layouts(source.shape, sources, target.shape, targets)
+
+
+@lru_cache(maxsize=64)
+def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, targets: tuple[Layout, ...]) -> Meeting:
+    here, there = _instance_problem(target, targets), _instance_problem(source, sources)
     if here or there:
         raise Incompatible("what the ranks hold", here or "whole", there or "whole")
-    sources, targets = ([rank.layout for rank in card.ranks] for card in (source, target))
     meeting = arrange(sources, targets)
     for leg in meeting.legs:
         pair_layouts(sources[leg.source], targets[leg.target], leg.share)
     return meeting
 
 
-def _instance_problem(card: Card) -> str:
+def _instance_problem(shape: str, layouts: tuple[Layout, ...]) -> str:
     try:
-        shape = Shape.parse(card.shape)
+        parsed = Shape.parse(shape)
     except ConfigError as error:
         return str(error)
-    return instance_problem(shape, [rank.layout for rank in card.ranks])
+    return instance_problem(parsed, layouts)
 
 
 def _another_model(ours: Card, theirs: Card) -> Incompatible:

@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit, numbers_text
 from kvbaton.core.pair import PlaneShare, Share, check_groups, common_heads
@@ -51,8 +52,13 @@ _Shares = dict[tuple[int, int, int, int, HeadRange], set[int]]
 def arrange(sources: Sequence[Layout], targets: Sequence[Layout]) -> Meeting:
     """Decide which source rank sends what to which target rank; raises Incompatible where nobody has what is needed.
 
-    Both sides come to the same answer from the same two cards.
+    Both sides come to the same answer from the same two cards. Remembered, as `pair_layouts` is.
     """
+    return _arrange(tuple(sources), tuple(targets))
+
+
+@lru_cache(maxsize=64)
+def _arrange(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Meeting:
     for source in sources:
         check_groups(source, targets[0])
     for target in targets:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +91,15 @@ class Pair:
 
 
 def pair_layouts(source: Layout, target: Layout, share: Share | None = None) -> Pair:
-    """Intersect two layouts, or the `share` of a leg between them; raises Incompatible with the field and both values."""
+    """Intersect two layouts, or the `share` of a leg between them; raises Incompatible with the field and both values.
+
+    Remembered: most peers have the layouts of a peer that was there before.
+    """
+    return _pair_layouts(source, target, share)
+
+
+@lru_cache(maxsize=256)
+def _pair_layouts(source: Layout, target: Layout, share: Share | None) -> Pair:
     check_groups(source, target)
     for layout, mine in ((target, True), (source, False)):
         if problem := layout.problem():
