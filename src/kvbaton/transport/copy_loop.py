@@ -14,24 +14,18 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Runs
 
-__all__ = ["CopyLoop", "Place", "load_copy_loop"]
+__all__ = ["CopyCrew", "CopyLoop", "Place", "load_copy_loop"]
 
 Place = npt.NDArray[np.uint64]
 """Where a loop is in its runs: the number of a run, and the bytes of it that are copied."""
-
-CopyLoop = Callable[[int, int, Runs, Place, int, int, int], int]
-"""Copies runs to a target address, from a source address, without the interpreter's lock, and moves the place on.
-
-The other arguments: most bytes, most runs, and in how many threads. Tells how many bytes were copied.
-"""
 
 _CODE = Path(__file__).with_name("copy_runs.c")
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
@@ -39,27 +33,51 @@ _COMPILE_S = 60.0
 _log = logging.getLogger("kvbaton.transport")
 
 
+class CopyLoop:
+    """The compiled loop; makes crews."""
+
+    def __init__(self, library: Path) -> None:
+        code = ctypes.CDLL(str(library))
+        pointer, number, size = ctypes.c_void_p, ctypes.c_long, ctypes.c_uint64
+        self.open_crew, self.close_crew, self.copy_runs = code.open_crew, code.close_crew, code.copy_runs
+        self.open_crew.argtypes, self.open_crew.restype = [number], pointer
+        self.close_crew.argtypes, self.close_crew.restype = [pointer], None
+        self.copy_runs.argtypes = [pointer, pointer, pointer, pointer, number, number, number, pointer, size, size]
+        self.copy_runs.restype = size
+
+
+class CopyCrew:
+    """Whoever copies, and so many helpers of its own, in threads that wait while there is nothing to do."""
+
+    def __init__(self, loop: CopyLoop, helpers: int) -> None:
+        self._loop = loop
+        self._crew = loop.open_crew(helpers)
+        if not self._crew:
+            raise ConfigError("no memory for the helpers that copy between processes")
+
+    def copy(self, target: int, source: int, runs: Runs, place: Place, most_bytes: int, most_runs: int) -> int:
+        """Copy runs to a target address, from a source address, without the interpreter's lock, and move the place on.
+
+        Tells how many bytes that were. For one thread at a time.
+        """
+        row, column = (stride // runs.itemsize for stride in runs.strides)
+        numbers = (row, column, len(runs), place.ctypes.data, most_bytes, most_runs)
+        return int(self._loop.copy_runs(self._crew, target, source, runs.ctypes.data, *numbers))
+
+    def close(self) -> None:
+        """End the helpers; nobody may be copying. Idempotent."""
+        crew, self._crew = self._crew, None
+        if crew:
+            self._loop.close_crew(crew)
+
+
 def load_copy_loop(directory: Path | None = None, compiler: str = "cc") -> CopyLoop | None:
     """The loop, from `directory` (by default a cache of this user) or compiled into it; None, with the reason in the log."""
     try:
-        return _bound(_library(directory or _cache(), compiler))
+        return CopyLoop(_library(directory or _cache(), compiler))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _log.info("no C loop for copies between processes (%s); install a C compiler to make short runs faster", error)
         return None
-
-
-def _bound(library: Path) -> CopyLoop:
-    function = ctypes.CDLL(str(library)).copy_runs
-    pointer, number, size = ctypes.c_void_p, ctypes.c_long, ctypes.c_uint64
-    function.argtypes = [pointer, pointer, pointer, number, number, number, pointer, size, size, number]
-    function.restype = size
-
-    def copy(target: int, source: int, runs: Runs, place: Place, most_bytes: int, most_runs: int, threads: int) -> int:
-        row, column = (stride // runs.itemsize for stride in runs.strides)
-        numbers = (row, column, len(runs), place.ctypes.data, most_bytes, most_runs, threads)
-        return int(function(target, source, runs.ctypes.data, *numbers))
-
-    return copy
 
 
 def _library(directory: Path, compiler: str) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.copy_loop import CopyLoop
+from kvbaton.transport.copy_loop import CopyCrew
 from kvbaton.transport.runs import RunCursor
 
 __all__ = ["RunCopier"]
@@ -27,11 +27,11 @@ _FEW_RUNS = 4
 class RunCopier:
     """Copies from `source` to `target`, both flat arrays of bytes. Safe to use from several threads for disjoint runs."""
 
-    def __init__(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], loop: CopyLoop | None = None) -> None:
-        """`loop` is the loop in C, where there is one."""
+    def __init__(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], crew: CopyCrew | None = None) -> None:
+        """`crew` has the loop in C, where there is one."""
         self._source = source
         self._target = target
-        self._loop = loop
+        self._crew = crew
         self._starts = int(target.ctypes.data), int(source.ctypes.data)
         self._memmove = ctypes.CDLL(None).memmove
         self._memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -40,12 +40,12 @@ class RunCopier:
     @property
     def has_loop(self) -> bool:
         """Whether `copy_on` can be used; it is the faster one."""
-        return self._loop is not None
+        return self._crew is not None
 
-    def copy_on(self, cursor: RunCursor, most_bytes: int, most_runs: int, threads: int) -> int:
-        """Copy what follows a cursor, with the loop in C, in several threads; tells how many bytes. The caller advances."""
-        assert self._loop is not None  # noqa: S101
-        return self._loop(*self._starts, cursor.runs, cursor.place, most_bytes, most_runs, threads)
+    def copy_on(self, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
+        """Copy what follows a cursor, with the loop in C; tells how many bytes. The caller advances."""
+        assert self._crew is not None  # noqa: S101
+        return self._crew.copy(*self._starts, cursor.runs, cursor.place, most_bytes, most_runs)
 
     def copy(self, runs: Runs) -> None:
         """Copy every run; their ranges have been checked and their targets do not overlap."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.copy_loop import load_copy_loop
+from kvbaton.transport.copy_loop import CopyCrew, load_copy_loop
 from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
@@ -51,14 +51,15 @@ class _ProcessReach:
     def __init__(self, region: Region, memory: ProcessMemory, threads: int) -> None:
         self._region = region
         self._memory = memory
-        self._loop = load_copy_loop()
+        loop = load_copy_loop()
+        self._crew = CopyCrew(loop, threads - 1) if loop is not None else None
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 
     def copy(self, link: _Process, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
         if link.copier is not None and link.copier.has_loop:
             _check_there(link)
-            return link.copier.copy_on(cursor, most_bytes, most_runs, self._threads)
+            return link.copier.copy_on(cursor, most_bytes, most_runs)
         runs = cursor.peek(most_bytes, most_runs)
         total = int(runs[:, 2].sum())
         if self._helpers is None or total < _WORTH_SPLITTING_BYTES:
@@ -86,9 +87,11 @@ class _ProcessReach:
         link.watch.close()
 
     def close(self) -> None:
-        """End the helpers."""
+        """End the helpers; the mover has ended."""
         if self._helpers is not None:
             self._helpers.shutdown()
+        if self._crew is not None:
+            self._crew.close()
 
     def open(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
         """Map the peer's shared memory, or find out whether its memory may be read. Raises TransportError or PeerLost."""
@@ -104,7 +107,7 @@ class _ProcessReach:
 
     def _map(self, link: _Process, fd: int, inode: int, region_bytes: int) -> None:
         link.mapping = SharedMapping(link.neighbour.pid, fd, inode, region_bytes)
-        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8), self._loop)
+        link.copier = RunCopier(link.mapping.array, np.frombuffer(self._region.view, np.uint8), self._crew)
 
     def _try_part(self, link: _Process, runs: Runs) -> BaseException | None:
         try:

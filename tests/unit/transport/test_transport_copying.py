@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.copy_loop import load_copy_loop
+from kvbaton.transport.copy_loop import CopyCrew, load_copy_loop
 from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.runs import RunCursor
 
@@ -29,15 +29,18 @@ WAYS = [
 
 def copy(source: Bytes, target: Bytes, runs: Runs, threads: int, step: tuple[int, int] = (1 << 40, 1 << 40)) -> None:
     """Copy all of `runs`: without the loop in C (0 threads), or with it, at most `step` bytes and runs at a time."""
-    copier = RunCopier(source, target, LOOP)
     if not threads:
-        copier.copy(runs)
+        RunCopier(source, target).copy(runs)
         return
-    cursor = RunCursor(runs)
+    assert LOOP is not None
+    crew, cursor = CopyCrew(LOOP, threads - 1), RunCursor(runs)
+    copier = RunCopier(source, target, crew)
     while cursor.remaining_bytes:
-        count = copier.copy_on(cursor, *step, threads)
+        count = copier.copy_on(cursor, *step)
         assert 0 < count <= step[0]
         cursor.advance(count)
+    crew.close()
+    crew.close()
 
 
 @pytest.mark.parametrize("threads", WAYS)
