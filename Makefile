@@ -10,7 +10,7 @@ MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspa
 BENCH ?= engine handoff serve
 VLLM_FULL_LOG ?= benchmarks/vllm-full/$(shell uname -m)-$(shell nproc)core.json
 
-.PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-vllm-full check format bench bench-wire diagrams clean
+.PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-vllm-full peers check format bench bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape (about 20 minutes on two cores)"
 	@echo "make test-vllm  real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-vllm-full  everything that can befall them: faults, load, the release before; its log is kept"
+	@echo "make peers      install what test-compat and test-vllm run against, ahead of time"
 	@echo "make check      formatting, lint, types, import direction"
 	@echo "make bench      kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
 	@echo "make bench-wire  every transport beside its peers (NIXL, Mooncake, memcpy, a socket): five minutes on two cores"
@@ -75,6 +76,9 @@ test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 	$(MOVERS)/python -m pytest tests/contract tests/compat/transports -k "nixl or mooncake" --timeout 300 $(ARGS)
 	@for each in nixl._api mooncake.engine; do $(MOVERS)/python -c "import $$each" >/dev/null 2>&1 || \
 		echo "== NOT TESTED: $$each cannot be imported here, so its tests were skipped"; done
+
+peers: $(VENV)-movers/.installed
+	@$(BIN)/python tools/install_peers.py
 
 test-matrix: $(VENV)/.installed-dev
 	$(BIN)/pytest -m matrix --timeout 600 $(ARGS)

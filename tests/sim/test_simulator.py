@@ -20,6 +20,17 @@ from kvbaton.sim.seeds import script_of_seed
 from kvbaton.sim.shrink import shrink
 
 SEEDS = 2000
+NEAR = {
+    "epoch-not-checked": 1425,
+    "no-reserve": 1275,
+    "generation-not-checked": 425,
+    "freed-on-time-alone": 100,
+    "rank-failure-lost": 100,
+    "not-renewed-while-queued": 75,
+    "sums-not-compared": 50,
+    "retracted-accepted": 25,
+}
+"""Where a plant was found last: looked at first, because that is quicker. A change of the code may move it."""
 
 TIMELINE = """
 import hashlib, logging, sys
@@ -47,8 +58,9 @@ def test_every_rule_holds_over_many_seeds() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_every_planted_bug_is_found(plant: str) -> None:
-    campaign = run_seeds(0, SEEDS, plant, nothing, stop_at_first=True)
-    assert campaign.violations, f"{plant} was not found in {SEEDS} seeds"
+    found = run_seeds(NEAR.get(plant, 0), 25, plant, nothing).violations
+    found = found or run_seeds(0, SEEDS, plant, nothing, stop_at_first=True).violations
+    assert found, f"{plant} was not found in {SEEDS} seeds"
 
 
 @pytest.mark.sim

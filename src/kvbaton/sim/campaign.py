@@ -68,6 +68,8 @@ _Task = tuple[int | str, int, str | None]
 
 
 def _run_tasks(work: Callable[[_Task], Campaign], tasks: list[_Task], on_progress: OnProgress, stop_at_first: bool) -> Campaign:
+    if len(tasks) == 1:
+        return work(tasks[0])
     total = Campaign()
     cores = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("spawn").Pool(cores, initializer=_quiet) as pool:

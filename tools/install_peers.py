@@ -1,0 +1,11 @@
+"""Install what the long suites run against (vLLM for CPUs, the routers of others), each in an environment of its own."""
+
+from __future__ import annotations
+
+from kvbaton.engines.embedded.weights import default_cache_dir
+from kvbaton.launch.router_peers import ensure_router_peers
+from kvbaton.launch.vllm_environment import ensure_environment
+
+if __name__ == "__main__":
+    ensure_environment(default_cache_dir(), print)
+    ensure_router_peers(print)
