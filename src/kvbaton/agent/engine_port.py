@@ -58,7 +58,8 @@ class SourceWanted:
     """A request whose cache will come from the source at `source`, of the named incarnation where the router knew it.
 
     `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, whatever
-    their transfer ids say. It is empty when a request is declined that could not be read so far: then all of its transfer id is.
+    their transfer ids say. It is empty when a request is declined that could not be read so far: then that is said
+    of everything under its transfer id.
     """
 
     key: HandoffKey

@@ -245,7 +245,7 @@ class FakePort:
     def decline(self, wanted: SourceWanted, reason: str) -> None:
         self.declined.append((wanted, reason))
 
-    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)
         if key in self.expected_targets and key not in self.offers:
             self.news.append(SourceEnded(key, Outcome.CANCELLED, "cancelled"))

@@ -60,7 +60,7 @@ class WatchedPort(FakePort):
         self._demand(not problem, f"{offer.key}: {problem}")
         self._announce(offer.key, offer.blocks, whole)
 
-    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)
 
     def forget(self, key: HandoffKey, event: EngineEvent) -> None:
