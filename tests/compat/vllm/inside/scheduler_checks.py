@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -42,10 +43,12 @@ def key_of(transfer_id: str) -> HandoffKey:
 class Engine:
     """vLLM's scheduler with our connector, stepped by hand; a token is sampled wherever a prompt is complete."""
 
-    def __init__(self, role: str, model: str, policy: str = "fail", blocks: int = 65, mode: str = "push") -> None:
-        config = _config(role, model, policy, mode)
+    def __init__(
+        self, role: str, model: str, policy: str = "fail", blocks: int = 65, mode: str = "push", *, is_async: bool = False
+    ) -> None:
+        config = _config(role, model, policy, mode, is_async)
         config.cache_config.num_gpu_blocks = blocks
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=config,
             kv_cache_config=_caches(blocks),
             structured_output_manager=StructuredOutputManager(config),
@@ -59,6 +62,8 @@ class Engine:
         self.worker = WorkerHalf(self.port, LAYERS, self.port.news, 0.01)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.blocks = blocks - 1
+        self.is_async = is_async
+        self.under_way: list[tuple[Any, Any]] = []
 
     @property
     def free_blocks(self) -> int:
@@ -71,8 +76,10 @@ class Engine:
         params: dict[str, Any] | None = None,
         max_tokens: int = 1,
         is_refused: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> Request:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, extra_args={"kv_transfer_params": params})
+        extra = {"kv_transfer_params": params}
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, extra_args=extra, prompt_logprobs=prompt_logprobs)
         sampling.ignore_eos = True
         request = Request(
             f"cmpl-{EXTERNAL_ID}-0-{name}",
@@ -89,7 +96,10 @@ class Engine:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> tuple[dict[str, int], list[Any]]:
-        """One step: how many tokens of which request were computed, and what went out."""
+        """One step: how many tokens of which request were computed, and what went out.
+
+        With `is_async` what went out is that of the step before, as when vLLM schedules a step while one is computed.
+        """
         output = self.scheduler.schedule()
         self.worker.begin_step(output.kv_connector_metadata.orders)
         if output.total_num_scheduled_tokens:
@@ -107,7 +117,10 @@ class Engine:
         names = list(scheduled)
         sampled = [[7] if self._is_complete(name) else [] for name in names]
         runner = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=told)
-        outputs = self.scheduler.update_from_output(output, runner)
+        self.under_way.append((output, runner))
+        if self.is_async and len(self.under_way) < 2:
+            return scheduled, []
+        outputs = self.scheduler.update_from_output(*self.under_way.pop(0))
         return scheduled, [each for group in outputs.values() for each in group.outputs]
 
     def run(self, steps: int) -> list[Any]:
@@ -115,6 +128,8 @@ class Engine:
 
     def _is_complete(self, name: str) -> bool:
         request = self.scheduler.requests[name]
+        if self.is_async:
+            return not request.is_prefill_chunk
         return bool(request.num_computed_tokens >= request.num_tokens)
 
     def assert_at_rest(self) -> None:
@@ -124,7 +139,7 @@ class Engine:
 
 
 @functools.cache
-def _config(role: str, model: str, policy: str, mode: str) -> VllmConfig:
+def _config(role: str, model: str, policy: str, mode: str, is_async: bool) -> VllmConfig:
     transfer = KVTransferConfig(
         kv_connector="KVBatonConnector",
         kv_connector_module_path="kvbaton.engines.vllm",
@@ -140,7 +155,7 @@ def _config(role: str, model: str, policy: str, mode: str) -> VllmConfig:
         max_model_len=512,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
-        async_scheduling=False,
+        async_scheduling=is_async,
     )
     config = VllmConfig(
         model_config=model_config,
@@ -253,6 +268,38 @@ def source_without_a_grant_leaves_room_for_the_largest_request(model: str) -> No
     engine.assert_at_rest()
 
 
+def sources_without_a_grant_leave_room_when_they_are_computed_in_chunks(model: str) -> None:
+    """A step computes 64 tokens, four blocks; each prompt needs eight."""
+    engine = Engine("source", model, blocks=32 + 8 + 6 + 1)
+    for index in range(2):
+        engine.add(f"{index:08x}", prompt(128, index), source_params(f"tx-{index}"))
+    for _ in range(4):
+        engine.step()
+        assert engine.free_blocks >= 32, "512 tokens fit"
+    engine.port.push(SourceEnded(key_of("tx-0"), Outcome.DELIVERED))
+    engine.run(5)
+    engine.port.push(SourceEnded(key_of("tx-1"), Outcome.DELIVERED))
+    engine.run(2)
+    engine.assert_at_rest()
+
+
+def source_with_prompt_logprobs_leaves_room_too_and_computes_every_token(model: str) -> None:
+    """vLLM asks the connector and ignores what it says, unless it is kept from that."""
+    engine = Engine("source", model, blocks=32 + 3 + 1)
+    engine.add("a", prompt(32, 1), source_params("tx-0"))
+    engine.run(2)
+    request = engine.add("b", prompt(32, 1), source_params("tx-1"), prompt_logprobs=1)
+    engine.run(3)
+    assert engine.free_blocks == 33
+    engine.port.push(Granted(key_of("tx-1")))
+    seen = [engine.step()[0].get(request.request_id, 0) for _ in range(4)]
+    assert sum(seen) == 32, "its prompt is in the prefix cache, and prompt_logprobs must not use that"
+    for index in range(2):
+        engine.port.push(SourceEnded(key_of(f"tx-{index}"), Outcome.DELIVERED))
+    engine.run(2)
+    engine.assert_at_rest()
+
+
 # What becomes of a load.
 
 
@@ -322,6 +369,38 @@ def target_whose_load_failed_is_computed_where_that_is_the_policy(model: str) ->
     engine.assert_at_rest()
 
 
+def bad_parameters_fail_a_request_with_prompt_logprobs_too(model: str) -> None:
+    bad = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "tx"}
+    engine = Engine("target", model)
+    engine.add("a", prompt(40), bad, prompt_logprobs=1)
+    outputs = engine.run(3)
+    assert [str(output.finish_reason) for output in outputs] == ["error"], outputs
+    engine.assert_at_rest()
+    engine = Engine("target", model, "recompute")
+    engine.add("a", prompt(40))
+    engine.run(2)
+    request = engine.add("b", prompt(40), bad, prompt_logprobs=1)
+    seen = [engine.step()[0].get(request.request_id, 0) for _ in range(4)]
+    assert sum(seen) == 40, "where that is the policy it is computed, without the prefix cache"
+    engine.assert_at_rest()
+
+
+def target_whose_hand_off_ended_before_it_had_blocks_takes_one_to_fail(model: str) -> None:
+    for policy, ends in (("fail", "error"), ("recompute", "length")):
+        engine = Engine("target", model, policy, blocks=9)
+        big = engine.add("big", prompt(100, 4), max_tokens=20)
+        engine.run(2)
+        engine.add("a", prompt(60, 5), target_params("tx"))
+        engine.run(1)
+        engine.port.push(TargetEnded(key_of("tx"), Outcome.FAILED, "lost"))
+        engine.run(2)
+        engine.abort(big)
+        outputs = [each for each in engine.run(4) if each.request_id != big.request_id]
+        assert [str(output.finish_reason) for output in outputs if output.finish_reason] == [ends], outputs
+        assert engine.port.names() == ["expect_source", "cancel"], "its one block was never to be filled"
+        engine.assert_at_rest()
+
+
 def nothing_of_a_failed_load_enters_the_prefix_cache(model: str) -> None:
     engine = Engine("target", model)
     engine.add("a", prompt(40), target_params("tx"))
@@ -376,9 +455,19 @@ def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
 
 def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str) -> None:
     """Random requests, ends and aborts, in any order; vLLM's own assertions are the check."""
-    for seed in range(60):
+    _anything(model, range(60), is_async=False)
+
+
+def the_same_with_steps_that_overlap(model: str) -> None:
+    """vLLM schedules the next step before it hears of the last one (async_scheduling)."""
+    _anything(model, range(100, 130), is_async=True)
+
+
+def _anything(model: str, seeds: Iterable[int], *, is_async: bool) -> None:
+    for seed in seeds:
         generator = random.Random(seed)
-        engine = Engine("both", model, generator.choice(["fail", "recompute"]), generator.choice([34, 65]))
+        policy, blocks = generator.choice(["fail", "recompute"]), generator.choice([34, 65])
+        engine = Engine("both", model, policy, blocks, is_async=is_async)
         live: dict[str, Request] = {}
         ended: set[str] = set()
         for number in range(60):
@@ -390,6 +479,7 @@ def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str)
             engine.step()
             if not engine.scheduler.requests and not engine.worker.live:
                 break
+        engine.run(3)
         engine.assert_at_rest()
 
 
@@ -438,16 +528,21 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     source_aborted_in_mid_prefill,
     source_preempted_in_mid_prefill_is_retracted_before_the_next_forward,
     source_without_a_grant_leaves_room_for_the_largest_request,
+    sources_without_a_grant_leave_room_when_they_are_computed_in_chunks,
+    source_with_prompt_logprobs_leaves_room_too_and_computes_every_token,
     target_waits_without_keeping_others_waiting_and_computes_one_token,
     target_that_finds_no_blocks_asks_for_none_and_is_served_later,
     target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes,
     target_whose_load_failed_ends_with_an_error,
     target_whose_load_failed_is_computed_where_that_is_the_policy,
+    bad_parameters_fail_a_request_with_prompt_logprobs_too,
+    target_whose_hand_off_ended_before_it_had_blocks_takes_one_to_fail,
     nothing_of_a_failed_load_enters_the_prefix_cache,
     what_landed_is_cached_and_not_asked_for_again,
     target_preempted_after_it_landed_computes_by_itself,
     a_request_refused_before_admission_lets_its_source_go,
     whatever_happens_each_id_is_told_once_and_every_block_comes_back,
+    the_same_with_steps_that_overlap,
 )
 
 
