@@ -10,8 +10,8 @@ caches are full never wait for each other, such prefills leave room for the larg
 when its target has granted it blocks. What others that have begun without a grant will still need is not free either.
 
 vLLM overrules the connector for requests that may not read the prefix cache (prompt_logprobs): it computes all of their prompt
-at once. Where such a request has to wait or to fail, the half takes that mark from it, and gives it back before anything is
-computed; vLLM looks at the mark after it has asked.
+at once. Where such a request has to wait or to fail, the half takes that mark from it when it is asked, because vLLM looks at
+the mark right after that, and gives it back at the end of the step, because vLLM looks into the prefix cache before it asks.
 
 Belongs to vLLM's scheduler thread. Decides nothing about hand-offs.
 """
@@ -132,7 +132,7 @@ class SchedulerHalf:
         self._orders: list[Order] = []
         self._unstepped: dict[str, HandoffKey] = {}
         self._begun: set[str] = set()
-        self._unmarked: set[str] = set()
+        self._unmarked: list[EngineRequest] = []
         self._automatic = AutomaticIds()
         self._progress_at = 0.0
 
@@ -188,8 +188,6 @@ class SchedulerHalf:
             elif self._lacks_grant(source):
                 self._take_mark(request)
                 return None
-            elif self._give_mark_back(request):
-                return None
         target = self._targets.get(request.request_id)
         if target is None or target.phase is not _Phase.WAITING:
             return 0
@@ -203,15 +201,12 @@ class SchedulerHalf:
         """Have vLLM heed the answer."""
         if request.skip_reading_prefix_cache:
             request.skip_reading_prefix_cache = False
-            self._unmarked.add(request.request_id)
+            self._unmarked.append(request)
 
-    def _give_mark_back(self, request: EngineRequest) -> bool:
-        """Let nothing of the prefix cache be used for it again; whether it may have been, in this try."""
-        if request.request_id not in self._unmarked:
-            return False
-        self._unmarked.discard(request.request_id)
-        request.skip_reading_prefix_cache = True
-        return True
+    def _give_marks_back(self) -> None:
+        for request in self._unmarked:
+            request.skip_reading_prefix_cache = True
+        self._unmarked.clear()
 
     def _lacks_grant(self, source: _Source) -> bool:
         """Whether a prefill would take the last blocks, and no target has blocks for it yet."""
@@ -257,7 +252,6 @@ class SchedulerHalf:
 
     def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
         """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
-        self._give_mark_back(request)
         if request.request_id in self._sources:
             self._begun.add(request.request_id)
         target = self._targets.get(request.request_id)
@@ -282,8 +276,7 @@ class SchedulerHalf:
 
     def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""
-        for known in (self._begun, self._unmarked):
-            known.discard(request.request_id)
+        self._begun.discard(request.request_id)
         self._unstepped.pop(request.request_id, None)
         source = self._sources.pop(request.request_id, None)
         if source is not None:
@@ -320,6 +313,7 @@ class SchedulerHalf:
         has_forward: bool,
     ) -> StepOrders:
         """Everything for the worker's next step; asked once per step."""
+        self._give_marks_back()
         for request_id in preempted:
             self._begun.discard(request_id)
             source = self._sources.get(request_id)

@@ -261,16 +261,20 @@ def test_agents_that_refuse_a_pull_fail_the_load() -> None:
     assert rig.worker.live == 0
 
 
+def has_mark(request: Request) -> bool:
+    return request.skip_reading_prefix_cache
+
+
 def test_a_request_that_may_not_read_the_prefix_cache_fails_for_bad_parameters_too() -> None:
     """vLLM would ignore the load and answer it; the mark is back before anything could be computed."""
     rig = Rig()
     request = begun(rig, BAD["both sides"], skip_reading_prefix_cache=True)
     tokens = rig.scheduler.matched_tokens(request, 0)
     assert tokens
-    assert not request.skip_reading_prefix_cache, "else vLLM makes nothing of the answer"
+    assert not has_mark(request), "else vLLM makes nothing of the answer"
     rig.scheduler.allocated(request, BLOCKS, tokens)
-    assert request.skip_reading_prefix_cache
     assert rig.step().failed == {request.request_id}
+    assert has_mark(request)
 
 
 def test_a_sound_request_that_may_not_read_the_prefix_cache_keeps_its_mark() -> None:
