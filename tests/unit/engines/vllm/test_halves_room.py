@@ -166,7 +166,7 @@ def has_mark(request: Request) -> bool:
 
 
 def test_a_prefill_that_may_not_read_the_prefix_cache_waits_for_its_grant_too() -> None:
-    """vLLM ignores what it is told of such a request if it has the mark then, and uses the prefix cache if it has none before."""
+    """vLLM ignores what it is told of a request with the mark, and has used the prefix cache for one without it."""
     rig = World(free=RESERVED + 1).rig()
     request = begun(rig)
     request.skip_reading_prefix_cache = True
