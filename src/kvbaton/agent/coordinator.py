@@ -124,10 +124,12 @@ class Coordinator:
         """Blocks for a hand-off are there."""
         self.target.pull(pull)
 
-    def cancel(self, key: HandoffKey) -> None:
-        """The engine gives a hand-off up, on whichever side it is."""
-        self.source.cancel(key, "the request was cancelled at the source")
-        self.target.cancel(key, "the request was cancelled")
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+        """The engine gives a hand-off up, on `side` or on whichever side it is."""
+        if side is not Side.TARGET:
+            self.source.cancel(key, "the request was cancelled at the source")
+        if side is not Side.SOURCE:
+            self.target.cancel(key, "the request was cancelled")
 
     def stop(self, reason: str) -> None:
         """Give every hand-off up and tell the peers, so that nobody has to wait for a deadline."""

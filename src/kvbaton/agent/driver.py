@@ -28,7 +28,7 @@ from kvbaton.core.card import Card, ProcessId
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.messages import Message
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.core.timeline import Observer, Side, nobody
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
 
@@ -152,9 +152,9 @@ class RanksDriver(HandoffPort):
         """Let the source of a request go that was refused before admission."""
         self._submit(partial(self._coordinator.decline, wanted, reason))
 
-    def cancel(self, key: HandoffKey) -> None:
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """Give a hand-off up."""
-        self._submit(partial(self._coordinator.cancel, key))
+        self._submit(partial(self._coordinator.cancel, key, side))
 
     def events(self) -> list[EngineEvent]:
         """Take what was decided since the last call."""

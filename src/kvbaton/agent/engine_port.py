@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.timeline import Side
 
 __all__ = [
     "Drained",
@@ -57,7 +58,8 @@ class SourceWanted:
     """A request whose cache will come from the source at `source`, of the named incarnation where the router knew it.
 
     `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, whatever
-    their transfer ids say. It is empty when a request is declined that could not be read so far.
+    their transfer ids say. It is empty when a request is declined that could not be read so far: then that is said
+    of everything under its transfer id.
     """
 
     key: HandoffKey
@@ -168,8 +170,8 @@ class HandoffPort(Protocol):
     def decline(self, wanted: SourceWanted, reason: str) -> None:
         """A request for this hand-off was refused before admission: let its source go at once. No event follows."""
 
-    def cancel(self, key: HandoffKey) -> None:
-        """Give a hand-off up, on whichever side it is; unknown keys are ignored. The usual event still follows."""
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+        """Give a hand-off up, on `side` or on whichever side it is; unknown keys are ignored. The usual event still follows."""
 
     def events(self) -> list[EngineEvent]:
         """Take what was decided since the last call; never waits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbaton.agent.engine_port import SourceWanted
 from kvbaton.agent.ports import Clock, Control
@@ -52,7 +52,13 @@ class Farewells:
         return len(self._waiting)
 
     def say(self, wanted: SourceWanted, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
-        """Tell the source of `wanted`, at once if it is known as `source`, that it ended here; a later end replaces it."""
+        """Tell the source of `wanted`, at once if it is known as `source`, that it ended here; a later end replaces it.
+
+        Without a prompt that is about every hand-off of the transfer id; a later one of the same key does not take that back.
+        """
+        earlier = self._waiting.get(wanted.key)
+        if earlier is not None and not earlier.wanted.prompt:
+            wanted = replace(wanted, prompt="")
         now, retry_s = self._clock(), self._limits.retry
         give_up_at = now + self._limits.transfer_timeout
         self.forget(wanted.key)

@@ -24,11 +24,16 @@ def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A target's word that it will not come for a hand-off which its source does not know yet, and how long it counts."""
+    """A target's word that it will not come for a hand-off which its source does not know yet, and how long it counts.
+
+    Without a prompt it is about every hand-off of a transfer id, each counted once: `taken` has those that it is not about
+    any more.
+    """
 
     prompt: str
     reason: str
     until: float
+    taken: set[HandoffKey] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ from kvbaton.core.timeline import Stage
 __all__ = ["SourceRecord", "SourceSide"]
 
 _MAX_PARKED = 4096
+_MAX_TAKEN = 1024
 _QUIET = {
     Outcome.FAILED: SourceEvent.QUIET_FAILED,
     Outcome.CANCELLED: SourceEvent.QUIET_CANCELLED,
@@ -132,7 +133,7 @@ class SourceSide(SourceEffects):
 
     def on_grant(self, sender: Incarnation, grant: Grant) -> None:
         """A target has blocks. A number counts once; the same number again only repeats what was announced."""
-        self._declined.discard(grant.key)
+        self._is_wanted_again(grant.key)
         record = self.live.get(grant.key)
         if record is not None and record.target == sender and record.grant_number == grant.grant:
             record.announced = 0
@@ -193,6 +194,9 @@ class SourceSide(SourceEffects):
 
     def on_stop(self, sender: Incarnation, stop: Stop) -> None:
         """The target has ended without delivery; a grant of that number that is still on its way is void."""
+        if not stop.grant and not stop.prompt:
+            self._stop_whole(sender, stop)
+            return
         is_unheard = stop.grant > 0 and self._windows.use(sender, stop.grant)
         record = self.live.get(stop.key)
         if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, is_unheard):
@@ -202,8 +206,20 @@ class SourceSide(SourceEffects):
             return
         record.stop_asked = True
         record.target = sender
-        verdict = Outcome.FAILED if stop.outcome is Outcome.DELIVERED else stop.outcome
-        self._end_by(record, SourceEvent.STOP_ASKED, verdict, f"the target {stop.outcome}: {stop.reason}")
+        self._end_by(record, SourceEvent.STOP_ASKED, _end_here(stop.outcome), f"the target {stop.outcome}: {stop.reason}")
+
+    def _stop_whole(self, sender: Incarnation, stop: Stop) -> None:
+        """A target has refused a request as a whole: nobody comes for anything of its transfer id, now or later."""
+        transfer_id, reason = stop.key.transfer_id, f"the target {stop.outcome}: {stop.reason}"
+        earlier, verdict = self._declined_whole.get(transfer_id), _end_here(stop.outcome)
+        taken = set() if earlier is None or earlier.until < self._clock() else earlier.taken
+        declined = Declined("", reason, self._clock() + self._limits.defer_timeout, taken)
+        self._declined_whole.add(transfer_id, declined)
+        for record in [record for key, record in self.live.items() if key.transfer_id == transfer_id]:
+            if record.target in (None, sender) and self._is_stopped_by(record, stop, is_unheard=False):
+                declined.taken.add(record.key)
+                self._end_by(record, SourceEvent.STOP_ASKED, verdict, reason)
+        self._control.send(sender, Stopped(stop.key, 0))
 
     def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
         """A target is alive; what it waits for lives on, what is over here is told again."""
@@ -212,8 +228,8 @@ class SourceSide(SourceEffects):
             if record is not None and record.target in (None, sender) and self._speaks_of(record, grant):
                 record.target = sender
                 self.step(record, SourceEvent.HEARD)
-            elif record is None and self._declined.get(key) is not None:
-                self._declined.discard(key)
+            elif record is None and self._is_wanted_again(key):
+                continue
             elif record is None and (end := self._end_of(sender, key, grant)) is not None:
                 self._control.send(sender, end)
 
@@ -361,11 +377,22 @@ class SourceSide(SourceEffects):
 
     def _taken_as_declined(self, key: HandoffKey, prompt: str) -> Declined | None:
         """The word of a target that will not come for this, which is used up with it."""
-        declined = self._declined.get(key)
-        if declined is None or declined.prompt not in ("", prompt) or declined.until < self._clock():
-            return None
+        now, declined, whole = self._clock(), self._declined.get(key), self._declined_whole.get(key.transfer_id)
+        if declined is not None and declined.prompt == prompt and now <= declined.until:
+            self._declined.discard(key)
+            return declined
+        if whole is not None and key not in whole.taken and now <= whole.until and len(whole.taken) < _MAX_TAKEN:
+            whole.taken.add(key)
+            return whole
+        return None
+
+    def _is_wanted_again(self, key: HandoffKey) -> bool:
+        """Whether a target comes after all for what was declined; what it declined does not count for this any more."""
+        declined, whole = self._declined.get(key), self._declined_whole.get(key.transfer_id)
         self._declined.discard(key)
-        return declined
+        if whole is not None and len(whole.taken) < _MAX_TAKEN:
+            whole.taken.add(key)
+        return declined is not None or whole is not None
 
     def _end_of(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over | None:
         """How it ended for this target, or before there was any."""
@@ -412,3 +439,8 @@ class SourceSide(SourceEffects):
             self.step(record, SourceEvent.QUIET)
         elif record.state is SourceState.STOPPING:
             self.step(record, _QUIET[record.verdict])
+
+
+def _end_here(outcome: Outcome) -> Outcome:
+    """How a source ends whose target has stopped it; nobody delivers by stopping."""
+    return Outcome.FAILED if outcome is Outcome.DELIVERED else outcome

@@ -13,7 +13,7 @@ from kvbaton.config import Limits
 from kvbaton.core.alarms import Alarms
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pack_aux, point_at
 from kvbaton.core.checks import SpanSum
-from kvbaton.core.handoff import Aux, AuxWay, HandoffKey, Incarnation, Integrity, Outcome, Span
+from kvbaton.core.handoff import Aux, AuxWay, HandoffKey, Incarnation, Integrity, Outcome, Span, TransferId
 from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceTable
 from kvbaton.core.messages import (
@@ -61,6 +61,7 @@ class SourceEffects:
         self._windows = GrantWindows()
         self._ended: Tombstones[tuple[Incarnation | None, HandoffKey, int], Over] = Tombstones()
         self._declined: Tombstones[HandoffKey, Declined] = Tombstones()
+        self._declined_whole: Tombstones[TransferId, Declined] = Tombstones()
         self.aux_slots = AuxSlots(aux_area)
         self.aux_fallbacks_total: Counter[str] = Counter()
         self._generation = 0

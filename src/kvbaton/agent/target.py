@@ -85,8 +85,11 @@ class TargetSide(TargetAux):
             self.step(record, TargetEvent.PEER_KNOWN)
 
     def decline(self, wanted: SourceWanted, source: Card | None, reason: str) -> None:
-        """The engine does not take a request: its source need not wait. A live hand-off of the same key is another request."""
-        if wanted.key in self.live or key_problem(wanted.key):
+        """The engine does not take a request: its source need not wait. A live hand-off of the same key is another request,
+
+        but where the prompt is not known, all of the transfer id is declined, of which that may be a part.
+        """
+        if (wanted.prompt and wanted.key in self.live) or key_problem(wanted.key):
             self.late_total["decline"] += 1
         else:
             self.farewells.say(wanted, Outcome.FAILED, reason, None if source is None else source.incarnation)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, TrustOptions, handoff_settings
+
+if TYPE_CHECKING:
+    from kvbaton.engines.vllm.settings import ConnectorSettings
 
 __all__ = ["config_app"]
 
@@ -56,7 +60,7 @@ def vllm(
     advertise_host
         under which address others reach this instance; `host` when not given.
     transport
-        how cache bytes travel: `local` (same host) or `tcp`.
+        how cache bytes travel: `local` (same host) or `tcp`; the others are taken, and not tested with vLLM.
     """
     from kvbaton.core.addresses import in_url
     from kvbaton.engines.vllm.settings import parse_settings
@@ -74,7 +78,7 @@ def vllm(
         extra |= {"routers": list(router), "http_address": f"{in_url(advertise_host or host)}:{port}"}
     extra |= _changed(limits) | _trusted(trust)
     config = transfer_config(role, handoff_settings(handoff), extra)
-    parse_settings(config["kv_connector_extra_config"])
+    _check_heard(host, parse_settings(config["kv_connector_extra_config"]))
     sys.stdout.write("vllm " + shlex.join(serve_arguments(model, host, port, config)) + "\n")
     return 0
 
@@ -89,6 +93,15 @@ def _check_used(role: str, router: tuple[str, ...], handoff: HandoffOptions) -> 
         )
     if handoff.aux_way != _DEFAULT_HANDOFF.aux_way:
         raise ConfigError(f"--aux-way is {handoff.aux_way}; with vLLM it is {_DEFAULT_HANDOFF.aux_way}, leave it out")
+
+
+def _check_heard(host: str, settings: ConnectorSettings) -> None:
+    """Refuse a control port that the instance would refuse to open; its key may be in a file of another machine."""
+    from kvbaton.config import CLUSTER_KEY_VARIABLE, parse_trust
+
+    has_key = settings.cluster_key_file is not None or bool(os.environ.get(CLUSTER_KEY_VARIABLE))
+    if not has_key and not settings.allow:
+        parse_trust().check_bind(host)
 
 
 def _changed(limits: LimitOptions) -> dict[str, float]:

@@ -34,7 +34,7 @@ from kvbaton.discovery.heartbeats import Errand, Heartbeats, News
 from kvbaton.discovery.messages import Registration, check_http_address
 from kvbaton.errors import ConfigError
 
-__all__ = ["Announcer", "DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "ThreadAnnouncer"]
+__all__ = ["DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "LONGEST_HEARTBEAT_S", "Announcer", "ThreadAnnouncer"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ DEFAULT_HEARTBEAT_S = 1.5
 DEFAULT_STALL_LIMIT_S = 60.0
 """A process that shows no life for so long is no longer announced, although it exists."""
 
-_LONGEST_HEARTBEAT_S = 3.0
+LONGEST_HEARTBEAT_S = 3.0
+"""Above this interval one lost heartbeat would let a real router forget the instance."""
+
 _LOOK_S = 0.25
 _SIGN_S = 0.5
 _STOP_S = 5.0
@@ -179,7 +181,7 @@ def _errand(registration: Registration, routers: Sequence[str], heartbeat_s: flo
         wrong = check_http_address(router)
         if wrong is not None:
             raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
-    if not 0 < heartbeat_s <= _LONGEST_HEARTBEAT_S:
+    if not 0 < heartbeat_s <= LONGEST_HEARTBEAT_S:
         raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
     Seal(cluster_key)  # Refuses a key that is too short, here rather than in the child.
     return Errand(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key)

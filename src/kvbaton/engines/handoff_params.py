@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +19,7 @@ __all__ = [
     "SourceWish",
     "TargetWish",
     "answer_params",
+    "automatic_id",
     "read_params",
     "size_doubt",
 ]
@@ -70,17 +72,25 @@ class TargetWish:
 HandoffWish = SourceWish | TargetWish
 
 
-def read_params(params: KVTransferParams | None, request_id: str | None) -> HandoffWish | None:
+def automatic_id() -> TransferId:
+    """A transfer id for a prefill whose caller named none."""
+    return TransferId(f"auto-{uuid.uuid4().hex}")
+
+
+def read_params(
+    params: KVTransferParams | None, request_id: str | None, make_id: Callable[[], TransferId] = automatic_id
+) -> HandoffWish | None:
     """What the caller wants to hand off; None for a plain request. Raises BadRequest that names the field.
 
-    The source's address comes from the request id when that carries one, else from the `remote_*` keys.
+    The source's address comes from the request id when that carries one, else from the `remote_*` keys. A prefill without a
+    transfer id is given one by `make_id`.
     """
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return None
     if params.do_remote_decode and params.do_remote_prefill:
         raise _bad("do_remote_prefill", "do_remote_decode and do_remote_prefill are both true; a request has one side only")
     if params.do_remote_decode:
-        return SourceWish(_transfer_id(params, TransferId(f"auto-{uuid.uuid4().hex}")))
+        return SourceWish(_transfer_id(params, make_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
     return TargetWish(_transfer_id(params, None), _source_address(params, request_id), incarnation)
 
@@ -114,11 +124,11 @@ def answer_params(wish: SourceWish, info: HandoffInfo) -> dict[str, object]:
     }
 
 
-def _transfer_id(params: KVTransferParams, default: TransferId | None) -> TransferId:
+def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | None) -> TransferId:
     if params.transfer_id is None:
-        if default is None:
+        if make_id is None:
             raise _bad("transfer_id", "is missing; send the one that the prefill instance answered with")
-        return default
+        return make_id()
     if not 1 <= len(params.transfer_id) <= MAX_TRANSFER_ID:
         raise _bad("transfer_id", f"has {len(params.transfer_id)} characters; 1 to {MAX_TRANSFER_ID} are possible")
     if not params.transfer_id.isprintable():

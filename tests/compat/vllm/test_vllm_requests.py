@@ -144,6 +144,11 @@ VALUES: tuple[object, ...] = (
 )
 
 
+FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
+TEXTS = frozenset({"transfer_id", "remote_engine_id", "remote_host"})
+NUMBERS = frozenset(KVTransferParams.__struct_fields__) - FLAGS - TEXTS
+
+
 def wrong_params(side: str) -> Iterator[dict[str, object]]:
     """Every field with every kind of value, in a request that wants to be on this side."""
     for field in (*KVTransferParams.__struct_fields__, "remote_block_ids", "transfer_mode"):
@@ -153,9 +158,38 @@ def wrong_params(side: str) -> Iterator[dict[str, object]]:
     yield {side: True}
 
 
-@pytest.mark.parametrize("side", ["do_remote_prefill", "do_remote_decode"])
+def is_of_its_kind(field: str, value: object) -> bool:
+    """Whether a field that a prefill instance reads may have this value. What only a target uses it does not look into."""
+    if value is None or field not in FLAGS | TEXTS | NUMBERS:
+        return True
+    if field == "transfer_id":
+        return isinstance(value, str) and 1 <= len(value) <= 256
+    return type(value) is (bool if field in FLAGS else str if field in TEXTS else int)
+
+
+def must_fail(is_prefill: bool, params: dict[str, object]) -> bool:
+    """Whether a server has to fail a request with these, rather than answer it."""
+    if not any(params.get(flag) for flag in FLAGS):
+        return False
+    if params.get("do_remote_prefill") or not is_prefill:
+        return True
+    return not all(is_of_its_kind(field, value) for field, value in params.items())
+
+
+def test_what_must_fail_is_known() -> None:
+    """Nobody listens at the source's address, so a target never lands; a prefill is computed unless it cannot be read."""
+    source, target = ({side: True, "transfer_id": "t", "remote_host": "127.0.0.1"} for side in sorted(FLAGS))
+    assert [must_fail(is_prefill, target) for is_prefill in (False, True)] == [True, True]
+    assert [must_fail(is_prefill, source) for is_prefill in (False, True)] == [True, False]
+    assert must_fail(True, {**source, "remote_port": True})
+    assert must_fail(True, {**source, "transfer_id": ""})
+    assert not must_fail(True, {**source, "transfer_id": None, "remote_block_ids": [[-1]]})
+    assert not must_fail(False, {"do_remote_prefill": None, "transfer_id": 7})
+
+
+@pytest.mark.parametrize("side", sorted(FLAGS))
 def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: VllmStand, side: str) -> None:
-    """Where a request is answered nevertheless, its answer is that of the single server, but for near ties."""
+    """Exactly those that have to fail do; the answer of each other one is that of the single server, but for near ties."""
     pair = standing.pair
     prompt = prompt_of(9, seed=side)
 
@@ -168,13 +202,12 @@ def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: Vllm
             return error
 
     async def send(session: aiohttp.ClientSession) -> None:
-        client = Client(session, pair)
+        client, sent = Client(session, pair), list(wrong_params(side))
         alone = await client.alone(prompt, 2)
         for server in (pair.decode, pair.prefill):
-            ends = await asyncio.gather(*(one(client, server.url, params, i) for i, params in enumerate(wrong_params(side))))
-            failed = [end for end in ends if isinstance(end, PeerError)]
-            assert failed
-            for end in ends:
+            ends = await asyncio.gather(*(one(client, server.url, params, index) for index, params in enumerate(sent)))
+            for params, end in zip(sent, ends, strict=True):
+                assert isinstance(end, PeerError) is must_fail(server is pair.prefill, params), (params, end)
                 if isinstance(end, Given):
                     is_near_tie(alone, end)
         pair.assert_alive()
@@ -182,3 +215,59 @@ def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: Vllm
 
     together(send)
     pair.wait_idle()
+
+
+def test_bad_parameters_fail_a_request_with_prompt_logprobs_too(standing: VllmStand) -> None:
+    """vLLM loads nothing for such a request, and would answer it."""
+    bad = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "both"}
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        for server in (standing.pair.decode, standing.pair.prefill):
+            with pytest.raises(PeerError, match="HTTP 500"):
+                await completion(session, server.url, prompt=prompt_of(40, seed=8), prompt_logprobs=1, kv_transfer_params=bad)
+
+    together(send)
+    standing.pair.wait_idle()
+
+
+MANY: dict[str, dict[str, object]] = {
+    "several prompts": {"prompt": [prompt_of(20, seed=21), prompt_of(150, seed=22), prompt_of(7, seed=23)]},
+    "several samples": {"prompt": prompt_of(140, seed=24), "n": 3, "temperature": 0.8, "seed": 7},
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_sources_without_a_transfer_id_are_handed_over(standing: VllmStand, name: str) -> None:
+    """A router that sends no transfer id passes on the one that the prefill instance answers with: one for all of them."""
+    if standing.pair.mode is Mode.PUSH:
+        pytest.skip("in push both instances are asked at once, and need the transfer id before there is an answer")
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        pair = standing.pair
+        single = await completion(session, pair.single.url, **MANY[name])
+        asked = {**MANY[name], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        params = (await completion(session, pair.prefill.url, **asked))["kv_transfer_params"]
+        given = await completion(session, pair.decode.url, **MANY[name], kv_transfer_params=params)
+        assert texts(given) == texts(single)
+        assert given["kv_transfer_params"]["kvbaton"]["handed_off"]
+
+    together(send)
+    standing.pair.wait_idle(DEFER_S / 2)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: str) -> None:
+    """vLLM tells of it once, however many prompts and samples it has."""
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        pair = standing.pair
+        transfer_id = f"refused-{name.replace(' ', '-')}-{pair.mode}"
+        asked = {**MANY[name], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer_id}}
+        await completion(session, pair.prefill.url, **asked)
+        params = {"do_remote_prefill": True, "transfer_id": transfer_id}
+        params |= {"remote_host": "127.0.0.1", "remote_port": pair.prefill.control_port}
+        with pytest.raises(PeerError, match="HTTP 400"):
+            await completion(session, pair.decode.url, **{**MANY[name], "kv_transfer_params": params, "logprobs": 100_000})
+
+    together(send)
+    standing.pair.wait_idle(DEFER_S / 2)

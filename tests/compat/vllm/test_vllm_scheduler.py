@@ -3,8 +3,8 @@
 They stand for these of vLLM's tests, which look at the same behaviours with other connectors: remote decode life cycle
 (`source_…`), remote prefill life cycle and preemption (`target_…`), load failure recovery and error propagation
 (`target_whose_load_failed_…`), cache pollution prevention (`nothing_of_a_failed_load_…`), rejection before admission
-(`a_request_refused_…`), and the bookkeeping of finished ids (`whatever_happens_…`). They run in vLLM's environment, without a
-server or a model; see `inside/scheduler_checks.py`.
+(`a_request_refused_…`), and the bookkeeping of finished ids (`whatever_happens_…`, and `the_same_with_steps_that_overlap` for
+async_scheduling). They run in vLLM's environment, without a server or a model; see `inside/scheduler_checks.py`.
 """
 
 from __future__ import annotations

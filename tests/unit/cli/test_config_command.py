@@ -19,7 +19,8 @@ def line(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 def test_a_launch_line_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--role", "decode", "--model", "m", "--router", "10.0.0.1:8002", "--host", "0.0.0.0", "--retry", "2"]  # noqa: S104
-    words = line(capsys, *options, "--advertise-host", "10.0.0.5", "--mode", "pull", "--on-failure", "recompute")
+    options += ["--advertise-host", "10.0.0.5", "--mode", "pull", "--on-failure", "recompute"]
+    words = line(capsys, *options, "--cluster-key-file", "/there/key")
     assert words[:3] == ["vllm", "serve", "m"]
     config = json.loads(words[-1])
     assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_consumer", "recompute")
@@ -42,3 +43,31 @@ def test_what_the_connector_would_not_obey_is_refused(capsys: pytest.CaptureFixt
         line(capsys, "--role", "both", "--model", "m", "--router", "127.0.0.1:8001")
     with pytest.raises(ConfigError, match="--aux-way is data"):
         line(capsys, "--role", "prefill", "--model", "m", "--aux-way", "data")
+
+
+WOULD_NOT_START = {
+    "router": (["--router", "x"], "routers has 'x'"),
+    "host": (["--host", "a b"], "control_host is 'a b'"),
+    "advertised": (["--advertise-host", "!!"], "advertise_host is '!!'"),
+    "allowed": (["--allow", "???"], "allow is '\\?\\?\\?'"),
+    "the same port": (["--handoffs-port", "8101"], "handoffs_port is 8101"),
+    "heard by everybody": (["--host", "0.0.0.0", "--advertise-host", "10.0.0.5"], "without a cluster key"),  # noqa: S104
+}
+
+
+@pytest.mark.parametrize("name", WOULD_NOT_START)
+def test_what_would_not_start_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("KVBATON_CLUSTER_KEY", raising=False)
+    options, words = WOULD_NOT_START[name]
+    with pytest.raises(ConfigError, match=words):
+        line(capsys, "--role", "prefill", "--model", "m", *options)
+
+
+def test_a_key_in_the_environment_lets_it_listen_everywhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBATON_CLUSTER_KEY", "k" * 32)
+    everywhere = ["--host", "0.0.0.0", "--advertise-host", "10.0.0.5"]  # noqa: S104
+    assert line(capsys, "--role", "prefill", "--model", "m", *everywhere)

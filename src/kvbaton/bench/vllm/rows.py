@@ -66,7 +66,7 @@ def _first_token_rows(length: int, pairs: Sequence[str], peer: str, rounds: Sequ
 
 
 def _decode_leg_s(rounds: Sequence[Round], name: str, length: int) -> float:
-    """From the prefill server's answer to the first token, where the two are asked in turn: seen by the client alone."""
+    """From the prefill server's answer to the first token, seen by the client alone; push has asked for both at once."""
     first, answered = (_values(rounds, name_of(what, name, length)) for what in ("first token", "prefill answered"))
     return float(np.median(np.subtract(first, answered)))
 

@@ -76,9 +76,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = StepReport()
         if role is KVConnectorRole.SCHEDULER:
             block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            room = Room(
-                -(-vllm_config.model_config.max_model_len // block_tokens), self._settings.defer_timeout, self._free_blocks
-            )
+            largest = -(-vllm_config.model_config.max_model_len // block_tokens)
+            room = Room(largest, self._settings.defer_timeout, self._free_blocks, self._held_blocks)
             self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer, room)
 
     # In the worker.
@@ -222,6 +221,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _free_blocks(self) -> int:
         return 0 if self._kv_cache_manager is None else int(self._kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def _held_blocks(self, request_id: str) -> int:
+        return len(self._block_ids(request_id)[0])
 
     def _block_ids(self, request_id: str) -> tuple[list[int], ...]:
         if self._kv_cache_manager is None:

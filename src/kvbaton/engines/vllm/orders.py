@@ -153,8 +153,8 @@ class StepOrders:
 class StepReport:
     """What a worker tells after a step, beside the ids that vLLM itself wants.
 
-    All by request: a record of each hand-off that landed, prefills for which a target has blocks ready, and prefills whose
-    hand-off has ended before vLLM said that they are complete.
+    All by request: a record of each hand-off that landed, prefills for which a target has blocks ready, and requests whose
+    hand-off has ended early: a prefill before vLLM said that it is complete, a target before it had blocks.
     """
 
     landed: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _ANSWER_S = 2.0
 _JOIN_S = 5.0
+_ADVISE_S = 300.0
+"""A vLLM that serves a large model may need minutes until its API answers; an answer that never comes needs a word."""
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks this host itself, whatever proxy the environment names for the world outside."""
@@ -34,7 +37,14 @@ def answers(http_address: str) -> bool:
 class LateAnnouncer:
     """Starts `announcer` once the API at `http_address` answers; looks until then, or until `stop`."""
 
-    def __init__(self, announcer: Announcer, http_address: str, is_up: Callable[[str], bool] = answers) -> None:
+    def __init__(
+        self,
+        announcer: Announcer,
+        http_address: str,
+        is_up: Callable[[str], bool] = answers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._announcer = announcer
         self._http_address = http_address
         self._is_up = is_up
@@ -53,8 +63,21 @@ class LateAnnouncer:
         self._announcer.stop()
 
     def _run(self) -> None:
+        advise_at = self._clock() + _ADVISE_S
         while not self._is_up(self._http_address):
+            if self._clock() >= advise_at:
+                advise_at = self._clock() + _ADVISE_S
+                self._advise()
             if self._stopping.wait(_LOOK_S):
                 return
         if not self._stopping.is_set():
             self._announcer.start()
+
+    def _advise(self) -> None:
+        log.warning(
+            "http://%s/health has not answered for %g s, so this instance is registered with no router and gets no requests"
+            " from them; if its API is up, is http_address right, and does it speak HTTP? Routers speak no HTTPS to instances:"
+            " start vLLM without --ssl-certfile and --ssl-keyfile, and have what is in front of the router speak it",
+            self._http_address,
+            _ADVISE_S,
+        )

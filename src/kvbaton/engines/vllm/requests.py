@@ -12,18 +12,21 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.agent.engine_port import SourceWanted
-from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, key_problem
+from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, key_problem
+from kvbaton.core.lease import Tombstones
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
     SourceWish,
     TargetWish,
     answer_params,
+    automatic_id,
     read_params,
 )
 from kvbaton.errors import BadRequest
 
 __all__ = [
+    "AutomaticIds",
     "EngineRequest",
     "HandoffInfo",
     "SourceWish",
@@ -37,7 +40,13 @@ __all__ = [
 ]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
-_PROMPT = re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z")
+_PROMPTS = {
+    "cmpl-": re.compile(r"-(\d{1,9})(?:-[0-9a-f]{8})?\Z"),
+    "chatcmpl-": re.compile(r"_(\d{1,9})(?:-[0-9a-f]{8})?\Z"),
+}
+_RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
+_RENDERED = "generate-tokens-"
+_MAX_TOGETHER = 4096
 
 
 class EngineRequest(Protocol):
@@ -71,6 +80,9 @@ class EngineRequest(Protocol):
     def output_token_ids(self) -> Sequence[int]:
         """What was generated."""
 
+    skip_reading_prefix_cache: bool
+    """Whether vLLM computes all of the prompt, as it does for prompt_logprobs, whatever a connector says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -82,13 +94,35 @@ class Wish:
     problem: str = ""
 
 
-def read_wish(request: EngineRequest, mode: Mode) -> Wish | None:
+class AutomaticIds:
+    """Transfer ids for prefills whose caller named none: all prompts and samples of one HTTP request get the same.
+
+    vLLM does not tell which requests belong together, so their ids must: those that are equal but for the marks that vLLM puts
+    round them. A prompt and sample that comes a second time begins another HTTP request of the same id.
+    """
+
+    def __init__(self) -> None:
+        self._given: Tombstones[str, tuple[TransferId, set[tuple[int, int]]]] = Tombstones()
+
+    def of(self, request_id: str) -> TransferId:
+        """The transfer id of this request, for its first call and no other."""
+        stem, prompt, sample = _parts(request_id)
+        given = self._given.get(stem)
+        if given is None or (prompt, sample) in given[1] or len(given[1]) >= _MAX_TOGETHER:
+            given = (automatic_id(), set())
+            self._given.add(stem, given)
+        given[1].add((prompt, sample))
+        return given[0]
+
+
+def read_wish(request: EngineRequest, mode: Mode, automatic: AutomaticIds) -> Wish | None:
     """What a request wants; None for a plain one. Never raises: a client's mistake is a problem of its request."""
     params = request.kv_transfer_params
     if not isinstance(params, Mapping) or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return None
     try:
-        wish = read_params(msgspec.convert(dict(params), KVTransferParams), request.request_id)
+        told = msgspec.convert(dict(params), KVTransferParams)
+        wish = read_params(told, request.request_id, lambda: automatic.of(request.request_id))
     except (BadRequest, msgspec.ValidationError) as error:
         return Wish(None, problem=f"kv_transfer_params: {error}")
     prompt, sample = indices(request.request_id)
@@ -119,13 +153,23 @@ def is_refused(request: EngineRequest) -> bool:
 
 
 def indices(request_id: str) -> tuple[int, int]:
-    """Which prompt and which sample of an HTTP request this is, by what vLLM puts before and behind its id.
+    """Which prompt and which sample of an HTTP request this is, by what vLLM puts before and behind its id."""
+    _, prompt, sample = _parts(request_id)
+    return prompt, sample
 
-    Completions append `-PROMPT`, several samples are `SAMPLE_...`, and eight random hex digits may follow.
+
+def _parts(request_id: str) -> tuple[str, int, int]:
+    """What all requests of one HTTP request have in common, and which prompt and sample this is.
+
+    Several samples are `SAMPLE_...`; completions begin with `cmpl-` and end in `-PROMPT`, chats begin with `chatcmpl-` and end
+    in `_PROMPT` where there are several; eight random hex digits may follow. In between there is what the client chose.
     """
     sample = _SAMPLE.match(request_id)
-    prompt = _PROMPT.search(request_id) if "cmpl-" in request_id and "chatcmpl-" not in request_id else None
-    return int(prompt[1]) if prompt else 0, int(sample[1]) if sample else 0
+    stem = request_id[sample.end() :] if sample else request_id
+    pattern = _PROMPTS.get(stem.removeprefix(_RENDERED).partition("-")[0] + "-")
+    prompt = pattern.search(stem) if pattern else None
+    stem = stem[: prompt.start()] if prompt else _RANDOM.sub("", stem)
+    return stem, int(prompt[1]) if prompt else 0, int(sample[1]) if sample else 0
 
 
 def prompt_digest(request: EngineRequest) -> str:

@@ -3,11 +3,15 @@
 A request that wants a hand-off goes through here once: it begins, blocks are allocated (several times when it is preempted),
 and it finishes. A target asks for its cache once; after that, whatever became of it, it is a plain request here, so a
 preempted one, or one whose load failed, is computed locally. What a client got wrong becomes a load that fails, and vLLM's
-policy decides between an error and local computing.
+policy decides between an error and local computing. A load that can only fail takes one block, not those of the whole prompt.
 
 In push a prefill can be over long before its target has blocks, and then its own blocks wait. So that two instances whose
 caches are full never wait for each other, such prefills leave room for the largest request: a prefill starts in that room only
-when its target has granted it blocks.
+when its target has granted it blocks. What others that have begun without a grant will still need is not free either.
+
+vLLM overrules the connector for requests that may not read the prefix cache (prompt_logprobs): it computes all of their prompt
+at once. Where such a request has to wait or to fail, the half takes that mark from it when it is asked, because vLLM looks at
+the mark right after that, and gives it back at the end of the step, because vLLM looks into the prefix cache before it asks.
 
 Belongs to vLLM's scheduler thread. Decides nothing about hand-offs.
 """
@@ -39,6 +43,7 @@ from kvbaton.engines.vllm.orders import (
     TargetPulls,
 )
 from kvbaton.engines.vllm.requests import (
+    AutomaticIds,
     EngineRequest,
     HandoffInfo,
     SourceWish,
@@ -67,7 +72,7 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """So many blocks are kept free for prefills that a target has granted blocks for.
+    """So many blocks are kept free for prefills that a target has granted blocks for; `held_blocks` tells who has how many.
 
     Others wait for their grant, however long their turn takes; but when for `wait_s` nobody's turn has come, no longer.
     """
@@ -75,6 +80,7 @@ class Room:
     blocks: int
     wait_s: float
     free_blocks: Callable[[], int]
+    held_blocks: Callable[[str], int]
     clock: Callable[[], float] = time.monotonic
 
 
@@ -101,8 +107,14 @@ class _Target:
     wanted: SourceWanted | None
     problem: str
     phase: _Phase = _Phase.WAITING
+    is_over: bool = False
     cached_tokens: int = 0
     record: dict[str, Any] | None = None
+
+    @property
+    def can_only_fail(self) -> bool:
+        """Whether nothing will be sent for it, whatever it asks for."""
+        return self.wanted is None or self.is_over
 
 
 class SchedulerHalf:
@@ -119,6 +131,9 @@ class SchedulerHalf:
         self._targets: dict[str, _Target] = {}
         self._orders: list[Order] = []
         self._unstepped: dict[str, HandoffKey] = {}
+        self._begun: set[str] = set()
+        self._unmarked: list[EngineRequest] = []
+        self._automatic = AutomaticIds()
         self._progress_at = 0.0
 
     @property
@@ -134,7 +149,7 @@ class SchedulerHalf:
 
     def begin(self, request: EngineRequest) -> None:
         """A request was admitted."""
-        wish = read_wish(request, self._mode)
+        wish = read_wish(request, self._mode, self._automatic)
         if wish is None:
             return
         problem = self._problem(wish)
@@ -171,18 +186,43 @@ class SchedulerHalf:
             if problem:
                 self._withdraw(source, problem)
             elif self._lacks_grant(source):
+                self._take_mark(request)
                 return None
         target = self._targets.get(request.request_id)
         if target is None or target.phase is not _Phase.WAITING:
             return 0
-        return max(0, target.tokens - computed_tokens)
+        left = max(0, target.tokens - computed_tokens)
+        if not target.can_only_fail:
+            return left
+        self._take_mark(request)
+        return min(left, self._block_tokens)
+
+    def _take_mark(self, request: EngineRequest) -> None:
+        """Have vLLM heed the answer."""
+        if request.skip_reading_prefix_cache:
+            request.skip_reading_prefix_cache = False
+            self._unmarked.append(request)
+
+    def _give_marks_back(self) -> None:
+        for request in self._unmarked:
+            request.skip_reading_prefix_cache = True
+        self._unmarked.clear()
 
     def _lacks_grant(self, source: _Source) -> bool:
         """Whether a prefill would take the last blocks, and no target has blocks for it yet."""
         if self._mode is not Mode.PUSH or source.is_granted or self._room is None:
             return False
-        needed = -(-source.request.num_prompt_tokens // self._block_tokens)
-        return self._room.free_blocks() - needed < self._room.blocks
+        left = self._room.free_blocks() - self._blocks_of(source) - self._owed_blocks(source, self._room)
+        return left < self._room.blocks
+
+    def _blocks_of(self, source: _Source) -> int:
+        return -(-source.request.num_prompt_tokens // self._block_tokens)
+
+    def _owed_blocks(self, but: _Source, room: Room) -> int:
+        """What prefills other than `but` will still take that have begun without a grant."""
+        begun = [self._sources[name] for name in self._begun]
+        waiting = [source for source in begun if source is not but and not source.is_granted]
+        return sum(max(0, self._blocks_of(each) - room.held_blocks(each.request.request_id)) for each in waiting)
 
     def _why_never(self, source: _Source) -> str:
         """Why a prefill that has not begun need not begin at all."""
@@ -205,12 +245,15 @@ class SchedulerHalf:
         """Make a prefill a load that fails."""
         request = source.request
         del self._sources[request.request_id]
+        self._begun.discard(request.request_id)
         self._unstepped.pop(request.request_id, None)
         self._orders.append(SourceWithdraws(request.request_id, source.key))
         self._targets[request.request_id] = _Target(request.num_prompt_tokens, None, f"{named(request)}: {problem}")
 
     def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
         """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
+        if request.request_id in self._sources:
+            self._begun.add(request.request_id)
         target = self._targets.get(request.request_id)
         if target is None or target.phase is not _Phase.WAITING:
             return
@@ -220,15 +263,20 @@ class SchedulerHalf:
                 self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
             return
         target.phase = _Phase.LOADING
-        target.cached_tokens = target.tokens - external_tokens
         if target.wanted is None:
             self._orders.append(FailLoad(request.request_id, target.problem))
+        elif target.is_over:
+            self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
+            problem = f"{named(request)}: {target.wanted.key} ended before there were blocks for it"
+            self._orders.append(FailLoad(request.request_id, problem))
         else:
+            target.cached_tokens = target.tokens - external_tokens
             pull = Pull(target.wanted, blocks, target.tokens, target.cached_tokens)
             self._orders.append(TargetPulls(request.request_id, pull))
 
     def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""
+        self._begun.discard(request.request_id)
         self._unstepped.pop(request.request_id, None)
         source = self._sources.pop(request.request_id, None)
         if source is not None:
@@ -265,7 +313,9 @@ class SchedulerHalf:
         has_forward: bool,
     ) -> StepOrders:
         """Everything for the worker's next step; asked once per step."""
+        self._give_marks_back()
         for request_id in preempted:
+            self._begun.discard(request_id)
             source = self._sources.get(request_id)
             if source is not None and source.told_tokens:
                 source.told_tokens = 0
@@ -300,12 +350,14 @@ class SchedulerHalf:
 
     def take_report(self, report: StepReport) -> None:
         """What the worker tells after a step."""
-        if self._room is not None and (report.granted or report.ended):
+        if self._room is not None and (report.granted or report.ended & self._sources.keys()):
             self._progress_at = self._room.clock()
         for request_id in report.granted & self._sources.keys():
             self._sources[request_id].is_granted = True
         for request_id in report.ended & self._sources.keys():
             self._sources[request_id].is_over = True
+        for request_id in report.ended & self._targets.keys():
+            self._targets[request_id].is_over = True
         for request_id, record in report.landed.items():
             if (target := self._targets.get(request_id)) is not None:
                 target.record = record

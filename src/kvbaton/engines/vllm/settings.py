@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from kvbaton.config import HandoffSettings, Limits, Trust, parse_limits, parse_trust
-from kvbaton.core.addresses import ControlAddress, in_url
+from kvbaton.core.addresses import ControlAddress, in_url, is_host
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.discovery.advertise import is_wildcard
-from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S
+from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
+from kvbaton.discovery.messages import check_http_address
 from kvbaton.errors import ConfigError
 from kvbaton.transport.choose import AUTO, TRANSPORTS
 
@@ -32,8 +33,17 @@ _ELSEWHERE = {
     "host_ip": "give control_host",
     "read_mode": "give mode: 'pull' for true, 'push' for false",
     "recv_abort_timeout": "give transfer_timeout",
-    "backend": "give transport: 'local' or 'tcp'",
-    "backends": "give transport: 'local' or 'tcp'",
+    "backend": "give transport: 'local', 'tcp', or another that is known",
+    "backends": "give transport: 'local', 'tcp', or another that is known",
+    "num_threads": "a transport has as many threads as it needs; leave it out",
+    "qp_per_transfer": "transports are not tuned here; leave it out",
+    "post_batch_size": "transports are not tuned here; leave it out",
+    "num_workers": "transports are not tuned here; leave it out",
+    "kv_buffer_device": "the cache itself is registered; leave it out",
+    "engine_ttl": "peers are told apart by their incarnation and forgotten when they are gone; leave it out",
+    "bidirectional_kv_xfer": "caches go from prefill to decode instances only, so far; leave it out",
+    "kv_recompute_threshold": "caches go from prefill to decode instances only, so far; leave it out",
+    "decoder_kv_blocks_ttl": "caches go from prefill to decode instances only, so far; leave it out",
     "kv_lease_duration": "give defer_timeout",
     "push_registration_timeout": "give transfer_timeout",
     "enforce_handshake_compat": "peers that do not fit are always refused; leave it out",
@@ -45,7 +55,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `kv_connector_extra_config` may say.
 
     mode:             push (stream while computing) or pull (fetch when complete); both instances of a pair have the same
-    transport:        how cache bytes travel: local (same host) or tcp
+    transport:        how cache bytes travel: local (same host) or tcp; others are taken, and not tested with vLLM
     control_host:     where other instances reach this one
     control_port:     on which port; must be given
     advertise_host:   under which address others reach this instance, when that is not control_host
@@ -102,9 +112,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return HandoffSettings(mode=self.mode, integrity=self.integrity)
 
     def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
-        """Who is admitted as a peer."""
+        """Who is admitted as a peer. Raises ConfigError that names the key."""
         key_file = None if self.cluster_key_file is None else Path(self.cluster_key_file)
-        return parse_trust(key_file, environment, self.allow)
+        try:
+            return parse_trust(key_file, environment, self.allow)
+        except ConfigError as error:
+            raise _by_key(error) from error
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
@@ -130,7 +143,29 @@ def _hint(key: str) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
 
 
+def _by_key(error: ConfigError) -> ConfigError:
+    """What is wrong with an option, as it is wrong with a key."""
+    told = str(error)
+    for option, key in (("--allow", "allow"), ("--cluster-key-file", "cluster_key_file")):
+        told = told.replace(option, key)
+    return ConfigError(f"{_WHERE}: {told}")
+
+
 def _check(settings: ConnectorSettings) -> None:
+    _check_ports(settings)
+    _check_hosts(settings)
+    if settings.transport not in (AUTO, *TRANSPORTS):
+        known = ", ".join([AUTO, *sorted(TRANSPORTS)])
+        raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")
+    _check_routers(settings)
+    try:
+        _ = settings.limits
+        parse_trust(None, {}, settings.allow, resolve=lambda _: ())
+    except ConfigError as error:
+        raise _by_key(error) from error
+
+
+def _check_ports(settings: ConnectorSettings) -> None:
     if not 0 < settings.control_port < 65536:
         raise ConfigError(f"{_WHERE}: control_port is {settings.control_port}; it must be between 1 and 65535")
     if not 0 <= settings.handoffs_port < 65536 or settings.handoffs_port == settings.control_port:
@@ -138,18 +173,37 @@ def _check(settings: ConnectorSettings) -> None:
             f"{_WHERE}: handoffs_port is {settings.handoffs_port}; it must be between 1 and 65535 and not the control_port,"
             " or 0 to tell no timelines"
         )
+
+
+def _check_hosts(settings: ConnectorSettings) -> None:
+    """Names are looked up where the instance runs; here they must be such that they can be."""
+    hosts = {"control_host": settings.control_host, "advertise_host": settings.advertise_host}
+    for key, host in hosts.items():
+        is_left_out = key == "advertise_host" and not host
+        if not (is_left_out or is_wildcard(host) or is_host(host)):
+            raise ConfigError(f"{_WHERE}: {key} is {host!r}; give an IP address, without brackets, or a host name")
     if is_wildcard(settings.control_address.host):
+        key = "advertise_host" if settings.advertise_host else "control_host"
         raise ConfigError(
-            f"{_WHERE}: control_host is {settings.control_host!r}, where nobody can be told to come; give advertise_host"
+            f"{_WHERE}: {key} is {hosts[key]!r}, where nobody can be told to come; give advertise_host, an address of this"
+            " machine that others reach"
         )
-    if settings.transport not in (AUTO, *TRANSPORTS):
-        known = ", ".join([AUTO, *sorted(TRANSPORTS)])
-        raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")
+
+
+def _check_routers(settings: ConnectorSettings) -> None:
+    if not 0 < settings.heartbeat_s <= LONGEST_HEARTBEAT_S:
+        raise ConfigError(
+            f"{_WHERE}: heartbeat_s is {settings.heartbeat_s}; it must be above 0 and at most {LONGEST_HEARTBEAT_S:g}, routers"
+            " forget silent instances"
+        )
+    for router in settings.routers:
+        if (wrong := check_http_address(router)) is not None:
+            raise ConfigError(f"{_WHERE}: routers has {router!r}, which {wrong}; give a router's discovery address, host:port")
+    if settings.http_address and (wrong := check_http_address(settings.http_address)) is not None:
+        raise ConfigError(f"{_WHERE}: http_address is {settings.http_address!r}, which {wrong}; give host:port of the API here")
+    if is_wildcard(settings.http_address.rpartition(":")[0] or "127.0.0.1"):
+        raise ConfigError(f"{_WHERE}: http_address is {settings.http_address!r}, where nobody can be told to come")
     if settings.routers and not settings.http_address:
         raise ConfigError(
             f"{_WHERE}: routers are given, but no http_address; give host:port of this instance's API, so that they reach it"
         )
-    try:
-        _ = settings.limits
-    except ConfigError as error:
-        raise ConfigError(f"{_WHERE}: {error}") from error

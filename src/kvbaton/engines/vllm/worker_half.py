@@ -69,7 +69,7 @@ class Finished:
     report: StepReport = field(default_factory=StepReport)
 
     def __bool__(self) -> bool:
-        return bool(self.sending or self.receiving)
+        return bool(self.sending or self.receiving or self.report)
 
 
 @dataclass(slots=True)
@@ -178,11 +178,11 @@ class WorkerHalf:
                 self._offer(order)
             case SourceGivesUp():
                 if self._keep(order.request_id, order.key):
-                    self._port.cancel(order.key)
+                    self._port.cancel(order.key, Side.SOURCE)
             case SourceWithdraws():
                 if self._source(order.key, order.request_id) is not None:
                     del self._sources[order.key]
-                    self._port.cancel(order.key)
+                    self._port.cancel(order.key, Side.SOURCE)
             case TargetBegins():
                 self._begin_target(order)
             case TargetDeclines():
@@ -204,6 +204,7 @@ class WorkerHalf:
                 self._end_source(order.offer.key)
             case TargetBegins():
                 self._targets.pop(order.wanted.key, None)
+                self._finished.report.ended.add(order.request_id)
             case TargetPulls():
                 self._targets.pop(order.pull.key, None)
                 self._report_failed(order.request_id)
@@ -265,7 +266,7 @@ class WorkerHalf:
         for key in self._undrained:
             log.error("hand-off %s: not drained within %g s after it was retracted; giving it up", key, self._drain_s)
             try:
-                self._port.cancel(key)
+                self._port.cancel(key, Side.SOURCE)
             except KVBatonError:
                 log.exception("hand-off %s: could not be given up", key)
         self._undrained.clear()
@@ -276,6 +277,7 @@ class WorkerHalf:
         key = order.wanted.key
         if key in self._targets:
             log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
+            self._finished.report.ended.add(order.request_id)
             return
         self._targets[key] = _Target(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
         self._port.expect_source(order.wanted)
@@ -299,7 +301,7 @@ class WorkerHalf:
         if target is not None:
             target.is_over = True
             self._settle_target(order.key, target)
-            self._port.cancel(order.key)
+            self._port.cancel(order.key, Side.TARGET)
 
     # What the agents decided.
 
@@ -323,6 +325,8 @@ class WorkerHalf:
                 self._count_target(event)
                 if (target := self._targets.get(event.key)) is not None:
                     target.end = event
+                    if not (target.is_pulled or target.is_over):
+                        self._finished.report.ended.add(target.request_id)
                     self._settle_target(event.key, target)
 
     def _count_target(self, event: Landed | TargetEnded) -> None:

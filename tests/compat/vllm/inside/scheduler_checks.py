@@ -6,165 +6,21 @@ by itself that every id is told once, and only while it waits for it. Arguments:
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
+from scheduler_engine import BLOCK_TOKENS, Engine, key_of, landed, prompt
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm_rig import EXTERNAL_ID, INFO, LAYERS, ScriptedPort, source_params, target_params
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import Request
+from vllm_rig import source_params, target_params
 
-from kvbaton.agent.engine_port import Drained, Granted, HandoffStats, Landed, SourceEnded, TargetEnded
-from kvbaton.core.handoff import Aux, HandoffKey, Outcome, TransferId
-from kvbaton.engines.vllm.connector import _WorkerMetadata
-from kvbaton.engines.vllm.worker_half import WorkerHalf
-
-BLOCK_TOKENS = 16
-_ROLES = {"source": "kv_producer", "target": "kv_consumer", "both": "kv_both"}
-
-
-def key_of(transfer_id: str) -> HandoffKey:
-    return HandoffKey(TransferId(transfer_id), 0, 0)
-
-
-class Engine:
-    """vLLM's scheduler with our connector, stepped by hand; a token is sampled wherever a prompt is complete."""
-
-    def __init__(self, role: str, model: str, policy: str = "fail", blocks: int = 65, mode: str = "push") -> None:
-        config = _config(role, model, policy, mode)
-        config.cache_config.num_gpu_blocks = blocks
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=_caches(blocks),
-            structured_output_manager=StructuredOutputManager(config),
-            log_stats=True,
-            block_size=BLOCK_TOKENS,
-        )
-        connector: Any = self.scheduler.connector
-        connector._half.meet_worker(INFO)
-        self.connector = connector
-        self.port = ScriptedPort()
-        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, 0.01)
-        self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.blocks = blocks - 1
-
-    @property
-    def free_blocks(self) -> int:
-        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-    def add(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        params: dict[str, Any] | None = None,
-        max_tokens: int = 1,
-        is_refused: bool = False,
-    ) -> Request:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, extra_args={"kv_transfer_params": params})
-        sampling.ignore_eos = True
-        request = Request(
-            f"cmpl-{EXTERNAL_ID}-0-{name}",
-            list(tokens),
-            sampling,
-            None,
-            block_hasher=self.hasher,
-            abort_immediately=is_refused,
-        )
-        self.scheduler.add_request(request)
-        return request
-
-    def abort(self, request: Request) -> None:
-        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-
-    def step(self) -> tuple[dict[str, int], list[Any]]:
-        """One step: how many tokens of which request were computed, and what went out."""
-        output = self.scheduler.schedule()
-        self.worker.begin_step(output.kv_connector_metadata.orders)
-        if output.total_num_scheduled_tokens:
-            for layer in range(LAYERS):
-                self.worker.layer_computed(layer)
-        self.worker.forward_done()
-        finished = self.worker.end_step()
-        told = KVConnectorOutput(
-            finished_sending=finished.sending or None,
-            finished_recving=finished.receiving or None,
-            failed_recving=finished.failed,
-            kv_connector_worker_meta=_WorkerMetadata(finished.report),
-        )
-        scheduled = dict(output.num_scheduled_tokens)
-        names = list(scheduled)
-        sampled = [[7] if self._is_complete(name) else [] for name in names]
-        runner = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=told)
-        outputs = self.scheduler.update_from_output(output, runner)
-        return scheduled, [each for group in outputs.values() for each in group.outputs]
-
-    def run(self, steps: int) -> list[Any]:
-        return [each for _ in range(steps) for each in self.step()[1]]
-
-    def _is_complete(self, name: str) -> bool:
-        request = self.scheduler.requests[name]
-        return bool(request.num_computed_tokens >= request.num_tokens)
-
-    def assert_at_rest(self) -> None:
-        assert self.free_blocks == self.blocks, f"{self.blocks - self.free_blocks} blocks are not back"
-        assert not self.scheduler.requests, list(self.scheduler.requests)
-        assert self.worker.live == self.connector._half.live == 0
-
-
-@functools.cache
-def _config(role: str, model: str, policy: str, mode: str) -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="KVBatonConnector",
-        kv_connector_module_path="kvbaton.engines.vllm",
-        kv_role=_ROLES[role],
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={"control_port": 7001, "mode": mode},
-    )
-    model_config = ModelConfig(model=model, dtype="float32", max_model_len=512)
-    cache = CacheConfig(block_size=BLOCK_TOKENS, gpu_memory_utilization=0.9, enable_prefix_caching=True)
-    scheduler = SchedulerConfig(
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        max_model_len=512,
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-        async_scheduling=False,
-    )
-    config = VllmConfig(
-        model_config=model_config,
-        cache_config=cache,
-        scheduler_config=scheduler,
-        kv_transfer_config=transfer,
-        device_config=DeviceConfig("cpu"),
-    )
-    config.cache_config.block_size = BLOCK_TOKENS
-    return config
-
-
-def _caches(blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [1000 * seed + index for index in range(length)]
-
-
-def landed(transfer_id: str) -> Landed:
-    return Landed(key_of(transfer_id), Aux(7, 0.0), HandoffStats(1, 1, 0.0, 0.0, "local"))
-
+from kvbaton.agent.engine_port import Drained, Granted, SourceEnded, TargetEnded
+from kvbaton.core.handoff import HandoffKey, Outcome
 
 # What becomes of a prefill.
 
@@ -253,6 +109,42 @@ def source_without_a_grant_leaves_room_for_the_largest_request(model: str) -> No
     engine.assert_at_rest()
 
 
+def sources_without_a_grant_leave_room_when_they_are_computed_in_chunks(model: str) -> None:
+    """A step computes one block of each of two prompts of eight; when the second comes, the first has one."""
+    engine = Engine("source", model, blocks=32 + 8 + 6 + 1)
+    settings = engine.scheduler.scheduler_config
+    threshold, settings.long_prefill_token_threshold = settings.long_prefill_token_threshold, BLOCK_TOKENS
+    try:
+        for index in range(2):
+            engine.add(f"{index:08x}", prompt(128, index), source_params(f"tx-{index}"))
+        for _ in range(20):
+            engine.step()
+            assert engine.free_blocks >= 32, "512 tokens do not fit any more"
+        for index in range(2):
+            engine.port.push(SourceEnded(key_of(f"tx-{index}"), Outcome.DELIVERED))
+            engine.run(12)
+    finally:
+        settings.long_prefill_token_threshold = threshold
+    engine.assert_at_rest()
+
+
+def source_with_prompt_logprobs_leaves_room_too_and_computes_every_token(model: str) -> None:
+    """vLLM asks the connector and ignores what it says, unless it is kept from that."""
+    engine = Engine("source", model, blocks=32 + 3 + 1)
+    engine.add("a", prompt(32, 1), source_params("tx-0"))
+    engine.run(2)
+    request = engine.add("b", prompt(32, 1), source_params("tx-1"), prompt_logprobs=1)
+    engine.run(3)
+    assert engine.free_blocks == 33
+    engine.port.push(Granted(key_of("tx-1")))
+    seen = [engine.step()[0].get(request.request_id, 0) for _ in range(4)]
+    assert sum(seen) == 32, "its prompt is in the prefix cache, and prompt_logprobs must not use that"
+    for index in range(2):
+        engine.port.push(SourceEnded(key_of(f"tx-{index}"), Outcome.DELIVERED))
+    engine.run(2)
+    engine.assert_at_rest()
+
+
 # What becomes of a load.
 
 
@@ -322,6 +214,53 @@ def target_whose_load_failed_is_computed_where_that_is_the_policy(model: str) ->
     engine.assert_at_rest()
 
 
+def bad_parameters_fail_a_request_with_prompt_logprobs_too(model: str) -> None:
+    bad = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "tx"}
+    engine = Engine("target", model)
+    engine.add("a", prompt(40), bad, prompt_logprobs=1)
+    outputs = engine.run(3)
+    assert [str(output.finish_reason) for output in outputs] == ["error"], outputs
+    engine.assert_at_rest()
+    engine = Engine("target", model, "recompute")
+    engine.add("a", prompt(40))
+    engine.run(2)
+    request = engine.add("b", prompt(40), bad, prompt_logprobs=1)
+    seen = [engine.step()[0].get(request.request_id, 0) for _ in range(4)]
+    assert sum(seen) == 40, "where that is the policy it is computed, without the prefix cache"
+    engine.assert_at_rest()
+
+
+def _asked(engine: Engine) -> list[int]:
+    """For how many tokens from elsewhere blocks are allocated from now on, in turn."""
+    half, asked = engine.connector._half, []
+    allocated = half.allocated
+
+    def noting(request: Any, blocks: Any, external_tokens: int) -> None:
+        asked.append(external_tokens)
+        allocated(request, blocks, external_tokens)
+
+    half.allocated = noting
+    return asked
+
+
+def target_whose_hand_off_ended_before_it_had_blocks_takes_one_to_fail(model: str) -> None:
+    for policy, ends in (("fail", "error"), ("recompute", "length")):
+        engine = Engine("target", model, policy, blocks=9)
+        big = engine.add("big", prompt(100, 4), max_tokens=20)
+        engine.run(2)
+        engine.add("a", prompt(60, 5), target_params("tx"))
+        engine.run(1)
+        engine.port.push(TargetEnded(key_of("tx"), Outcome.FAILED, "lost"))
+        engine.run(2)
+        asked = _asked(engine)
+        engine.abort(big)
+        outputs = [each for each in engine.run(4) if each.request_id != big.request_id]
+        assert asked[0] == BLOCK_TOKENS, asked
+        assert [str(output.finish_reason) for output in outputs if output.finish_reason] == [ends], outputs
+        assert engine.port.names() == ["expect_source", "cancel"], "its one block was never to be filled"
+        engine.assert_at_rest()
+
+
 def nothing_of_a_failed_load_enters_the_prefix_cache(model: str) -> None:
     engine = Engine("target", model)
     engine.add("a", prompt(40), target_params("tx"))
@@ -376,9 +315,19 @@ def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
 
 def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str) -> None:
     """Random requests, ends and aborts, in any order; vLLM's own assertions are the check."""
-    for seed in range(60):
+    _anything(model, range(60), is_async=False)
+
+
+def the_same_with_steps_that_overlap(model: str) -> None:
+    """vLLM schedules the next step before it hears of the last one (async_scheduling)."""
+    _anything(model, range(100, 130), is_async=True)
+
+
+def _anything(model: str, seeds: Iterable[int], *, is_async: bool) -> None:
+    for seed in seeds:
         generator = random.Random(seed)
-        engine = Engine("both", model, generator.choice(["fail", "recompute"]), generator.choice([34, 65]))
+        policy, blocks = generator.choice(["fail", "recompute"]), generator.choice([34, 65])
+        engine = Engine("both", model, policy, blocks, is_async=is_async)
         live: dict[str, Request] = {}
         ended: set[str] = set()
         for number in range(60):
@@ -390,6 +339,7 @@ def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str)
             engine.step()
             if not engine.scheduler.requests and not engine.worker.live:
                 break
+        engine.run(3)
         engine.assert_at_rest()
 
 
@@ -438,16 +388,21 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     source_aborted_in_mid_prefill,
     source_preempted_in_mid_prefill_is_retracted_before_the_next_forward,
     source_without_a_grant_leaves_room_for_the_largest_request,
+    sources_without_a_grant_leave_room_when_they_are_computed_in_chunks,
+    source_with_prompt_logprobs_leaves_room_too_and_computes_every_token,
     target_waits_without_keeping_others_waiting_and_computes_one_token,
     target_that_finds_no_blocks_asks_for_none_and_is_served_later,
     target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes,
     target_whose_load_failed_ends_with_an_error,
     target_whose_load_failed_is_computed_where_that_is_the_policy,
+    bad_parameters_fail_a_request_with_prompt_logprobs_too,
+    target_whose_hand_off_ended_before_it_had_blocks_takes_one_to_fail,
     nothing_of_a_failed_load_enters_the_prefix_cache,
     what_landed_is_cached_and_not_asked_for_again,
     target_preempted_after_it_landed_computes_by_itself,
     a_request_refused_before_admission_lets_its_source_go,
     whatever_happens_each_id_is_told_once_and_every_block_comes_back,
+    the_same_with_steps_that_overlap,
 )
 
 

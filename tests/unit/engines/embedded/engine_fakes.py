@@ -27,7 +27,7 @@ from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import BlockLists, HandoffKey, Mode, Outcome, RequestId, TransferId
 from kvbaton.core.handoff import Span as HandoffSpan
-from kvbaton.core.timeline import Note
+from kvbaton.core.timeline import Note, Side
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
@@ -245,7 +245,7 @@ class FakePort:
     def decline(self, wanted: SourceWanted, reason: str) -> None:
         self.declined.append((wanted, reason))
 
-    def cancel(self, key: HandoffKey) -> None:
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)
         if key in self.expected_targets and key not in self.offers:
             self.news.append(SourceEnded(key, Outcome.CANCELLED, "cancelled"))

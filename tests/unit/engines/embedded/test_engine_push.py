@@ -306,10 +306,10 @@ class TestEnds:
         class FullPort(FakePort):
             is_full = True
 
-            def cancel(self, key: HandoffKey) -> None:
+            def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
                 if self.is_full:
                     raise LocalError("the agent has too many commands waiting")
-                super().cancel(key)
+                super().cancel(key, side)
 
         bench = Bench(port=FullPort(), context_tokens=32, handoff=PUSH, step_tokens=8)
         answers = [push(bench, name) for name in ("a", "b")]

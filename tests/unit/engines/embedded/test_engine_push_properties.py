@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvbaton.agent.engine_port import Drained, EngineEvent, HandoffStats, Landed, Offer, SourceEnded, TargetEnded
 from kvbaton.config import HandoffSettings, OnFailure
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode, Outcome, Span, span_problem
+from kvbaton.core.timeline import Side
 from kvbaton.engines.embedded.request import FinishReason, FromSource, ToTarget
 from kvbaton.engines.embedded.scheduler import Scheduler
 from kvbaton.engines.embedded.sequence import Sequence as EngineSequence
@@ -59,7 +60,7 @@ class WatchedPort(FakePort):
         self._demand(not problem, f"{offer.key}: {problem}")
         self._announce(offer.key, offer.blocks, whole)
 
-    def cancel(self, key: HandoffKey) -> None:
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)
 
     def forget(self, key: HandoffKey, event: EngineEvent) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_rig import BLOCK_TOKENS, Request, Rig, key_of, source_params
 
@@ -20,10 +20,11 @@ class World:
 
     free: int
     now: float = 0.0
+    held: dict[str, int] = field(default_factory=dict)
 
     def rig(self, mode: Mode = Mode.PUSH) -> Rig:
         """Halves in this world."""
-        return Rig(mode, room=Room(RESERVED, WAIT_S, lambda: self.free, lambda: self.now))
+        return Rig(mode, room=Room(RESERVED, WAIT_S, lambda: self.free, lambda name: self.held.get(name, 0), lambda: self.now))
 
 
 def begun(rig: Rig, transfer_id: str = "tx-1", name: str = "1a2b3c4d") -> Request:
@@ -75,8 +76,8 @@ def test_a_prefill_that_nobody_comes_for_becomes_a_load_that_fails() -> None:
     rig.step()
     world.now = WAIT_S
     tokens = rig.scheduler.matched_tokens(request, 0)
-    assert tokens == request.num_prompt_tokens
-    rig.scheduler.allocated(request, ((1, 2),), tokens)
+    assert tokens == BLOCK_TOKENS, "one block is enough to fail"
+    rig.scheduler.allocated(request, ((1,),), tokens)
     finished = rig.step()
     assert finished.failed == {request.request_id}
     assert not finished.sending
@@ -98,7 +99,7 @@ def test_queueing_costs_no_patience_while_others_have_their_turn() -> None:
         rig.step()
     assert rig.scheduler.matched_tokens(last, 0) is None
     world.now += WAIT_S
-    assert rig.scheduler.matched_tokens(last, 0) == last.num_prompt_tokens, "now nobody's turn comes any more"
+    assert rig.scheduler.matched_tokens(last, 0) == BLOCK_TOKENS, "now nobody's turn comes any more"
 
 
 def test_one_that_has_to_start_again_waits_anew() -> None:
@@ -112,7 +113,7 @@ def test_one_that_has_to_start_again_waits_anew() -> None:
     world.free, world.now = 0, 2 * WAIT_S
     assert rig.scheduler.matched_tokens(request, 0) is None
     world.now += WAIT_S
-    assert rig.scheduler.matched_tokens(request, 0) == request.num_prompt_tokens
+    assert rig.scheduler.matched_tokens(request, 0) == BLOCK_TOKENS
 
 
 def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> None:
@@ -123,7 +124,70 @@ def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> Non
     rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
     rig.step()
     tokens = rig.scheduler.matched_tokens(request, 0)
-    assert tokens == request.num_prompt_tokens
-    rig.scheduler.allocated(request, ((1, 2),), tokens)
+    assert tokens == BLOCK_TOKENS
+    rig.scheduler.allocated(request, ((1,),), tokens)
     assert rig.step().failed == {request.request_id}
     assert rig.worker.live == 0
+
+
+def test_what_others_have_begun_without_a_grant_will_still_need_is_not_free() -> None:
+    """Two prefills of two blocks each, computed in chunks: the first has one of its blocks so far."""
+    world = World(free=RESERVED + 2)
+    rig = world.rig()
+    first, second = begun(rig), begun(rig, "tx-2", "ffffffff")
+    assert rig.scheduler.matched_tokens(first, 0) == 0
+    rig.scheduler.allocated(first, ((1,),), 0)
+    world.held[first.request_id], world.free = 1, RESERVED + 2
+    assert rig.scheduler.matched_tokens(second, 0) is None, "one of the free blocks belongs to the first"
+    world.held[first.request_id] = 2
+    assert rig.scheduler.matched_tokens(second, 0) == 0
+
+
+def test_what_has_a_grant_or_was_preempted_or_is_over_owes_nothing() -> None:
+    world = World(free=RESERVED + 2)
+    rig = world.rig()
+    first, second = begun(rig), begun(rig, "tx-2", "ffffffff")
+    rig.scheduler.allocated(first, ((1,),), 0)
+    world.held[first.request_id] = 1
+    assert rig.scheduler.matched_tokens(second, 0) is None
+    rig.step(preempted=[first.request_id])
+    assert rig.scheduler.matched_tokens(second, 0) == 0
+    rig.scheduler.allocated(first, ((1,),), 0)
+    assert rig.scheduler.matched_tokens(second, 0) is None
+    rig.port.push(Granted(key_of()))
+    rig.step()
+    assert rig.scheduler.matched_tokens(second, 0) == 0, "it may take what is kept for it"
+    rig.scheduler.finish(first, ((1,),))
+    assert rig.scheduler.matched_tokens(second, 0) == 0
+
+
+def has_mark(request: Request) -> bool:
+    return request.skip_reading_prefix_cache
+
+
+def test_a_prefill_that_may_not_read_the_prefix_cache_waits_for_its_grant_too() -> None:
+    """vLLM ignores what it is told of a request with the mark, and has used the prefix cache for one without it."""
+    rig = World(free=RESERVED + 1).rig()
+    request = begun(rig)
+    request.skip_reading_prefix_cache = True
+    for _ in range(2):
+        assert rig.scheduler.matched_tokens(request, 0) is None
+        assert not has_mark(request)
+        rig.step()
+        assert has_mark(request)
+    rig.port.push(Granted(key_of()))
+    rig.step()
+    assert rig.scheduler.matched_tokens(request, 0) == 0
+    assert has_mark(request)
+
+
+def test_a_grant_that_is_there_is_told_without_a_wait_for_more() -> None:
+    rig = World(free=0).rig()
+    begun(rig)
+    rig.step()
+    waits = rig.port.news.waits
+    rig.port.push(Granted(key_of()))
+    assert rig.step().report.granted
+    assert rig.port.news.waits == waits
+    rig.step()
+    assert rig.port.news.waits == waits + 1, "an idle step waits for news"

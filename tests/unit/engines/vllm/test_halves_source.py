@@ -148,7 +148,7 @@ def test_an_id_that_is_used_again_while_its_hand_off_is_ending_fails_at_once() -
     finished(rig, first)
     second = begun(rig, request_id="cmpl-x-0-second")
     rig.step()
-    assert rig.scheduler.matched_tokens(second, 0) == second.num_prompt_tokens, "a load"
+    assert rig.scheduler.matched_tokens(second, 0) == BLOCK_TOKENS, "a load"
     rig.scheduler.allocated(second, BLOCKS, second.num_prompt_tokens)
     assert rig.step().failed == {second.request_id}
     rig.port.push(SourceEnded(key_of(), Outcome.DELIVERED))
@@ -199,7 +199,7 @@ def test_what_was_never_told_need_not_be_retracted() -> None:
 def assert_fails(rig: Rig, request: Request) -> None:
     """It is told to wait for a load, and the load fails: vLLM's policy decides what becomes of it."""
     tokens = rig.scheduler.matched_tokens(request, 0)
-    assert tokens == request.num_prompt_tokens
+    assert tokens == BLOCK_TOKENS
     rig.scheduler.allocated(request, BLOCKS, tokens)
     assert rig.step().failed == {request.request_id}
     assert rig.scheduler.matched_tokens(request, 0) == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_rig import Request, Rig, Status, key_of, target_params
+from vllm_rig import BLOCK_TOKENS, Request, Rig, Status, key_of, source_params, target_params
 
 from kvbaton.agent.engine_port import HandoffStats, Landed, TargetEnded
 from kvbaton.core.handoff import Aux, Mode, Outcome
+from kvbaton.core.timeline import Side
 from kvbaton.engines.vllm.scheduler_half import Computing
 
 BLOCKS = ((3, 9, 4),)
@@ -29,6 +30,13 @@ def loading(rig: Rig, request: Request, cached: int = 0) -> None:
     tokens = rig.scheduler.matched_tokens(request, cached)
     assert tokens == request.num_prompt_tokens - cached
     rig.scheduler.allocated(request, BLOCKS, tokens)
+
+
+def failing(rig: Rig, request: Request, cached: int = 0) -> None:
+    """The same for a load that can only fail: one block is enough for it."""
+    tokens = rig.scheduler.matched_tokens(request, cached)
+    assert tokens == min(BLOCK_TOKENS, request.num_prompt_tokens - cached)
+    rig.scheduler.allocated(request, BLOCKS[:1], tokens)
 
 
 def finish(rig: Rig, request: Request, status: Status) -> dict[str, Any]:
@@ -99,7 +107,7 @@ def test_a_failure_that_comes_before_there_are_blocks_is_told_when_vllm_waits_fo
     rig.step()
     rig.port.push(FAILED)
     assert not rig.step().receiving
-    loading(rig, request)
+    failing(rig, request)
     assert rig.step().failed == {request.request_id}
     assert "pull" not in rig.port.names()
     assert rig.worker.live == 0
@@ -194,7 +202,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_bad_parameters_fail_their_load_and_nothing_else(name: str) -> None:
     rig = Rig()
     request = begun(rig, BAD[name])
-    loading(rig, request)
+    failing(rig, request)
     finished = rig.step()
     assert finished.receiving == finished.failed == {request.request_id}
     assert rig.port.calls == []
@@ -206,14 +214,14 @@ def test_bad_parameters_fail_their_load_and_nothing_else(name: str) -> None:
 def test_a_request_that_names_no_source_fails_its_load(request_id: str) -> None:
     rig = Rig()
     request = begun(rig, request_id=request_id)
-    loading(rig, request)
+    failing(rig, request)
     assert rig.step().failed == {request_id}
 
 
 def test_an_instance_that_is_no_target_fails_the_load() -> None:
     rig = Rig(is_target=False)
     request = begun(rig)
-    loading(rig, request)
+    failing(rig, request)
     assert rig.step().failed == {request.request_id}
     assert rig.port.calls == []
 
@@ -223,7 +231,8 @@ def test_two_requests_of_one_hand_off_never_share_it() -> None:
     first = begun(rig)
     second = begun(rig, request_id=first.request_id.replace("1a2b3c4d", "ffffffff"))
     loading(rig, first)
-    loading(rig, second)
+    rig.step()
+    failing(rig, second)
     finished = rig.step()
     assert finished.receiving == finished.failed == {second.request_id}
     rig.port.push(LANDED)
@@ -250,3 +259,56 @@ def test_agents_that_refuse_a_pull_fail_the_load() -> None:
     rig.port.is_stuck = True
     assert rig.step().failed == {request.request_id}
     assert rig.worker.live == 0
+
+
+def has_mark(request: Request) -> bool:
+    return request.skip_reading_prefix_cache
+
+
+def test_a_request_that_may_not_read_the_prefix_cache_fails_for_bad_parameters_too() -> None:
+    """vLLM would ignore the load and answer it; the mark is back before anything could be computed."""
+    rig = Rig()
+    request = begun(rig, BAD["both sides"], skip_reading_prefix_cache=True)
+    tokens = rig.scheduler.matched_tokens(request, 0)
+    assert tokens
+    assert not has_mark(request), "else vLLM makes nothing of the answer"
+    rig.scheduler.allocated(request, BLOCKS, tokens)
+    assert rig.step().failed == {request.request_id}
+    assert has_mark(request)
+
+
+def test_a_sound_request_that_may_not_read_the_prefix_cache_keeps_its_mark() -> None:
+    rig = Rig()
+    request = begun(rig, skip_reading_prefix_cache=True)
+    rig.scheduler.matched_tokens(request, 0)
+    assert request.skip_reading_prefix_cache
+
+
+def test_a_target_whose_hand_off_is_over_asks_for_no_more_than_it_takes_to_fail() -> None:
+    rig = Rig()
+    request = begun(rig)
+    assert rig.scheduler.matched_tokens(request, 0) == request.num_prompt_tokens
+    rig.step()
+    rig.port.push(FAILED)
+    assert rig.step().report.ended == {request.request_id}
+    failing(rig, request)
+    assert rig.step().failed == {request.request_id}
+    assert "pull" not in rig.port.names(), "the blocks of so small a load must never be filled"
+    record = finish(rig, request, Status.FINISHED_ERROR)
+    assert record["cached_tokens"] == 0
+    assert rig.worker.live == rig.scheduler.live == 0
+
+
+def test_a_target_that_is_given_up_leaves_a_source_of_the_same_key_alone() -> None:
+    """An instance of kv_both may be both, for two requests."""
+    rig = Rig()
+    target = begun(rig)
+    source = begun(rig, source_params(), request_id=target.request_id.replace("1a2b3c4d", "ffffffff"))
+    rig.step()
+    finish(rig, target, Status.FINISHED_ABORTED)
+    rig.step()
+    assert rig.port.calls[-1] == ("cancel", (key_of(), Side.TARGET))
+    source.status = Status.FINISHED_ABORTED
+    rig.scheduler.finish(source, BLOCKS)
+    rig.step()
+    assert rig.port.calls[-1] == ("cancel", (key_of(), Side.SOURCE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -92,3 +94,29 @@ def test_one_that_is_stopped_before_its_api_answers_never_registers() -> None:
     late.start()
     late.stop()
     assert voice.said == ["stop"]
+
+
+def test_an_api_that_never_answers_is_told_of_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vLLM that speaks HTTPS would wait silently for ever."""
+    monkeypatch.setattr(registration, "_LOOK_S", 0.001)
+    monkeypatch.setattr(logging.getLogger("kvbaton"), "propagate", True)
+    looks = itertools.count()
+    late = LateAnnouncer(cast(Announcer, Voice()), "10.0.0.5:8443", lambda _: False, lambda: float(next(looks)))
+    late.start()
+    wait_until(lambda: len(caplog.messages) >= 2, "it says so twice")
+    late.stop()
+    assert "http://10.0.0.5:8443/health has not answered for 300 s" in caplog.messages[0]
+    assert "--ssl-certfile" in caplog.messages[0]
+    assert next(looks) > 2 * 300
+
+
+def test_nothing_is_said_of_an_api_that_is_only_slow(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(registration, "_LOOK_S", 0.001)
+    voice, looks = Voice(), itertools.count()
+    late = LateAnnouncer(cast(Announcer, voice), "10.0.0.5:8443", lambda _: next(looks) > 100, lambda: 299.0)
+    late.start()
+    wait_until(lambda: voice.said == ["start"], "it registers")
+    late.stop()
+    assert caplog.messages == []

@@ -8,7 +8,7 @@ import pytest
 from vllm_rig import EXTERNAL_ID, Request, source_params, target_params
 
 from kvbaton.core.handoff import Mode
-from kvbaton.engines.vllm.requests import indices, named, prompt_digest, read_wish
+from kvbaton.engines.vllm.requests import AutomaticIds, indices, named, prompt_digest, read_wish
 
 IDS = {
     f"cmpl-{EXTERNAL_ID}-0-1a2b3c4d": (0, 0),
@@ -18,6 +18,15 @@ IDS = {
     f"11_chatcmpl-{EXTERNAL_ID}-1a2b3c4d": (0, 11),
     f"chatcmpl-{EXTERNAL_ID}-12345678": (0, 0),
     f"chatcmpl-{EXTERNAL_ID}": (0, 0),
+    f"chatcmpl-{EXTERNAL_ID}_0-1a2b3c4d": (0, 0),
+    f"chatcmpl-{EXTERNAL_ID}_12-1a2b3c4d": (12, 0),
+    f"3_chatcmpl-{EXTERNAL_ID}_2": (2, 3),
+    "chatcmpl-x-7-12345678": (0, 0),
+    "cmpl-chatcmpl-x-4-1a2b3c4d": (4, 0),
+    "2_cmpl-chatcmpl-x-4-1a2b3c4d": (4, 2),
+    "chatcmpl-cmpl-x-4-1a2b3c4d": (0, 0),
+    "generate-tokens-cmpl-x-4-1a2b3c4d": (4, 0),
+    "generate-tokens-x-4-1a2b3c4d": (0, 0),
     "": (0, 0),
 }
 
@@ -28,8 +37,8 @@ def test_prompt_and_sample_come_from_the_id(request_id: str) -> None:
 
 
 def test_both_sides_have_the_same_key_although_vllm_renames_them() -> None:
-    source = read_wish(Request(source_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-aaaaaaaa"), Mode.PUSH)
-    target = read_wish(Request(target_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-bbbbbbbb"), Mode.PUSH)
+    source = read_wish(Request(source_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-aaaaaaaa"), Mode.PUSH, AutomaticIds())
+    target = read_wish(Request(target_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-bbbbbbbb"), Mode.PUSH, AutomaticIds())
     assert source is not None
     assert target is not None
     assert source.key == target.key
@@ -48,7 +57,7 @@ def test_the_digest_sees_tokens_images_and_adapters() -> None:
 
 
 def test_a_prompt_without_token_ids_cannot_be_handed_off() -> None:
-    wish = read_wish(Request(source_params(), prompt_token_ids=None), Mode.PUSH)
+    wish = read_wish(Request(source_params(), prompt_token_ids=None), Mode.PUSH, AutomaticIds())
     assert wish is not None
     assert "without token ids" in wish.problem
 
@@ -62,7 +71,44 @@ def test_log_lines_name_the_transfer() -> None:
 @pytest.mark.parametrize("transfer_id", ["tx\nERROR a line of its own", "tx\x1b[2J", "tx\u2028"])
 def test_a_transfer_id_never_makes_log_lines_of_its_own(transfer_id: str) -> None:
     request = Request(source_params(transfer_id))
-    wish = read_wish(request, Mode.PUSH)
+    wish = read_wish(request, Mode.PUSH, AutomaticIds())
     assert wish is not None
     assert "cannot be printed" in wish.problem
     assert (wish.problem + named(request)).isprintable()
+
+
+NO_ID = {"do_remote_decode": True}
+
+
+def automatic(ids: AutomaticIds, request_id: str) -> tuple[str, int, int]:
+    wish = read_wish(Request(NO_ID, request_id=request_id), Mode.PUSH, ids)
+    assert wish is not None
+    assert wish.key is not None
+    return wish.key.transfer_id, wish.key.prompt_index, wish.key.sample_index
+
+
+TOGETHER = {
+    "completions": ["cmpl-x-0-aaaaaaaa", "1_cmpl-x-0-aaaaaaaa", "cmpl-x-1-bbbbbbbb", "1_cmpl-x-1-bbbbbbbb"],
+    "chat": ["0_chatcmpl-x-aaaaaaaa", "1_chatcmpl-x-aaaaaaaa"],
+    "batch of chats": ["chatcmpl-x_0-aaaaaaaa", "chatcmpl-x_1-bbbbbbbb"],
+    "not made random": ["cmpl-x-0", "cmpl-x-1"],
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_without_a_transfer_id_all_of_one_http_request_get_the_same(name: str) -> None:
+    """The answer to the router carries one transfer id for all of them."""
+    ids = AutomaticIds()
+    keys = [automatic(ids, request_id) for request_id in TOGETHER[name]]
+    assert len({transfer_id for transfer_id, _, _ in keys}) == 1
+    assert len(set(keys)) == len(keys)
+    assert automatic(ids, "cmpl-y-0-aaaaaaaa")[0] != keys[0][0]
+
+
+def test_a_request_id_that_is_used_again_gets_another_automatic_transfer_id() -> None:
+    """A client that asks again under its id must not meet what is left of its first request."""
+    ids = AutomaticIds()
+    first = [automatic(ids, f"cmpl-x-{prompt}-aaaaaaaa") for prompt in range(2)]
+    again = [automatic(ids, f"cmpl-x-{prompt}-bbbbbbbb") for prompt in range(2)]
+    assert again[0][0] == again[1][0] != first[0][0]
+    assert automatic(AutomaticIds(), "cmpl-x-0-aaaaaaaa") not in first, "nobody can guess it"

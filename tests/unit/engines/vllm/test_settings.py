@@ -56,6 +56,27 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"control_port": 1, "defer_timeout": math.inf}, "defer_timeout is inf"),
     "word": ({"control_port": 1, "retry": "soon"}, r"\$\.retry"),
     "unreachable": ({"control_port": 1, "routers": ["127.0.0.1:9"]}, "no http_address"),
+    "heartbeat below 0": ({"control_port": 1, "heartbeat_s": -1}, "heartbeat_s is -1"),
+    "heartbeat 0": ({"control_port": 1, "heartbeat_s": 0}, "heartbeat_s is 0"),
+    "heartbeat nan": ({"control_port": 1, "heartbeat_s": math.nan}, "heartbeat_s is nan"),
+    "heartbeat infinite": ({"control_port": 1, "heartbeat_s": math.inf}, "heartbeat_s is inf"),
+    "heartbeat too rare": ({"control_port": 1, "heartbeat_s": 3.5}, "heartbeat_s is 3.5"),
+    "api": ({"control_port": 1, "http_address": "nonsense"}, "http_address is 'nonsense', which is not host:port"),
+    "api with a scheme": ({"control_port": 1, "http_address": "https://h:1"}, "http_address is .* has a scheme"),
+    "api everywhere": ({"control_port": 1, "http_address": "0.0.0.0:1"}, "http_address is .* nobody"),
+    "router": ({"control_port": 1, "http_address": "h:1", "routers": ["x"]}, "routers has 'x', which is not host:port"),
+    "control host": ({"control_port": 1, "control_host": "a b"}, "control_host is 'a b'"),
+    "bracketed host": ({"control_port": 1, "control_host": "[::1]"}, "control_host is .* without brackets"),
+    "advertised host": ({"control_port": 1, "advertise_host": "!!"}, "advertise_host is '!!'"),
+    "advertised everywhere": ({"control_port": 1, "advertise_host": "0.0.0.0"}, "advertise_host is '0.0.0.0'"),  # noqa: S104
+    "peers": ({"control_port": 1, "allow": ["???"]}, "extra_config: allow is "),
+    "peers of half a network": ({"control_port": 1, "allow": ["10.0.0.1/8"]}, "extra_config: allow is "),
+    "of nixl's threads": ({"num_threads": 4}, "as many threads as it needs"),
+    "of nixl's engines": ({"engine_ttl": 60}, "incarnation"),
+    "of nixl's way back": ({"bidirectional_kv_xfer": True}, "from prefill to decode"),
+    "of mori": ({"qp_per_transfer": 2}, "leave it out"),
+    "of mori's batches": ({"post_batch_size": 2}, "leave it out"),
+    "of mori's workers": ({"num_workers": 2}, "leave it out"),
 }
 
 
@@ -77,3 +98,18 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     path.chmod(0o600)
     assert parse_settings({"control_port": 1, "cluster_key_file": str(path)}).trust({}).key == b"k" * 32
     assert parse_settings({"control_port": 1}).trust({"KVBATON_CLUSTER_KEY": "e" * 32}).key == b"e" * 32
+
+
+def test_names_are_looked_up_where_the_instance_runs() -> None:
+    """What is printed here may be for another machine, with other names and files."""
+    extra = {"control_port": 1, "control_host": "some.where", "allow": ["no.such.host.invalid"], "cluster_key_file": "/no/key"}
+    settings = parse_settings(extra)
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: cluster_key_file '/no/key'"):
+        settings.trust({})
+
+
+def test_what_is_right_is_taken() -> None:
+    for host in ("10.0.0.5", "::1", "host.example"):
+        assert parse_settings({"control_port": 1, "control_host": host}).control_address.host == host
+    assert parse_settings({"control_port": 1, "control_host": "0.0.0.0", "advertise_host": "h"}).control_address.host == "h"  # noqa: S104
+    assert parse_settings({"control_port": 1, "heartbeat_s": 3, "allow": ["10.0.0.0/8", "::1", "host"]}).heartbeat_s == 3

@@ -11,7 +11,7 @@ from typing import Any
 from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
-from kvbaton.core.timeline import Note
+from kvbaton.core.timeline import Note, Side
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
@@ -74,11 +74,23 @@ class Request:
     num_computed_tokens: int = 0
     output_token_ids: Sequence[int] = (7,)
     abort_immediately: bool = False
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
         """How long the prompt is."""
         return len(self.prompt_token_ids or ())
+
+
+class News(threading.Event):
+    """An event that counts who waits for it."""
+
+    waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Count, and wait."""
+        self.waits += 1
+        return super().wait(timeout)
 
 
 @dataclass
@@ -87,7 +99,7 @@ class ScriptedPort:
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
     queue: list[EngineEvent] = field(default_factory=list)
-    news: threading.Event = field(default_factory=threading.Event)
+    news: News = field(default_factory=News)
     is_stuck: bool = False
 
     def push(self, *events: EngineEvent) -> None:
@@ -137,9 +149,9 @@ class ScriptedPort:
         """Remember."""
         self._call("decline", (wanted, reason))
 
-    def cancel(self, key: HandoffKey) -> None:
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """Remember."""
-        self._call("cancel", key)
+        self._call("cancel", (key, side))
 
     def events(self) -> list[EngineEvent]:
         """What was pushed since the last call."""
