@@ -26,7 +26,7 @@ from kvbaton.transport.base import (
     Ticket,
     Transport,
 )
-from kvbaton.transport.runs import check_runs
+from kvbaton.transport.runs import check_batch
 
 __all__ = ["Faults", "FaultyTransport"]
 
@@ -39,7 +39,7 @@ class Faults:
     drop:        success is reported, and only what this leaves of the runs is moved
     refuse_posts: so many posts are refused, as if the queue were full
     fail_after:  so many more batches go well, every later one completes with an error (None: all go well)
-    corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out
+    corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out; reads only
     stall:       batches are accepted and do not complete until cancelled, revoked or closed
     delay_s:     a batch starts so much later
     """
@@ -153,9 +153,7 @@ class FaultyTransport:
         self._inner.close()
 
     def _check(self, batch: Batch) -> None:
-        ours, theirs = self._region.region_bytes, self._peer_bytes[batch.peer]
-        reading = batch.direction is Direction.READ
-        check_runs(batch.runs, theirs if reading else ours, ours if reading else theirs)
+        check_batch(batch, self._region.region_bytes, self._peer_bytes[batch.peer])
 
     def _post(self, posted: _Posted, after: AfterEvent | None) -> None:
         faults, batch = posted.faults, posted.batch

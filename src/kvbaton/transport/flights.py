@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.errors import KVBatonError, QueueFull
-from kvbaton.transport.base import Runs, Ticket, TransportSettings
+from kvbaton.transport.base import Direction, Runs, Ticket, TransportSettings
 from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
 from kvbaton.transport.schedule import Schedule
 
@@ -45,14 +45,15 @@ class Flights(Protocol[L_contra]):
     let_go_s: float
     """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
 
-    def start(self, link: L_contra, runs: Runs, *, is_last: bool) -> Any:
-        """Begin to read a slice; QueueFull when the library takes no more just now.
+    def start(self, link: L_contra, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> Any:
+        """Begin to move a slice; QueueFull when the library takes no more just now.
 
-        The last slice of a batch is not done before it is known that the peer still hands its memory out.
+        The first slice of a write is not begun before it is known that the peer is the one that is meant; the last slice of
+        any batch is not done before it is known that the peer still hands its memory out.
         """
 
     def is_done(self, flight: Any) -> bool:
-        """Whether every byte is in."""
+        """Whether every byte is where it belongs."""
 
     def release(self, flight: Any) -> bool:
         """Let go of a flight that is done, has failed or is not wanted; False while its bytes still move."""
@@ -177,8 +178,9 @@ class FlightMover(Generic[L]):
     def _start(self, job: Job[L]) -> bool:
         runs = job.cursor.peek(self._library.slice_bytes, self._library.slice_runs)
         count = int(runs[:, 2].sum())
+        is_first, is_last = not job.cursor.done_bytes, count == job.cursor.remaining_bytes
         try:
-            handle = self._library.start(job.link, runs, is_last=count == job.cursor.remaining_bytes)
+            handle = self._library.start(job.link, job.direction, runs, is_first=is_first, is_last=is_last)
         except QueueFull:
             return False
         except KVBatonError as error:

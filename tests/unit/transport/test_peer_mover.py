@@ -1,4 +1,4 @@
-"""A reader of one peer, over an engine whose calls wait until the test lets them go on."""
+"""What moves bytes between this side and one peer, over an engine whose calls wait until the test lets them go on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvbaton.errors import PeerLost, QueueFull, TransportError
-from kvbaton.transport.base import Runs
+from kvbaton.transport.base import Direction, Runs
 from kvbaton.transport.marks import MARK_BYTES, Marks
-from kvbaton.transport.reader import PeerReader, Reading
+from kvbaton.transport.peer_mover import MarkCheck, PeerMover, PeerSlice
 from watching import wait_until
 
 RUNS = np.array([[n, n, 1] for n in range(8)], np.uint64)
@@ -32,8 +32,8 @@ class Engine:
         self.asked.append("open")
         assert self.opens.wait(20)
 
-    def read(self, runs: Runs) -> None:
-        self.asked.append(f"read {len(runs)}")
+    def move(self, direction: Direction, runs: Runs) -> None:
+        self.asked.append(f"{direction} {len(runs)}")
         assert self.moves.wait(20)
         if len(runs) > self._most_runs:
             raise QueueFull("too many")
@@ -48,29 +48,30 @@ class Engine:
         self.asked.append("close")
 
 
-def reading(wake: Callable[[], None] = lambda: None) -> Reading:
-    return Reading(RUNS, wake)
+def reading(wake: Callable[[], None] = lambda: None) -> PeerSlice:
+    return PeerSlice(Direction.READ, RUNS, wake)
 
 
-def start(engine: Engine, most_runs: int = 100, timeout_s: float = 5.0) -> PeerReader:
-    return PeerReader("test", lambda: engine, most_runs, timeout_s)
+def start(engine: Engine, most_runs: int = 100, timeout_s: float = 5.0) -> PeerMover:
+    return PeerMover("test", lambda: engine, most_runs, timeout_s)
 
 
-def end(reader: PeerReader) -> None:
-    reader.close()
-    wait_until(lambda: reader.is_over, "the reader ends")
+def end(mover: PeerMover) -> None:
+    mover.close()
+    wait_until(lambda: mover.is_over, "the mover ends")
 
 
 def test_slices_are_read_in_order_and_the_mark_after_the_last() -> None:
     asked: list[str] = []
     woken = threading.Event()
-    reader = start(Engine(asked), most_runs=5)
-    last = Reading(RUNS, woken.set, RUNS[:1], lambda: asked.append("looked"))
-    reader.read(reading())
-    reader.read(last)
+    mover = start(Engine(asked), most_runs=5)
+    mark = MarkCheck(RUNS[:1], lambda: asked.append("looked"), before=False, after=True)
+    last = PeerSlice(Direction.READ, RUNS, woken.set, mark)
+    mover.move(reading())
+    mover.move(last)
     assert woken.wait(20)
     assert last.is_done()
-    end(reader)
+    end(mover)
     assert asked == ["open", "read 5", "read 3", "read 5", "read 3", "mark", "looked", "close"]
 
 
@@ -78,22 +79,22 @@ def test_a_failure_is_told_when_the_engine_is_gone_and_takes_the_rest_along() ->
     asked: list[str] = []
     engine = Engine(asked, fails=True)
     engine.moves.clear()
-    reader = start(engine)
+    mover = start(engine)
     readings = [reading(), reading()]
     for each in readings:
-        reader.read(each)
+        mover.move(each)
     wait_until(lambda: "read 8" in asked, "it reads")
     assert not readings[0].is_done()
     assert not readings[0].give_up()
     engine.moves.set()
-    wait_until(lambda: reader.is_over, "the reader ends")
+    wait_until(lambda: mover.is_over, "the mover ends")
     assert asked == ["open", "read 8", "close"]
     for each in readings:
         with pytest.raises(PeerLost, match="the peer is gone"):
             each.is_done()
         assert each.give_up()
     late = reading()
-    reader.read(late)
+    mover.move(late)
     with pytest.raises(PeerLost, match="the peer is gone"):
         late.is_done()
 
@@ -102,47 +103,47 @@ def test_a_peer_that_does_not_answer_can_be_given_up_and_is_never_read_afterward
     asked: list[str] = []
     engine = Engine(asked)
     engine.opens.clear()
-    reader = start(engine)
+    mover = start(engine)
     waiting = reading()
-    reader.read(waiting)
+    mover.move(waiting)
     wait_until(lambda: asked == ["open"], "it opens")
     assert waiting.give_up()
-    reader.close()
-    assert reader.wait_quiet(0.0)
-    assert not reader.is_over
+    mover.close()
+    assert mover.wait_quiet(0.0)
+    assert not mover.is_over
     engine.opens.set()
-    wait_until(lambda: reader.is_over, "the reader ends")
+    wait_until(lambda: mover.is_over, "the mover ends")
     assert asked == ["open", "close"]
 
 
 def test_a_full_queue_ends_the_engine_and_is_asked_for_less() -> None:
     asked: list[str] = []
-    reader = start(Engine(asked, most_runs=2))
+    mover = start(Engine(asked, most_runs=2))
     one = reading()
-    reader.read(one)
+    mover.move(one)
     wait_until(one.is_done, "all is read")
-    end(reader)
+    end(mover)
     assert asked == ["open", "read 8", "close", "open", "read 4", "close", "open", *["read 2"] * 4, "close"]
 
 
 def test_a_queue_that_stays_full_is_an_error() -> None:
-    reader = start(Engine([], most_runs=0), timeout_s=0.05)
+    mover = start(Engine([], most_runs=0), timeout_s=0.05)
     one = reading()
-    reader.read(one)
-    wait_until(lambda: reader.is_over, "the reader ends")
+    mover.move(one)
+    wait_until(lambda: mover.is_over, "the mover ends")
     with pytest.raises(PeerLost, match=r"too many; no progress within 0\.05 s"):
         one.is_done()
 
 
-def test_a_bug_in_an_engine_costs_its_own_reader_only() -> None:
+def test_a_bug_in_an_engine_costs_its_own_mover_only() -> None:
     class Broken(Engine):
-        def read(self, runs: Runs) -> None:
-            raise ZeroDivisionError(f"oops: {len(runs)} runs")
+        def move(self, direction: Direction, runs: Runs) -> None:
+            raise ZeroDivisionError(f"oops: {direction} {len(runs)} runs")
 
-    reader = start(Broken([]))
+    mover = start(Broken([]))
     one = reading()
-    reader.read(one)
-    wait_until(lambda: reader.is_over, "the reader ends")
+    mover.move(one)
+    wait_until(lambda: mover.is_over, "the mover ends")
     with pytest.raises(PeerLost, match="oops"):
         one.is_done()
 

@@ -1,8 +1,8 @@
 """One peer behind a library whose calls wait: an engine and a thread of its own.
 
-Libraries such as Mooncake and MoRI have no call that stops a read, and a batch that has failed may leave some of its reads on
-their way. Ending the engine stops them. That is why every peer has one, and why a failure is told only when the engine is gone:
-then this side's memory is quiet. A peer that stands still keeps its own thread waiting and nobody else.
+Libraries such as Mooncake and MoRI have no call that stops a transfer, and a batch that has failed may leave some of its runs
+on their way. Ending the engine stops them here. That is why every peer has one, and why a failure is told only when the engine
+is gone: then this side's memory is quiet. A peer that stands still keeps its own thread waiting and nobody else.
 """
 
 from __future__ import annotations
@@ -12,32 +12,43 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.errors import KVBatonError, PeerLost, QueueFull
-from kvbaton.transport.base import Runs
+from kvbaton.transport.base import Direction, Runs
 
-__all__ = ["PeerReader", "ReadEngine", "Reading"]
+__all__ = ["MarkCheck", "PeerEngine", "PeerMover", "PeerSlice"]
 
 _BACK_OFF_S = 0.001
 _LONGEST_BACK_OFF_S = 0.05
 _LOOK_S = 0.005
 
 
-class ReadEngine(Protocol):
-    """A library's engine for one peer; for one thread. `open`, `read` and `read_mark` wait, and raise KVBatonError."""
+class PeerEngine(Protocol):
+    """A library's engine for one peer; for one thread. All but `close` wait, and raise KVBatonError."""
 
     def open(self) -> None:
         """Get to know the peer. Moves nothing."""
 
-    def read(self, runs: Runs) -> None:
-        """Read `runs` into this side's region; QueueFull when the library takes fewer at a time."""
+    def move(self, direction: Direction, runs: Runs) -> None:
+        """Move `runs` to their last byte; QueueFull when the library takes fewer at a time."""
 
     def read_mark(self, runs: Runs) -> None:
         """Read the peer's mark."""
 
     def close(self) -> None:
-        """End it; afterwards nothing moves."""
+        """End it; afterwards nothing moves here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MarkCheck:
+    """How the peer's mark is read (`runs`) and looked at (`look` raises PeerLost), and whether before a slice or after it."""
+
+    runs: Runs
+    look: Callable[[], None]
+    before: bool
+    after: bool
 
 
 class _State(enum.Enum):
@@ -47,23 +58,14 @@ class _State(enum.Enum):
     FAILED = enum.auto()
 
 
-class Reading:
-    """One slice and how far it is; `wake` is called when it has ended. Safe to use from any thread.
+class PeerSlice:
+    """One slice and how far it is; `wake` is called when it has ended. Safe to use from any thread."""
 
-    After the last slice of a batch the peer's mark is read too, with `mark_runs`, and looked at with `check_mark`.
-    """
-
-    def __init__(
-        self,
-        runs: Runs,
-        wake: Callable[[], None],
-        mark_runs: Runs | None = None,
-        check_mark: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, direction: Direction, runs: Runs, wake: Callable[[], None], mark: MarkCheck | None = None) -> None:
+        self.direction = direction
         self.runs = runs
-        self.mark_runs = mark_runs
+        self.mark = mark
         self._wake = wake
-        self._check_mark = check_mark
         self._lock = threading.Lock()
         self._state = _State.WAITING
         self._error = ""
@@ -90,51 +92,48 @@ class Reading:
             return self._state is not _State.MOVING
 
     def is_done(self) -> bool:
-        """Whether every byte is in. Raises PeerLost when they will not come."""
+        """Whether every byte is where it belongs. Raises PeerLost when that will not be."""
         with self._lock:
             if self._state is _State.FAILED:
                 raise PeerLost(self._error)
-            is_done = self._state is _State.DONE
-        if is_done and self._check_mark is not None:
-            self._check_mark()
-        return is_done
+            return self._state is _State.DONE
 
 
-class PeerReader:
-    """Reads one slice after another until the first failure or `close`; at most `most_runs` at a time, fewer if need be.
+class PeerMover:
+    """Moves one slice after another until the first failure or `close`; at most `most_runs` at a time, fewer if need be.
 
     `timeout_s` limits how long a library whose queue is full is asked again.
     """
 
-    def __init__(self, name: str, make_engine: Callable[[], ReadEngine], most_runs: int, timeout_s: float) -> None:
+    def __init__(self, name: str, make_engine: Callable[[], PeerEngine], most_runs: int, timeout_s: float) -> None:
         self._make_engine = make_engine
         self._most_runs = most_runs
         self._timeout_s = timeout_s
-        self._engine: ReadEngine | None = None
-        self._readings: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._engine: PeerEngine | None = None
+        self._slices: queue.SimpleQueue[PeerSlice | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = ""
         self._is_opening = False
-        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-reader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-peer", daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes readings."""
+        """Whether it takes slices."""
         return not self._ended
 
-    def read(self, reading: Reading) -> None:
+    def move(self, piece: PeerSlice) -> None:
         """Take another one."""
         with self._lock:
             if self._ended:
-                reading.end(self._ended)
+                piece.end(self._ended)
             else:
-                self._readings.put(reading)
+                self._slices.put(piece)
 
     def close(self) -> None:
         """Begin nothing more; what moves is moved to its end."""
         self._end("the session was ended")
-        self._readings.put(None)
+        self._slices.put(None)
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Wait, once closed, until nothing moves and the engine is gone; True too while it only waits for a peer to answer."""
@@ -152,15 +151,15 @@ class PeerReader:
 
     def _run(self) -> None:
         try:
-            while (current := self._readings.get()) is not None:
+            while (current := self._slices.get()) is not None:
                 self._serve(current)
             self._close_engine()
         except KVBatonError as error:
             self._end(str(error))
-        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead reader
+        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead thread
             self._end(f"Bug: {type(error).__name__}: {error}")
-        while not self._readings.empty():
-            left = self._readings.get()
+        while not self._slices.empty():
+            left = self._slices.get()
             if left is not None:
                 left.end(self._ended)
 
@@ -168,30 +167,36 @@ class PeerReader:
         with self._lock:
             self._ended = self._ended or why
 
-    def _serve(self, reading: Reading) -> None:
+    def _serve(self, piece: PeerSlice) -> None:
         try:
             self._opened()
             with self._lock:
                 if self._ended:
                     raise PeerLost(self._ended)
-                if not reading.begin():
+                if not piece.begin():
                     return
-            self._read(reading.runs)
-            if reading.mark_runs is not None:
-                self._opened().read_mark(reading.mark_runs)
+            if piece.mark is not None and piece.mark.before:
+                self._check(piece.mark)
+            self._move(piece.direction, piece.runs)
+            if piece.mark is not None and piece.mark.after:
+                self._check(piece.mark)
         except BaseException as error:
             self._close_engine()
-            reading.end(str(error) or type(error).__name__)
+            piece.end(str(error) or type(error).__name__)
             raise
-        reading.end()
+        piece.end()
 
-    def _read(self, runs: Runs) -> None:
-        """Read all of `runs`. A full queue ends the engine, so that nothing is read twice; a new one is given half as many."""
+    def _check(self, mark: MarkCheck) -> None:
+        self._opened().read_mark(mark.runs)
+        mark.look()
+
+    def _move(self, direction: Direction, runs: Runs) -> None:
+        """Move all of `runs`. A full queue ends the engine, so that nothing is moved twice; a new one is given half as many."""
         at, back_off_s, until = 0, _BACK_OFF_S, time.monotonic() + self._timeout_s
         while at < len(runs):
             piece = runs[at : at + self._most_runs]
             try:
-                self._opened().read(piece)
+                self._opened().move(direction, piece)
             except QueueFull as error:
                 if time.monotonic() >= until:
                     raise PeerLost(f"{error}; no progress within {self._timeout_s:g} s") from error
@@ -203,7 +208,7 @@ class PeerReader:
                 at += len(piece)
                 back_off_s, until = _BACK_OFF_S, time.monotonic() + self._timeout_s
 
-    def _opened(self) -> ReadEngine:
+    def _opened(self) -> PeerEngine:
         if self._engine is None:
             self._is_opening = True
             try:
