@@ -30,13 +30,16 @@ from kvbaton.transport.runs import check_batch
 
 __all__ = ["Faults", "FaultyTransport"]
 
+_SWAPPED = (1, 0, 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Faults:
     """What goes wrong.
 
     drop_writes: success is reported, nothing is moved
-    drop:        success is reported, and only what this leaves of the runs is moved
+    drop:        success is reported, and only what this leaves of the runs is moved; the second column of what it is given
+                 is the offset on this side, of writes too
     refuse_posts: so many posts are refused, as if the queue were full
     fail_after:  so many more batches go well, every later one completes with an error (None: all go well)
     corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out; reads only
@@ -160,7 +163,8 @@ class FaultyTransport:
         if faults.drop_writes or faults.stall or faults.fail_after == 0:
             batch = replace(batch, runs=np.empty((0, 3), np.uint64))
         elif faults.drop is not None:
-            batch = replace(batch, runs=faults.drop(batch.runs))
+            reads = batch.direction is Direction.READ
+            batch = replace(batch, runs=faults.drop(batch.runs) if reads else faults.drop(batch.runs[:, _SWAPPED])[:, _SWAPPED])
         inner_ticket = self._inner.post(batch, _later(after, faults))
         self._posted[inner_ticket] = posted
         self._inner_tickets[posted.ticket] = inner_ticket

@@ -1,4 +1,4 @@
-"""Instances without an engine: real drivers over real sockets and the `memory` transport, and somebody who does not belong."""
+"""Instances without an engine: real drivers over real sockets and a transport within this process, and somebody who does not belong."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from kvbaton.core.messages import Envelope, Message, decode, encode
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.mori import MoriTransport
+from mori_stand_in import MoriWorld
 from watching import wait_until
 
 __all__ = ["AUX", "TOKENS", "Intruder", "Side", "ask", "is_equal", "is_poison", "key_of", "landed", "pair", "start_handoff"]
@@ -51,7 +53,7 @@ class Side:
 
     def __init__(
         self,
-        hub: MemoryHub,
+        hub: MemoryHub | MoriWorld,
         trust: Trust | None = None,
         faults: Faults | None = None,
         limits: Limits | None = None,
@@ -63,7 +65,7 @@ class Side:
         self.events: list[EngineEvent] = []
         self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
         region = Region.of(self.cache.memory)
-        inner = MemoryTransport(region, hub, TransportSettings(incarnation=self.incarnation))
+        inner = _open(hub, region, TransportSettings(incarnation=self.incarnation, unfenced_writes=settings.unfenced_writes))
         self.transport = FaultyTransport(inner, region, faults or Faults())
         self.card = self._card()
         self.driver = Driver(
@@ -104,6 +106,12 @@ class Side:
     def _card(self) -> Card:
         rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),), self.cache.aux_area)
         return Card(self.incarnation, "fake", "f00d", "tp1", (rank,), this_process(), hold_s=60.0, give_up_s=30.0)
+
+
+def _open(hub: MemoryHub | MoriWorld, region: Region, settings: TransportSettings) -> Transport:
+    if isinstance(hub, MemoryHub):
+        return MemoryTransport(region, hub, settings)
+    return MoriTransport(region, settings, hub.api())
 
 
 @contextmanager

@@ -75,6 +75,31 @@ def test_slices_are_read_in_order_and_the_mark_after_the_last() -> None:
     assert asked == ["open", "read 5", "read 3", "read 5", "read 3", "mark", "looked", "close"]
 
 
+def test_the_mark_is_looked_at_before_the_first_byte_of_a_write_and_after_the_last() -> None:
+    asked: list[str] = []
+    mover = start(Engine(asked), most_runs=5)
+    mark = MarkCheck(RUNS[:1], lambda: asked.append("looked"), before=True, after=True)
+    whole = PeerSlice(Direction.WRITE, RUNS, lambda: None, mark)
+    mover.move(whole)
+    wait_until(whole.is_done, "all is written")
+    end(mover)
+    assert asked == ["open", "mark", "looked", "write 5", "write 3", "mark", "looked", "close"]
+
+
+def test_a_peer_that_is_another_by_now_is_not_written_to() -> None:
+    def look() -> None:
+        raise PeerLost("another mark")
+
+    asked: list[str] = []
+    mover = start(Engine(asked))
+    whole = PeerSlice(Direction.WRITE, RUNS, lambda: None, MarkCheck(RUNS[:1], look, before=True, after=True))
+    mover.move(whole)
+    wait_until(lambda: mover.is_over, "the mover ends")
+    assert asked == ["open", "mark", "close"]
+    with pytest.raises(PeerLost, match="another mark"):
+        whole.is_done()
+
+
 def test_a_failure_is_told_when_the_engine_is_gone_and_takes_the_rest_along() -> None:
     asked: list[str] = []
     engine = Engine(asked, fails=True)

@@ -16,7 +16,7 @@ from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S
 from kvbaton.errors import ConfigError
-from kvbaton.transport.choose import AUTO, TRANSPORTS
+from kvbaton.transport.choose import AUTO, TRANSPORTS, check_writes
 
 __all__ = ["ConnectorSettings", "parse_settings"]
 
@@ -58,6 +58,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow:            addresses, networks or names that peers may have
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     drop_writes:      move no bytes; the control of `kvbaton verify`
+    unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
     The four limits are those of `kvbaton.config.Limits`.
     """
@@ -80,6 +81,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     poison: bool = False
     drop_writes: bool = False
+    unfenced_writes: bool = False
 
     @property
     def control_address(self) -> ControlAddress:
@@ -99,7 +101,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def handoff(self) -> HandoffSettings:
         """How this instance hands over."""
-        return HandoffSettings(mode=self.mode, integrity=self.integrity)
+        return HandoffSettings(mode=self.mode, integrity=self.integrity, unfenced_writes=self.unfenced_writes)
 
     def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
         """Who is admitted as a peer."""
@@ -145,11 +147,12 @@ def _check(settings: ConnectorSettings) -> None:
     if settings.transport not in (AUTO, *TRANSPORTS):
         known = ", ".join([AUTO, *sorted(TRANSPORTS)])
         raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")
+    try:
+        check_writes(settings.transport, settings.unfenced_writes)
+        _ = settings.limits
+    except ConfigError as error:
+        raise ConfigError(f"{_WHERE}: {error}") from error
     if settings.routers and not settings.http_address:
         raise ConfigError(
             f"{_WHERE}: routers are given, but no http_address; give host:port of this instance's API, so that they reach it"
         )
-    try:
-        _ = settings.limits
-    except ConfigError as error:
-        raise ConfigError(f"{_WHERE}: {error}") from error
