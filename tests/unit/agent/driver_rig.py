@@ -1,4 +1,4 @@
-"""Instances without an engine: real drivers over real sockets and a transport within this process, and somebody who does not belong."""
+"""Instances without an engine: real drivers over real sockets, a transport in one process, and somebody who does not belong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import Seal, Way
 from kvbaton.core.card import Card, RankCard
-from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, TransferId
+from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, TransferId
 from kvbaton.core.messages import Envelope, Message, decode, encode
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
@@ -127,28 +127,28 @@ def pair(
         yield source, target
 
 
-def wanted(address: ControlAddress, name: str) -> SourceWanted:
-    return SourceWanted(key_of(name), "prompt", address)
+def wanted(address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> SourceWanted:
+    return SourceWanted(key_of(name), "prompt", address, mode=mode)
 
 
-def start_handoff(source: Side, target: Side, name: str) -> None:
+def start_handoff(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> None:
     """Both engines do their part: the source has prefilled, the target has blocks full of poison."""
     source.cache.data[:] = np.random.default_rng(len(name)).standard_normal(source.cache.data.shape, np.float32)
     target.cache.poison(range(target.cache.blocks))
     source.driver.expect_target(key_of(name), "prompt")
     source.driver.offer(Offer(key_of(name), (_SOURCE_BLOCKS,), TOKENS, AUX))
-    ask(target, source.driver.address, name)
+    ask(target, source.driver.address, name, mode)
 
 
-def ask(target: Side, address: ControlAddress, name: str) -> None:
+def ask(target: Side, address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> None:
     """The target's engine asks for a cache."""
-    target.driver.expect_source(wanted(address, name))
-    target.driver.pull(Pull(wanted(address, name), (_TARGET_BLOCKS,), TOKENS, 0))
+    target.driver.expect_source(wanted(address, name, mode))
+    target.driver.pull(Pull(wanted(address, name, mode), (_TARGET_BLOCKS,), TOKENS, 0))
 
 
-def landed(source: Side, target: Side, name: str) -> Landed:
+def landed(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> Landed:
     """Hand one request off from start to end."""
-    start_handoff(source, target, name)
+    start_handoff(source, target, name, mode)
     event = target.wait_for(Landed, key_of(name))
     source.wait_for(SourceEnded, key_of(name))
     return event
