@@ -310,8 +310,8 @@ def wire(
 ) -> int:
     """Paged bytes between two processes: every transport beside what a user would pick instead, in turns, every byte checked.
 
-    Reads by default: every transport can let the owner of the target memory execute the copy. GB is 1e9 bytes, a rate is that of
-    the whole loop. Exits with 1 when a byte was wrong.
+    Reads by default: with every transport the owner of the target memory can execute the copy. GB is 1e9 bytes, a rate is that
+    of the whole loop. Exits with 1 when a byte was wrong.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Marks: how one side notices that its peer has withdrawn its memory, or is another by now, where the library would not tell.
 
 Each side shows a random mark in memory of its own and clears it when it closes. Who moves bytes reads the mark after the last
-byte of a batch, and before the first one of a write, into a slot that this peer alone has, and compares it with what the peer's
+byte of a batch, and before it writes, into a slot that this peer alone has, and compares it with what the peer's
 endpoint says.
 """
 

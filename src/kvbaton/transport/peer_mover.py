@@ -28,6 +28,9 @@ _LOOK_S = 0.005
 class PeerEngine(Protocol):
     """A library's engine for one peer; for one thread. All but `close` wait, and raise KVBatonError."""
 
+    is_bound: bool
+    """Whether it reaches the process that it was opened to, and never another that has taken its place."""
+
     def open(self) -> None:
         """Get to know the peer. Moves nothing."""
 
@@ -43,7 +46,10 @@ class PeerEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MarkCheck:
-    """How the peer's mark is read (`runs`) and looked at (`look` raises PeerLost), and whether before a slice or after it."""
+    """How the peer's mark is read (`runs`) and looked at (`look` raises PeerLost), and whether before a slice or after it.
+
+    Before a slice it is not looked at again where the engine is bound to a peer that has shown its mark.
+    """
 
     runs: Runs
     look: Callable[[], None]
@@ -114,6 +120,7 @@ class PeerMover:
         self._lock = threading.Lock()
         self._ended = ""
         self._is_opening = False
+        self._is_met = False
         self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-peer", daemon=True)
         self._thread.start()
 
@@ -175,7 +182,7 @@ class PeerMover:
                     raise PeerLost(self._ended)
                 if not piece.begin():
                     return
-            if piece.mark is not None and piece.mark.before:
+            if piece.mark is not None and piece.mark.before and not self._is_met:
                 self._check(piece.mark)
             self._move(piece.direction, piece.runs)
             if piece.mark is not None and piece.mark.after:
@@ -187,8 +194,10 @@ class PeerMover:
         piece.end()
 
     def _check(self, mark: MarkCheck) -> None:
-        self._opened().read_mark(mark.runs)
+        engine = self._opened()
+        engine.read_mark(mark.runs)
         mark.look()
+        self._is_met = engine.is_bound
 
     def _move(self, direction: Direction, runs: Runs) -> None:
         """Move all of `runs`. A full queue ends the engine, so that nothing is moved twice; a new one is given half as many."""
@@ -219,6 +228,7 @@ class PeerMover:
         return self._engine
 
     def _close_engine(self) -> None:
+        self._is_met = False
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -73,7 +73,12 @@ class MooncakeEngine:
 
 
 class MooncakePeer:
-    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here."""
+    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here.
+
+    It knows the peer by host and port, and connects as often as it likes: another process may have taken that port.
+    """
+
+    is_bound = False
 
     def __init__(self, engine: MooncakeEngine, peer: str, region: tuple[int, int], mark: tuple[int, int]) -> None:
         self._engine = engine

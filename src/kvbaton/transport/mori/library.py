@@ -82,6 +82,8 @@ class MoriPeer:
     `described` is what the peer's `MoriEngine.describe` told.
     """
 
+    is_bound = True
+
     def __init__(self, api: MoriApi, engine: MoriEngine, described: dict[str, bytes], timeout_s: float) -> None:
         self._api = api
         self._engine = engine

@@ -134,6 +134,8 @@ class NixlPeer:
     Pages of one size are described once, and then moved by number.
     """
 
+    is_bound = True
+
     def __init__(self, agent: NixlAgent, metadata: bytes, there: Side, here: Side, timeout_s: float) -> None:
         self._agent = agent
         self._metadata = metadata
