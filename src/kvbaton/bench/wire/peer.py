@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import mmap
+import os
 import socket
 import sys
 import threading
@@ -87,7 +88,7 @@ def _serve_socket(_kind: str, region: Region) -> Callable[[], None]:
 def _serve_nixl(kind: str, region: Region) -> Callable[[], None]:
     api: Any = importlib.import_module("nixl._api")
     has_thread = kind.endswith("thread")
-    agent = api.nixl_agent("peer " + kind, api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"]))
+    agent = api.nixl_agent(f"{kind} {os.getpid()}", api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"]))
     agent.register_memory([(region.address, region.region_bytes, 0, "")], "DRAM")
     _tell({"metadata": agent.get_agent_metadata().hex(), "address": region.address})
     stopping = threading.Event()
