@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 
 from kvbaton.errors import ConfigError
@@ -17,8 +19,8 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    monkeypatch.setattr(library.metadata, "packages_distributions", lambda: {"mooncake": list(versions)})
-    monkeypatch.setattr(library.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"mooncake": list(versions)})
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
 
 
 @pytest.mark.parametrize("version", ["0.3.12", "0.3.13.post1", "0.4.0", "1.0rc1"])
