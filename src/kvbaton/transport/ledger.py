@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -208,13 +208,12 @@ class Ledger(Generic[L]):
             self._shut_reason = self._shut_reason or reason
             self.work.set()
 
-    def finish_all(self) -> None:
-        """End what is still in flight with the reason given to `shut`; called when no mover runs any more."""
+    def finish_all(self, but: Collection[Ticket] = ()) -> None:
+        """End what is still in flight, except `but`, with the reason given to `shut`; called when no mover runs any more."""
         with self._lock:
             self._commands.clear()
-            jobs, self._jobs = self._jobs, {}
-            for job in jobs.values():
-                self._complete(job, self._shut_reason, cancelled=False)
+            for ticket in [ticket for ticket in self._jobs if ticket not in but]:
+                self._complete(self._jobs.pop(ticket), self._shut_reason, cancelled=False)
 
     def close(self) -> None:
         """Give the descriptors back."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbaton.errors import KVBatonError, PeerLost, QueueFull
+from kvbaton.errors import Bug, KVBatonError, PeerLost, QueueFull
 from kvbaton.transport.base import Direction, Runs
 
 __all__ = ["MarkCheck", "PeerEngine", "PeerMover", "PeerSlice"]
@@ -74,7 +74,7 @@ class PeerSlice:
         self._wake = wake
         self._lock = threading.Lock()
         self._state = _State.WAITING
-        self._error = ""
+        self._error: KVBatonError | None = None
 
     def begin(self) -> bool:
         """Say that bytes move from now on; False when nobody wants them any more."""
@@ -83,25 +83,25 @@ class PeerSlice:
                 self._state = _State.MOVING
             return self._state is _State.MOVING
 
-    def end(self, error: str = "") -> None:
+    def end(self, error: KVBatonError | None = None) -> None:
         """Say that nothing moves any more; the first word counts."""
         with self._lock:
             if self._state in (_State.WAITING, _State.MOVING):
-                self._state, self._error = (_State.FAILED, error) if error else (_State.DONE, "")
+                self._state, self._error = _State.FAILED if error else _State.DONE, error
         self._wake()
 
     def give_up(self) -> bool:
         """Make sure that nothing moves, now or later; False while bytes are on their way."""
         with self._lock:
             if self._state is _State.WAITING:
-                self._state, self._error = _State.FAILED, "given up"
+                self._state, self._error = _State.FAILED, PeerLost("given up")
             return self._state is not _State.MOVING
 
     def is_done(self) -> bool:
-        """Whether every byte is where it belongs. Raises PeerLost when that will not be."""
+        """Whether every byte is where it belongs. Raises KVBatonError when that will not be."""
         with self._lock:
-            if self._state is _State.FAILED:
-                raise PeerLost(self._error)
+            if self._error is not None:
+                raise _bare(self._error)
             return self._state is _State.DONE
 
 
@@ -118,7 +118,7 @@ class PeerMover:
         self._engine: PeerEngine | None = None
         self._slices: queue.SimpleQueue[PeerSlice | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._ended = ""
+        self._ended: KVBatonError | None = None
         self._is_opening = False
         self._is_met = False
         self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-peer", daemon=True)
@@ -139,7 +139,7 @@ class PeerMover:
 
     def close(self) -> None:
         """Begin nothing more; what moves is moved to its end."""
-        self._end("the session was ended")
+        self._end(PeerLost("the session was ended"))
         self._slices.put(None)
 
     def wait_quiet(self, timeout_s: float) -> bool:
@@ -161,16 +161,14 @@ class PeerMover:
             while (current := self._slices.get()) is not None:
                 self._serve(current)
             self._close_engine()
-        except KVBatonError as error:
-            self._end(str(error))
         except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead thread
-            self._end(f"Bug: {type(error).__name__}: {error}")
+            self._end(_bare(error))
         while not self._slices.empty():
             left = self._slices.get()
             if left is not None:
                 left.end(self._ended)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: KVBatonError) -> None:
         with self._lock:
             self._ended = self._ended or why
 
@@ -178,8 +176,7 @@ class PeerMover:
         try:
             self._opened()
             with self._lock:
-                if self._ended:
-                    raise PeerLost(self._ended)
+                self._refuse_when_ended()
                 if not piece.begin():
                     return
             if piece.mark is not None and piece.mark.before and not self._is_met:
@@ -187,11 +184,19 @@ class PeerMover:
             self._move(piece.direction, piece.runs)
             if piece.mark is not None and piece.mark.after:
                 self._check(piece.mark)
-        except BaseException as error:
-            self._close_engine()
-            piece.end(str(error) or type(error).__name__)
-            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told and raised
+            problem = _bare(error)
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # frames hold what keeps an engine alive
+            try:
+                self._close_engine()
+            finally:
+                piece.end(problem)
+            raise problem from None
         piece.end()
+
+    def _refuse_when_ended(self) -> None:
+        if self._ended is not None:
+            raise _bare(self._ended)
 
     def _check(self, mark: MarkCheck) -> None:
         engine = self._opened()
@@ -218,17 +223,29 @@ class PeerMover:
                 back_off_s, until = _BACK_OFF_S, time.monotonic() + self._timeout_s
 
     def _opened(self) -> PeerEngine:
+        """The engine, opened if need be. Nobody waits for that, so it is not used when this was closed in the meantime."""
         if self._engine is None:
             self._is_opening = True
             try:
                 self._engine = self._make_engine()
                 self._engine.open()
-            finally:
+            except BaseException:
                 self._is_opening = False
+                raise
+            with self._lock:
+                self._is_opening = False
+                self._refuse_when_ended()
         return self._engine
 
     def _close_engine(self) -> None:
         self._is_met = False
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+def _bare(error: Exception) -> KVBatonError:
+    """An error without its history, under its own name where it is one of ours; a foreign one is called a bug."""
+    if isinstance(error, KVBatonError):
+        return type(error)(str(error))
+    return Bug(f"{type(error).__name__}: {error}")

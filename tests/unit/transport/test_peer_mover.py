@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvbaton.errors import PeerLost, QueueFull, TransportError
+from kvbaton.errors import Bug, ConfigError, PeerLost, QueueFull, TransportError
 from kvbaton.transport.base import Direction, Runs
 from kvbaton.transport.marks import MARK_BYTES, Marks
 from kvbaton.transport.peer_mover import MarkCheck, PeerMover, PeerSlice
@@ -173,7 +173,55 @@ def test_a_bug_in_an_engine_costs_its_own_mover_only() -> None:
     one = reading()
     mover.move(one)
     wait_until(lambda: mover.is_over, "the mover ends")
-    with pytest.raises(PeerLost, match="oops"):
+    with pytest.raises(Bug, match="oops"):
+        one.is_done()
+
+
+def test_an_engine_that_cannot_be_made_is_told_under_its_own_name() -> None:
+    def make() -> Engine:
+        raise ConfigError("no memory may be registered")
+
+    mover = PeerMover("test", make, 100, 5.0)
+    one = reading()
+    mover.move(one)
+    wait_until(lambda: mover.is_over, "the mover ends")
+    with pytest.raises(ConfigError, match="no memory"):
+        one.is_done()
+
+
+def test_an_engine_that_does_not_close_leaves_nobody_waiting() -> None:
+    class Stubborn(Engine):
+        def close(self) -> None:
+            raise TransportError("it does not let go")
+
+    mover = start(Stubborn([], fails=True))
+    one, two = reading(), reading()
+    mover.move(one)
+    mover.move(two)
+    wait_until(lambda: mover.is_over, "the mover ends")
+    with pytest.raises(PeerLost, match="the peer is gone"):
+        one.is_done()
+    with pytest.raises(TransportError, match="does not let go"):
+        two.is_done()
+
+
+def test_a_peer_that_does_not_answer_after_a_full_queue_is_not_read_once_closed() -> None:
+    asked: list[str] = []
+    engine = Engine(asked, most_runs=2)
+    engine.moves.clear()
+    mover = start(engine)
+    one = reading()
+    mover.move(one)
+    wait_until(lambda: asked == ["open", "read 8"], "it reads")
+    engine.opens.clear()
+    engine.moves.set()
+    wait_until(lambda: asked[-1] == "open" and len(asked) == 4, "it opens again")
+    mover.close()
+    assert mover.wait_quiet(0.0)
+    engine.opens.set()
+    wait_until(lambda: mover.is_over, "the mover ends")
+    assert asked == ["open", "read 8", "close", "open", "close"]
+    with pytest.raises(PeerLost, match="ended"):
         one.is_done()
 
 

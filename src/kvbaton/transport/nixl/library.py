@@ -106,7 +106,10 @@ class NixlAgent:
 
     def progress(self) -> None:
         """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
-        self._agent.update_notifs()
+        try:
+            self._agent.update_notifs()
+        except Exception as error:
+            raise TransportError(f"NIXL does not serve peers any more: {_words(error)}") from error
 
     def close(self) -> None:
         """Withdraw the memory and end the agent; afterwards nothing moves. Raises TransportError."""
@@ -145,6 +148,7 @@ class NixlPeer:
         self._marks = np.array([there.mark_address, here.mark_address, 0], np.uint64)
         self._timeout_s = timeout_s
         self._peer = ""
+        self._transfer: Any = None
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
@@ -167,7 +171,9 @@ class NixlPeer:
         self._wait(self._agent.start(Direction.READ, self._peer, runs + self._marks))
 
     def close(self) -> None:
-        """End the agent."""
+        """End the agent, and let go of all that would keep it alive."""
+        self._transfer = None
+        self._prepared.clear()
         self._agent.close()
 
     def _are_pages(self, runs: Runs, size: int) -> bool:
@@ -188,13 +194,16 @@ class NixlPeer:
         return self._prepared[size]
 
     def _wait(self, transfer: Any) -> None:
+        self._transfer = transfer
+        del transfer
         spins, until = 0, time.monotonic() + self._timeout_s
-        while not self._agent.is_done(transfer):
+        while not self._agent.is_done(self._transfer):
             spins += 1
             if spins % _SPINS == 0:
                 if time.monotonic() >= until:
                     raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
                 time.sleep(_NAP_S)
+        transfer, self._transfer = self._transfer, None
         self._agent.release(transfer)
 
 
