@@ -138,7 +138,7 @@ class TransferStatus:
 
 @dataclass
 class MoriWorld:
-    """All engines of a test. `send_queue` is how many reads a queue pair takes at once."""
+    """All engines of a test. `send_queue` is how many reads or writes a queue pair takes at once."""
 
     send_queue: int = 4096
     engines: dict[str, IOEngine] = field(default_factory=dict)
@@ -219,13 +219,16 @@ class IOEngine:
     def post(self, job: Any) -> None:
         self._work.put(job)
 
-    def reads(self, local: MemoryDesc, remote: MemoryDesc, sizes: list[int]) -> str:
-        """Why a read fails; empty when it does not."""
+    def moves(self, operation: str, local: MemoryDesc, remote: MemoryDesc, sizes: list[int]) -> str:
+        """Why a read or a write fails; empty when it does not.
+
+        Source, common.cpp: the message of a full queue names the operation.
+        """
         owner = self._world.engines.get(remote.engine_key)
         if owner is None or not owner.holds(remote) or not self.holds(local):
             return "transport retry counter exceeded"
         if len(sizes) > self._world.send_queue:
-            return f"SQ full (read): ep=0 depth=0 requested={len(sizes)} max={self._world.send_queue}"
+            return f"SQ full ({operation}): ep=0 depth=0 requested={len(sizes)} max={self._world.send_queue}"
         return ""
 
     def _transfer(self) -> None:
@@ -254,16 +257,28 @@ class _Session:
         """
         status = TransferStatus()
         status.update(StatusCode.IN_PROGRESS)
-        self._engine.post(lambda: self._read(status, list(zip(local_offsets, remote_offsets, sizes, strict=True))))
+        self._engine.post(lambda: self._move("read", status, list(zip(local_offsets, remote_offsets, sizes, strict=True))))
         return status
 
-    def _read(self, status: TransferStatus, runs: list[tuple[int, int, int]]) -> None:
-        problem = self._engine.reads(self._local, self._remote, [size for _, _, size in runs])
+    def batch_write(self, local_offsets: list[int], remote_offsets: list[int], sizes: list[int], _uid: int) -> TransferStatus:
+        """Guide, "IOEngine methods": one-sided write (local to remote), and its batched form; "Read/Write": as for reads.
+
+        Source, python/mori/io/engine.py: a session's `batch_write` takes what its `batch_read` takes, in the same order;
+        common.cpp: RdmaBatchReadWrite does both, this one with IBV_WR_RDMA_WRITE, and fails alike when a queue stays full.
+        """
+        status = TransferStatus()
+        status.update(StatusCode.IN_PROGRESS)
+        self._engine.post(lambda: self._move("write", status, list(zip(local_offsets, remote_offsets, sizes, strict=True))))
+        return status
+
+    def _move(self, operation: str, status: TransferStatus, runs: list[tuple[int, int, int]]) -> None:
+        problem = self._engine.moves(operation, self._local, self._remote, [size for _, _, size in runs])
         if problem and not problem.startswith("SQ full"):
             status.update(StatusCode.ERR_RDMA_OP, problem)
             return
-        for to, at, size in runs[: len(runs) // 2 if problem else None]:
-            assert 0 <= to <= self._local.size - size
-            assert 0 <= at <= self._remote.size - size
-            ctypes.memmove(self._local.data + to, self._remote.data + at, size)
+        for here, there, size in runs[: len(runs) // 2 if problem else None]:
+            assert 0 <= here <= self._local.size - size
+            assert 0 <= there <= self._remote.size - size
+            ends = (self._local.data + here, self._remote.data + there)
+            ctypes.memmove(*(ends if operation == "read" else ends[::-1]), size)
         status.update(StatusCode.ERR_RDMA_OP if problem else StatusCode.SUCCESS, problem)

@@ -94,12 +94,15 @@ class HandoffSettings(msgspec.Struct, frozen=True):
     integrity:  how much of what a target received is checked before it counts as landed; the target decides
     aux_way:    how the aux record travels to this instance as a target
     on_failure: what a target does with a request whose hand-off failed
+    unfenced_writes: in push, let sources write into this instance's memory, and write into that of its targets, over a
+                transport that cannot take the right back; both instances of a pair have the same
     """
 
     mode: Mode = Mode.PUSH
     integrity: Integrity = Integrity.OFF
     aux_way: AuxWay = AuxWay.CONTROL
     on_failure: OnFailure = OnFailure.FAIL
+    unfenced_writes: bool = False
 
 
 DEFAULT_HANDOFF = HandoffSettings()

@@ -1,10 +1,12 @@
 """The other side of the transport contract, as a process of its own: a region with a known content, until stdin ends.
 
-A line on stdin withdraws the region; the process lives on.
+A line on stdin withdraws the region; the process lives on. Instead of known content the region may be a file that is handed
+over open, and then it may be written to.
 """
 
 from __future__ import annotations
 
+import mmap
 import sys
 
 import msgspec
@@ -47,10 +49,12 @@ def transport_name(kind: str) -> str:
 
 def main() -> None:
     """Serve one region; the endpoint goes to stdout as one line of JSON."""
-    kind, host, count, seed, incarnation = sys.argv[1:]
-    bytes_there = content(int(seed), int(count))
+    kind, host, count, seed, incarnation, *shared = sys.argv[1:]
+    bytes_there = np.frombuffer(mmap.mmap(int(shared[0]), int(count)), np.uint8) if shared else content(int(seed), int(count))
     region = region_of(kind, bytes_there)
-    transport = open_transport(transport_name(kind), region, TransportSettings(incarnation=Incarnation(incarnation), host=host))
+    takes_writes = shared[1:] == ["writes"]
+    settings = TransportSettings(incarnation=Incarnation(incarnation), host=host, unfenced_writes=takes_writes)
+    transport = open_transport(transport_name(kind), region, settings)
     sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdout.flush()
     if sys.stdin.readline():

@@ -40,7 +40,7 @@ from kvbaton.transport.mori import MoriTransport
 from mori_stand_in import MoriWorld
 
 __all__ = [
-    *("BIG", "KIB", "MIB", "PATIENCE_S", "WHOLE"),
+    *("BIG", "KIB", "MIB", "PATIENCE_S", "PEER_SCRIPT", "WHOLE"),
     *("Rig", "Source", "Target"),
     *("assert_quiet", "has_mooncake", "make_runs", "wait_until"),
 ]
@@ -50,7 +50,7 @@ KIB, MIB = 1 << 10, 1 << 20
 BIG = 32 * MIB
 _LAUNCH_BYTES = 64 << 20
 _TRIES = 20
-_PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
+PEER_SCRIPT = Path(__file__).with_name("transport_peer.py")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -242,7 +242,7 @@ class Rig:
 
     def _spawn(self, peer: PeerRank, region_bytes: int, seed: int, host: str) -> Source:
         arguments = [self.kind, host, str(region_bytes), str(seed), peer.incarnation]
-        command = [*self.source_prefix, sys.executable, str(_PEER_SCRIPT), *arguments]
+        command = [*self.source_prefix, sys.executable, str(PEER_SCRIPT), *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
         def kill() -> None:

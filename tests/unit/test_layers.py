@@ -59,7 +59,8 @@ def test_options_of_a_handoff_are_its_settings_with_the_same_choices() -> None:
     assert handoff_settings(HandoffOptions()) == HandoffSettings()
     offered = typing.get_type_hints(HandoffOptions)
     for name, kind in typing.get_type_hints(HandoffSettings).items():
-        assert set(typing.get_args(offered[name])) == {member.value for member in kind}
+        if kind is not bool:
+            assert set(typing.get_args(offered[name])) == {member.value for member in kind}
 
 
 def test_router_offers_exactly_the_modes_there_are() -> None:

@@ -304,7 +304,7 @@ class Driver(RanksDriver):
         observe: Observer = nobody,
         memory: memoryview | None = None,
     ) -> None:
-        ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory)
+        ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory, unfenced_writes=settings.unfenced_writes)
         super().__init__(card, ranks, limits, sockets, news, settings, observe)
 
 

@@ -93,6 +93,8 @@ class HandoffStats:
     handover_s: float = 0.0
     wire_s: float = 0.0
     transport: str = ""
+    source_writes: bool = False
+    """Whether the source wrote; then it alone knows how many bytes that were."""
 
 
 @dataclass(frozen=True, slots=True)

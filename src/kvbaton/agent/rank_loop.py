@@ -32,7 +32,8 @@ _ORDERS_PER_TURN = 256
 class RankLoop:
     """Runs one rank agent until `close`, or until its coordinator is gone.
 
-    `instance` has the layouts of all ranks of the instance, this one's among them at `rank`.
+    `instance` has the layouts of all ranks of the instance, this one's among them at `rank`. `unfenced_writes` lets peers write
+    into `memory`, over a transport that cannot fence them.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class RankLoop:
         channel: Channel,
         patience_s: float,
         memory: memoryview,
+        *,
+        unfenced_writes: bool = False,
     ) -> None:
         self._transport = transport
         self._channel = channel
@@ -55,6 +58,7 @@ class RankLoop:
             clock=time.monotonic,
             patience_s=patience_s,
             memory=RegionMemory(memory),
+            unfenced_writes=unfenced_writes,
             instance=instance,
         )
         self.errors_total = 0

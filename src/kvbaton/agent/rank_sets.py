@@ -75,14 +75,32 @@ class RankSet(Ranks, Protocol):
 
 
 class LocalRanks:
-    """The one rank of an instance, in this process. `memory` is the region of `transport`, for checksums."""
+    """The one rank of an instance, in this process. `memory` is the region of `transport`, for checksums.
 
-    def __init__(self, layout: Layout, transport: Transport, patience_s: float, memory: memoryview | None = None) -> None:
+    `unfenced_writes` lets peers write there, over a transport that cannot fence them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        transport: Transport,
+        patience_s: float,
+        memory: memoryview | None = None,
+        *,
+        unfenced_writes: bool = False,
+    ) -> None:
         self.reports: deque[RankReport] = deque()
         self._transport = transport
         region = RegionMemory(memory) if memory else None
         self.agent = RankAgent(
-            0, layout, transport, self.reports.append, clock=time.monotonic, patience_s=patience_s, memory=region
+            0,
+            layout,
+            transport,
+            self.reports.append,
+            clock=time.monotonic,
+            patience_s=patience_s,
+            memory=region,
+            unfenced_writes=unfenced_writes,
         )
 
     @property

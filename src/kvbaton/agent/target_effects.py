@@ -291,4 +291,5 @@ class TargetEffects:
             handover_s=max(0.0, waited - record.exposed_wire_s),
             wire_s=record.wire_s,
             transport=self._transport,
+            source_writes=record.executor is Executor.SOURCE_WRITES,
         )

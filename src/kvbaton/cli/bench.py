@@ -300,6 +300,7 @@ def wire(
     batch_mib: int = 64,
     peers: str = "1",
     layout: Literal["scattered", "contiguous"] = "scattered",
+    direction: Literal["read", "write"] = "read",
     tokens: int = 4096,
     rounds: int = 5,
     idle: float = 3.0,
@@ -309,7 +310,7 @@ def wire(
 ) -> int:
     """Paged bytes between two processes: every transport beside what a user would pick instead, in turns, every byte checked.
 
-    Reads, because every transport here reads: the owner of the target memory executes the copy. GB is 1e9 bytes, a rate is that
+    Reads by default: with every transport the owner of the target memory can execute the copy. GB is 1e9 bytes, a rate is that
     of the whole loop. Exits with 1 when a byte was wrong.
 
     Parameters
@@ -322,9 +323,12 @@ def wire(
     batch_mib
         how much one batch moves, divided among the peers.
     peers
-        how many sources are read at once; numbers with commas between them, 1 to 64.
+        how many other processes take part at once; numbers with commas between them, 1 to 64.
     layout
         `scattered`: random pages with gaps; `contiguous`: pages in order.
+    direction
+        `read`: this process reads from the others; `write`: it writes to them, over what can (`nixl`, `mooncake`, and those
+        libraries alone).
     tokens
         tokens of an 8B Llama whose cache one batch moves (`cuda`; 4,096 are 537 MB).
     rounds
@@ -339,19 +343,28 @@ def wire(
         print one JSON object instead of a table.
     """
     if transport == "cuda":
+        _check_reads(direction)
         from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
 
         on_gpu = CudaWireBench(tokens, rounds)
         return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
     from kvbaton.bench.wire import WireBench, draw, run_wire_bench, subjects_of
+    from kvbaton.transport.base import Direction
 
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
     counts = _numbers(peers, "--peers")
-    bench = WireBench(sizes, batch_mib << 20, counts, layout, subjects_of(transport), rounds, idle)
+    bench = WireBench(sizes, batch_mib << 20, counts, layout, subjects_of(transport), rounds, idle, Direction(direction))
     report = run_wire_bench(bench, _progress)
     if plot is not None:
         draw(report, plot)
     return _finish("wire", report, bench.described(), out, json)
+
+
+def _check_reads(direction: str) -> None:
+    from kvbaton.errors import ConfigError
+
+    if direction != "read":
+        raise ConfigError(f"--direction is {direction}: transport cuda only reads, the owner of the target memory copies")
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -50,12 +50,16 @@ class HandoffOptions:
         how the first token travels: in a control message, or over the data transport.
     on_failure
         what becomes of a request whose hand-off failed: it fails, or the decode instance computes its prompt.
+    unfenced_writes
+        in push, let the prefill instance write into the decode instance's memory, over `nixl`, `mooncake` or `mori`; nothing
+        can take that right back from one that hangs. Without it the decode instance reads.
     """
 
     mode: Literal["push", "pull"] = "push"
     integrity: Literal["off", "sampled", "full"] = "off"
     aux_way: Literal["control", "data"] = "control"
     on_failure: Literal["fail", "recompute"] = "fail"
+    unfenced_writes: Annotated[bool, Parameter(negative=())] = False
 
 
 def handoff_settings(options: HandoffOptions) -> HandoffSettings:

@@ -72,10 +72,12 @@ def up(
     from kvbaton.launch.fleet import Fleet
     from kvbaton.launch.local import new_cluster_key, router_part
     from kvbaton.launch.ports import PortPicker, check_port_free
+    from kvbaton.transport.choose import check_writes
 
     for name, count in (("--prefill", prefill), ("--decode", decode)):
         if count < 1:
             raise ConfigError(f"{name} is {count}; at least one instance of each kind is needed")
+    check_writes(transport, handoff.unfenced_writes)
     console = Console()
     check_port_free(host, port, "--port")
     say = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -181,6 +181,10 @@ def _print_report(console: Console, report: Report) -> None:
         f"{report.handover_seconds.p50 * 1000:.1f} ms, p99 {report.handover_seconds.p99 * 1000:.1f} ms (wire time taken off)",
         highlight=False,
     )
+    if report.source_writes:
+        console.print(
+            f"{report.source_writes} hand-offs were written by their source; their bytes are not counted", highlight=False
+        )
     if report.ok:
         console.print("[bold green]every answer is the same[/]")
     for problem in report.problems:

@@ -62,7 +62,8 @@ def instance_part(
     for router in routers:
         command += ["--router", router]
     for setting, value in msgspec.structs.asdict(options.handoff).items():
-        command += [f"--{setting.replace('_', '-')}", value]
+        option = f"--{setting.replace('_', '-')}"
+        command += [option] * value if isinstance(value, bool) else [option, value]
     command += [*options.extra, *(("--shape", options.shape) if options.shape != "tp1" else ())]
     url = f"http://127.0.0.1:{port}"
     environment = core_share(options.engines) | {CLUSTER_KEY_VARIABLE: options.cluster_key}

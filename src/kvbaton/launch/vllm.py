@@ -50,12 +50,14 @@ class VllmOptions:
 
 def transfer_config(role: str, handoff: HandoffSettings, extra: dict[str, Any]) -> dict[str, Any]:
     """The value of `--kv-transfer-config` for an instance of this role."""
+    how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
+    how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
     return {
         "kv_connector": "KVBatonConnector",
         "kv_connector_module_path": "kvbaton.engines.vllm",
         "kv_role": _ROLES[role],
         "kv_load_failure_policy": str(handoff.on_failure),
-        "kv_connector_extra_config": {"mode": str(handoff.mode), "integrity": str(handoff.integrity), **extra},
+        "kv_connector_extra_config": {**how, **extra},
     }
 
 

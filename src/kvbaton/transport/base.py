@@ -7,6 +7,8 @@ What every implementation promises:
 
 - `post` checks every run against the ranges of both regions before it accepts the batch, never waits for the copy, and
   never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
+- A run says where bytes come from and where they go to. In a READ the source is the peer and the target is this side, in a
+  WRITE the source is this side and the target is the peer. `directions` says what `post` accepts.
 - The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
   a batch without bytes completes with success and 0 bytes.
 - `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out. One batch of a peer
@@ -14,7 +16,9 @@ What every implementation promises:
 - `after` is asked from the mover's thread and must not wait; when it raises, or is not true within `timeout_s`, the
   batch completes with an error and was never started.
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
-  visible in target memory; a completion with one means that the mover will not touch this side's memory for it again.
+  visible in target memory, be that here or at the peer, and that it is the peer that was meant; a completion with one means
+  that the mover will not touch this side's memory for it again. What a write that has failed had on its way may still land at
+  the peer: that is what UNFENCED says.
 - `cancel` asks; the answer is the ticket's completion (cancelled, or finished first), after which its memory is quiet.
 - `revoke(peer)` ends all use of the peer: its tickets complete with an error, later posts to it are refused until it is
   connected anew.
@@ -82,7 +86,7 @@ class Direction(enum.StrEnum):
 
 
 class LateWrites(enum.StrEnum):
-    """What a peer can do to this side's memory after it lost the right to."""
+    """What a peer can do to this side's memory after it lost the right to: nothing; nothing once it is revoked; still write."""
 
     IMPOSSIBLE = "impossible"
     REVOCABLE = "revocable"
@@ -135,6 +139,8 @@ class TransportSettings:
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
     it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
+    `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
+    right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
     What libraries are told (see `library_settings`): the plugins that NIXL may use; the protocol and the devices (by name,
     with commas) of Mooncake; for MoRI its backend (`rdma` or `xgmi`), queue pairs per transfer, worker threads, work requests
     per post (-1: MoRI chooses) and the GPU whose memory the region is (-1: main memory).
@@ -152,6 +158,7 @@ class TransportSettings:
     advertise_host: str = ""
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
+    unfenced_writes: bool = False
     nixl_backends: str = "UCX"
     mooncake_protocol: str = "tcp"
     mooncake_devices: str = ""

@@ -17,7 +17,7 @@ from kvbaton.transport.mori import MoriTransport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.transport.tcp import TcpTransport
 
-__all__ = ["AUTO", "TRANSPORTS", "open_transport"]
+__all__ = ["AUTO", "TRANSPORTS", "check_writes", "open_transport"]
 
 TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
     "cuda": CudaTransport,
@@ -31,10 +31,18 @@ TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
 
 AUTO = "auto"
 
+_CAN_WRITE = ("mooncake", "mori", "nixl")
 _MOVE_GPU_MEMORY = frozenset({"cuda", "mori"})
 _GPU_FASTEST_FIRST = ("cuda",)
 _FASTEST_FIRST = ("local", "nixl", "tcp")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def check_writes(name: str, unfenced_writes: bool) -> None:
+    """Raise ConfigError when writes are wanted of a transport that only reads."""
+    if unfenced_writes and name in (AUTO, *TRANSPORTS) and name not in _CAN_WRITE:
+        why = "may pick one that only reads" if name == AUTO else "only reads: the owner of the target memory copies"
+        raise ConfigError(f"unfenced_writes is on, and transport {name} {why}; leave it out, or choose {', '.join(_CAN_WRITE)}")
 
 
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
@@ -43,6 +51,7 @@ def open_transport(name: str, region: Region, settings: TransportSettings) -> Tr
     What the variable KVBATON_TRANSPORT_SETTINGS says about libraries is added to `settings`.
     """
     settings = with_library_settings(settings, os.environ.get(LIBRARY_SETTINGS_VARIABLE, ""))
+    check_writes(name, settings.unfenced_writes)
     if name == AUTO:
         return _open_auto(region, settings)
     if name not in TRANSPORTS:

@@ -26,9 +26,11 @@ from kvbaton.transport.base import (
     Ticket,
     Transport,
 )
-from kvbaton.transport.runs import check_runs
+from kvbaton.transport.runs import check_batch
 
 __all__ = ["Faults", "FaultyTransport"]
+
+_SWAPPED = (1, 0, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,11 @@ class Faults:
     """What goes wrong.
 
     drop_writes: success is reported, nothing is moved
-    drop:        success is reported, and only what this leaves of the runs is moved
+    drop:        success is reported, and only what this leaves of the runs is moved; the second column of what it is given
+                 is the offset on this side, of writes too
     refuse_posts: so many posts are refused, as if the queue were full
     fail_after:  so many more batches go well, every later one completes with an error (None: all go well)
-    corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out
+    corrupt:     the first byte of the batch is flipped in target memory before its completion is handed out; reads only
     stall:       batches are accepted and do not complete until cancelled, revoked or closed
     delay_s:     a batch starts so much later
     """
@@ -153,16 +156,15 @@ class FaultyTransport:
         self._inner.close()
 
     def _check(self, batch: Batch) -> None:
-        ours, theirs = self._region.region_bytes, self._peer_bytes[batch.peer]
-        reading = batch.direction is Direction.READ
-        check_runs(batch.runs, theirs if reading else ours, ours if reading else theirs)
+        check_batch(batch, self._region.region_bytes, self._peer_bytes[batch.peer])
 
     def _post(self, posted: _Posted, after: AfterEvent | None) -> None:
         faults, batch = posted.faults, posted.batch
         if faults.drop_writes or faults.stall or faults.fail_after == 0:
             batch = replace(batch, runs=np.empty((0, 3), np.uint64))
         elif faults.drop is not None:
-            batch = replace(batch, runs=faults.drop(batch.runs))
+            reads = batch.direction is Direction.READ
+            batch = replace(batch, runs=faults.drop(batch.runs) if reads else faults.drop(batch.runs[:, _SWAPPED])[:, _SWAPPED])
         inner_ticket = self._inner.post(batch, _later(after, faults))
         self._posted[inner_ticket] = posted
         self._inner_tickets[posted.ticket] = inner_ticket

@@ -2,7 +2,8 @@
 
 A slice that is on its way cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished
 only when the library has let go of its last slice; until then its memory is not quiet. A library that does not let go within
-another `timeout_s` is shut down altogether: that is the only way left to make the memory quiet.
+another `timeout_s` is shut down altogether: that is the only way left to make the memory quiet. Where even that fails, the
+batch is never finished, and closing says so.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvbaton.errors import KVBatonError, QueueFull
-from kvbaton.transport.base import Runs, Ticket, TransportSettings
+from kvbaton.errors import KVBatonError, QueueFull, TransportError
+from kvbaton.transport.base import Direction, Runs, Ticket, TransportSettings
 from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
 from kvbaton.transport.schedule import Schedule
 
@@ -45,14 +46,15 @@ class Flights(Protocol[L_contra]):
     let_go_s: float
     """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
 
-    def start(self, link: L_contra, runs: Runs, *, is_last: bool) -> Any:
-        """Begin to read a slice; QueueFull when the library takes no more just now.
+    def start(self, link: L_contra, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> Any:
+        """Begin to move a slice; QueueFull when the library takes no more just now.
 
-        The last slice of a batch is not done before it is known that the peer still hands its memory out.
+        The first slice of a write is not begun before it is known that the peer is the one that is meant; the last slice of
+        any batch is not done before it is known that the peer still hands its memory out.
         """
 
     def is_done(self, flight: Any) -> bool:
-        """Whether every byte is in."""
+        """Whether every byte is where it belongs."""
 
     def release(self, flight: Any) -> bool:
         """Let go of a flight that is done, has failed or is not wanted; False while its bytes still move."""
@@ -92,6 +94,7 @@ class _Books(Generic[L]):
     flights: list[_Flight[L]] = field(default_factory=list)
     endings: dict[Ticket, _Ending] = field(default_factory=dict)
     forgetting: set[L] = field(default_factory=set)
+    refused: dict[Ticket, float] = field(default_factory=dict)
 
     def of_link(self, link: L) -> list[_Flight[L]]:
         return [flight for flight in self.flights if flight.job.link is link]
@@ -110,13 +113,23 @@ class FlightMover(Generic[L]):
         self._schedule: Schedule[L] = Schedule(settings.timeout_s)
         self._books: _Books[L] = _Books()
         self._nap_s = _SHORTEST_NAP_S
+        self._stuck = ""
         self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; tells whether it has."""
+        """Wait until the thread has ended, at most `timeout_s`; tells whether it has.
+
+        Raises TransportError while the library does not let go of memory; what moves is then not finished.
+        """
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        if self._stuck:
+            self._shut_down()
+        if self._stuck:
+            raise TransportError(self._stuck)
+        return True
 
     def _run(self) -> None:
         failure = ""
@@ -125,24 +138,34 @@ class FlightMover(Generic[L]):
                 self._turn()
         except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
             failure = f"{describe(error)} (the mover ended)"
+        self._shut_down()
+        if failure or self._stuck:
+            self._ledger.shut(failure or self._stuck)
+            self._ledger.finish_all(but={flight.job.ticket for flight in self._books.flights if self._is_moving(flight)})
+
+    def _shut_down(self) -> None:
         try:
             self._library.shut_down()
         except KVBatonError as error:
-            failure = failure or describe(error)
-        if failure:
-            self._ledger.shut(failure)
-            self._ledger.finish_all()
+            self._stuck = str(error)
+        else:
+            self._stuck = ""
+
+    def _is_moving(self, flight: _Flight[L]) -> bool:
+        return not self._library.release(flight.handle)
 
     def _turn(self) -> None:
         for command in self._ledger.take_commands():
             self._obey(command)
         for job, error in self._schedule.check_events(time.monotonic()):
             self._ledger.finish(job, error)
-        for link in self._schedule.links():
-            self._feed(link)
+        has_begun = [self._feed(link) for link in self._schedule.links()]
         for flight in list(self._books.flights):
             self._look_at(flight, time.monotonic())
-        self._rest()
+        if any(has_begun):
+            self._ledger.work.wait(_SHORTEST_NAP_S)  # whoever moves the slice needs the interpreter now
+        else:
+            self._rest()
 
     def _rest(self) -> None:
         """Sleep until something ends or is due; a peer that keeps this side busy is served at once, and then more often."""
@@ -166,29 +189,39 @@ class FlightMover(Generic[L]):
             self._books.forgetting.add(command.link)
             self._fail_link(command.link, "TransportError: the peer was revoked", waiting=True)
 
-    def _feed(self, link: L) -> None:
+    def _feed(self, link: L) -> bool:
+        """Start the next slice of a peer, unless enough are on their way; tells whether it has."""
         while (job := self._schedule.head(link)) is not None and len(self._books.of_link(link)) < _WINDOW:
-            if not job.cursor.remaining_bytes:
-                self._schedule.discard(job)
-                self._finish(job)
-            elif not self._start(job):
-                return
+            if job.cursor.remaining_bytes:
+                return self._start(job)
+            self._schedule.discard(job)
+            self._finish(job)
+        return False
 
     def _start(self, job: Job[L]) -> bool:
         runs = job.cursor.peek(self._library.slice_bytes, self._library.slice_runs)
         count = int(runs[:, 2].sum())
+        is_first, is_last = not job.cursor.done_bytes, count == job.cursor.remaining_bytes
         try:
-            handle = self._library.start(job.link, runs, is_last=count == job.cursor.remaining_bytes)
-        except QueueFull:
+            handle = self._library.start(job.link, job.direction, runs, is_first=is_first, is_last=is_last)
+        except QueueFull as error:
+            self._refuse(job, error)
             return False
         except KVBatonError as error:
             self._fail_link(job.link, describe(error))
             return False
+        self._books.refused.pop(job.ticket, None)
         self._books.flights.append(_Flight(job, handle, count, time.monotonic() + self._settings.timeout_s))
         job.cursor.advance(count)
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)
         return True
+
+    def _refuse(self, job: Job[L], error: QueueFull) -> None:
+        """The library takes no more just now: it is asked again, but not for ever."""
+        now, timeout_s = time.monotonic(), self._settings.timeout_s
+        if now - self._books.refused.setdefault(job.ticket, now) >= timeout_s:
+            self._end(job, f"{describe(error)} (for {timeout_s:g} s)")
 
     def _look_at(self, flight: _Flight[L], now: float) -> None:
         if flight not in self._books.flights:
@@ -204,11 +237,8 @@ class FlightMover(Generic[L]):
         self._land(flight, now)
 
     def _give_up(self, flight: _Flight[L]) -> None:
-        timeout_s = self._settings.timeout_s
-        until = time.monotonic() + max(timeout_s, self._library.let_go_s)
-        for other in self._books.of_link(flight.job.link):
-            other.failed, other.deadline = True, until
-        self._fail_link(flight.job.link, f"PeerLost: {flight.job.link}: no progress within {timeout_s:g} s")
+        link = flight.job.link
+        self._fail_link(link, f"PeerLost: {link}: no progress within {self._settings.timeout_s:g} s")
 
     def _land(self, flight: _Flight[L], now: float) -> None:
         """Take a flight that is over out of the books, once the library lets go of it."""
@@ -218,6 +248,8 @@ class FlightMover(Generic[L]):
             return
         self._books.flights.remove(flight)
         job = flight.job
+        for other in self._books.of_link(job.link):
+            other.deadline = max(other.deadline, now + self._settings.timeout_s)
         job.moved_bytes += 0 if flight.failed else flight.wire_bytes
         if self._books.of_job(job):
             return
@@ -228,6 +260,7 @@ class FlightMover(Generic[L]):
     def _end(self, job: Job[L], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte: at once, or when the last of its flights is over."""
         self._schedule.discard(job)
+        self._books.refused.pop(job.ticket, None)
         self._books.endings.setdefault(job.ticket, _Ending(error, cancelled))
         if not self._books.of_job(job):
             self._finish(job)
@@ -237,6 +270,10 @@ class FlightMover(Generic[L]):
         self._ledger.finish(job, ending.error, cancelled=ending.cancelled)
 
     def _fail_link(self, link: L, error: str, *, waiting: bool = False) -> None:
+        """End all that is under way with a peer, and its session; what still moves has so long to stop as the library needs."""
+        until = time.monotonic() + max(self._settings.timeout_s, self._library.let_go_s)
+        for flight in self._books.of_link(link):
+            flight.failed, flight.deadline = True, until
         jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
         jobs.update((flight.job.ticket, flight.job) for flight in self._books.of_link(link))
         self._library.drop(link)

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvbaton.errors import Bug, KVBatonError, QueueFull, TransportError
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
-from kvbaton.transport.runs import RunCursor, check_runs
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    PeerRank,
+    Region,
+    Runs,
+    Ticket,
+    TransportSettings,
+)
+from kvbaton.transport.runs import RunCursor, check_batch
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "RunsCheck", "describe"]
@@ -32,6 +43,7 @@ class Job(Generic[L]):
     link: L
     cursor: RunCursor
     after: AfterEvent | None
+    direction: Direction = Direction.READ
     moved_bytes: int = 0
 
 
@@ -126,7 +138,7 @@ class Ledger(Generic[L]):
         """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
         with self._lock:
             checked = self._known(batch.peer)
-        runs = check_runs(batch.runs, checked.endpoint.region_bytes, self._region.region_bytes)
+        runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes)
         if self._check is not None:
             self._check(checked.link, runs)
         cursor = RunCursor(runs)
@@ -139,7 +151,7 @@ class Ledger(Generic[L]):
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
             self._last_ticket += 1
-            job = Job(Ticket(self._last_ticket), known.link, cursor, after)
+            job = Job(Ticket(self._last_ticket), known.link, cursor, after, batch.direction)
             self._jobs[job.ticket] = job
             self._peer_of[job.ticket] = batch.peer
             self._count_of[batch.peer] += 1
@@ -196,13 +208,12 @@ class Ledger(Generic[L]):
             self._shut_reason = self._shut_reason or reason
             self.work.set()
 
-    def finish_all(self) -> None:
-        """End what is still in flight with the reason given to `shut`; called when no mover runs any more."""
+    def finish_all(self, but: Collection[Ticket] = ()) -> None:
+        """End what is still in flight, except `but`, with the reason given to `shut`; called when no mover runs any more."""
         with self._lock:
             self._commands.clear()
-            jobs, self._jobs = self._jobs, {}
-            for job in jobs.values():
-                self._complete(job, self._shut_reason, cancelled=False)
+            for ticket in [ticket for ticket in self._jobs if ticket not in but]:
+                self._complete(self._jobs.pop(ticket), self._shut_reason, cancelled=False)
 
     def close(self) -> None:
         """Give the descriptors back."""

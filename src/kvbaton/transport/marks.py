@@ -1,7 +1,8 @@
-"""Marks: how a reader notices that a peer has withdrawn its memory, where the library that reads would not tell.
+"""Marks: how one side notices that its peer has withdrawn its memory, or is another by now, where the library would not tell.
 
-Each side shows a random mark in memory of its own and clears it when it closes. A reader reads the mark after the last byte of
-a batch, into a slot that this peer alone has, and compares it with what the peer's endpoint says.
+Each side shows a random mark in memory of its own and clears it when it closes. Who moves bytes reads the mark after the last
+byte of a batch, and before it writes, into a slot that this peer alone has, and compares it with what the peer's
+endpoint says.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Mover(Protocol):
 
 
 class QueuedTransport(abc.ABC, Generic[L]):
-    """A transport whose mover fills this side's memory by reading: nobody else ever writes there."""
+    """A transport whose mover fills this side's memory by reading; nobody else ever writes there, unless a subclass says so."""
 
     def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover) -> None:
         self._region = region
@@ -86,7 +86,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
         if batch.direction not in self.directions:
-            raise TransportError(f"{self.name} does not {batch.direction}; the side that holds the target has to read")
+            raise TransportError(f"{self.name} does not {batch.direction}; {self._way_out}")
         return self._ledger.admit(batch, after)
 
     def poll(self) -> list[Completion]:
@@ -116,6 +116,11 @@ class QueuedTransport(abc.ABC, Generic[L]):
             self._ledger.finish_all()
             self._ledger.close()
             self._closed = True
+
+    @property
+    def _way_out(self) -> str:
+        """What to do instead of a batch whose direction is not accepted."""
+        return "the side that holds the target has to read"
 
     @property
     def _closing_s(self) -> float:

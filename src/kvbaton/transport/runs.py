@@ -8,15 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import RangeError
-from kvbaton.transport.base import Runs
+from kvbaton.transport.base import Batch, Direction, Runs
 
-__all__ = ["MAX_SLICE_RUNS", "RunCursor", "check_offsets", "check_runs"]
+__all__ = ["MAX_SLICE_RUNS", "RunCursor", "check_batch", "check_offsets", "check_runs"]
 
 MAX_SLICE_RUNS = 1024
 """Most runs in one slice; also what one system call takes on Linux."""
 
 _SOURCE, _TARGET, _BYTES = 0, 1, 2
 _MAX_SLOTS_PER_RUN = 256
+
+
+def check_batch(batch: Batch, own_bytes: int, peer_bytes: int) -> Runs:
+    """The runs of `batch`, checked as `check_runs` does; whose region is the source depends on the direction."""
+    if batch.direction is Direction.READ:
+        return check_runs(batch.runs, peer_bytes, own_bytes)
+    return check_runs(batch.runs, own_bytes, peer_bytes)
 
 
 def check_runs(runs: Runs, source_bytes: int, target_bytes: int) -> Runs:

@@ -29,6 +29,8 @@ class RequestRow(msgspec.Struct, frozen=True):
     handoff_s: float
     handover_s: float
     largest_difference: float
+    source_writes: bool = False
+    """Whether the source wrote; it alone knows how many bytes, so they are not counted."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -54,6 +56,7 @@ class Report(msgspec.Struct, frozen=True):
     recomputed: int
     bytes_planned: int
     bytes_moved: int
+    source_writes: int
     handover_seconds: Spread
     problems: list[str]
     rows: list[RequestRow]
@@ -80,6 +83,7 @@ def make_report(settings: dict[str, str | int | bool], rows: list[RequestRow]) -
         recomputed=recomputed,
         bytes_planned=sum(row.bytes_planned for row in rows),
         bytes_moved=sum(row.bytes_moved for row in rows),
+        source_writes=sum(row.source_writes for row in rows),
         handover_seconds=Spread(*(float(np.percentile(handovers, q)) for q in (50, 99))),
         problems=problems,
         rows=rows,

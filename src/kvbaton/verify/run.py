@@ -24,6 +24,7 @@ from kvbaton.launch.local import InstanceOptions, instance_part, pair_parts, rou
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import MAX_MODEL_TOKENS, vllm_pair_parts, vllm_part
 from kvbaton.launch.vllm_ready import ready_vllm
+from kvbaton.transport.choose import check_writes
 from kvbaton.verify.client import Reply, ask
 from kvbaton.verify.compare import compare
 from kvbaton.verify.fit import check_fit
@@ -84,6 +85,7 @@ class _Servers:
 
 def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
+    check_writes(settings.transport, settings.handoff.unfenced_writes)
     loaded = find_model(settings.model, progress=say)
     _check_shapes(settings, loaded)
     context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)
@@ -221,6 +223,7 @@ def _row(index: int, prompt: tuple[int, ...], single: Reply, pair: Reply) -> Req
         handoff_s=float(record.get("handoff_s", 0.0)),
         handover_s=float(record.get("handover_s", 0.0)),
         largest_difference=comparison.largest_difference,
+        source_writes=bool(record.get("source_writes")),
     )
 
 

@@ -51,6 +51,25 @@ def test_every_answer_is_the_same(transport: str, mode: str) -> None:
     assert (code, found["failed"], found["different"]) == (0, 0, 0)
     assert found["handed_off"] == found["requests"] == 6
     assert found["bytes_moved"] == found["bytes_planned"] > 0
+    assert found["source_writes"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", sorted(_MODULES))
+def test_every_answer_is_the_same_when_the_source_writes(transport: str) -> None:
+    _needs(transport)
+    code, found = _verify(transport, "push", "--unfenced-writes")
+    assert (code, found["failed"], found["different"]) == (0, 0, 0)
+    assert found["handed_off"] == found["source_writes"] == found["requests"] == 6
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", sorted(_MODULES))
+def test_control_without_the_bytes_that_the_source_writes_it_goes_red(transport: str) -> None:
+    _needs(transport)
+    code, found = _verify(transport, "push", "--unfenced-writes", "--drop-writes")
+    assert code == 1
+    assert found["different"] > 0
 
 
 @pytest.mark.timeout(300)

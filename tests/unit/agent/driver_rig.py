@@ -1,4 +1,4 @@
-"""Instances without an engine: real drivers over real sockets and the `memory` transport, and somebody who does not belong."""
+"""Instances without an engine: real drivers over real sockets, a transport in one process, and somebody who does not belong."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import Seal, Way
 from kvbaton.core.card import Card, RankCard
-from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, TransferId
+from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, TransferId
 from kvbaton.core.messages import Envelope, Message, decode, encode
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.mori import MoriTransport
+from mori_stand_in import MoriWorld
 from watching import wait_until
 
 __all__ = ["AUX", "TOKENS", "Intruder", "Side", "ask", "is_equal", "is_poison", "key_of", "landed", "pair", "start_handoff"]
@@ -51,7 +53,7 @@ class Side:
 
     def __init__(
         self,
-        hub: MemoryHub,
+        hub: MemoryHub | MoriWorld,
         trust: Trust | None = None,
         faults: Faults | None = None,
         limits: Limits | None = None,
@@ -63,7 +65,7 @@ class Side:
         self.events: list[EngineEvent] = []
         self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
         region = Region.of(self.cache.memory)
-        inner = MemoryTransport(region, hub, TransportSettings(incarnation=self.incarnation))
+        inner = _open(hub, region, TransportSettings(incarnation=self.incarnation, unfenced_writes=settings.unfenced_writes))
         self.transport = FaultyTransport(inner, region, faults or Faults())
         self.card = self._card()
         self.driver = Driver(
@@ -106,6 +108,12 @@ class Side:
         return Card(self.incarnation, "fake", "f00d", "tp1", (rank,), this_process(), hold_s=60.0, give_up_s=30.0)
 
 
+def _open(hub: MemoryHub | MoriWorld, region: Region, settings: TransportSettings) -> Transport:
+    if isinstance(hub, MemoryHub):
+        return MemoryTransport(region, hub, settings)
+    return MoriTransport(region, settings, hub.api())
+
+
 @contextmanager
 def pair(
     source_trust: Trust | None = None,
@@ -119,28 +127,28 @@ def pair(
         yield source, target
 
 
-def wanted(address: ControlAddress, name: str) -> SourceWanted:
-    return SourceWanted(key_of(name), "prompt", address)
+def wanted(address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> SourceWanted:
+    return SourceWanted(key_of(name), "prompt", address, mode=mode)
 
 
-def start_handoff(source: Side, target: Side, name: str) -> None:
+def start_handoff(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> None:
     """Both engines do their part: the source has prefilled, the target has blocks full of poison."""
     source.cache.data[:] = np.random.default_rng(len(name)).standard_normal(source.cache.data.shape, np.float32)
     target.cache.poison(range(target.cache.blocks))
     source.driver.expect_target(key_of(name), "prompt")
     source.driver.offer(Offer(key_of(name), (_SOURCE_BLOCKS,), TOKENS, AUX))
-    ask(target, source.driver.address, name)
+    ask(target, source.driver.address, name, mode)
 
 
-def ask(target: Side, address: ControlAddress, name: str) -> None:
+def ask(target: Side, address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> None:
     """The target's engine asks for a cache."""
-    target.driver.expect_source(wanted(address, name))
-    target.driver.pull(Pull(wanted(address, name), (_TARGET_BLOCKS,), TOKENS, 0))
+    target.driver.expect_source(wanted(address, name, mode))
+    target.driver.pull(Pull(wanted(address, name, mode), (_TARGET_BLOCKS,), TOKENS, 0))
 
 
-def landed(source: Side, target: Side, name: str) -> Landed:
+def landed(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> Landed:
     """Hand one request off from start to end."""
-    start_handoff(source, target, name)
+    start_handoff(source, target, name, mode)
     event = target.wait_for(Landed, key_of(name))
     source.wait_for(SourceEnded, key_of(name))
     return event

@@ -9,7 +9,7 @@ from kvbaton.bench.wire import WireBench, run_wire_bench, subjects_of
 from kvbaton.bench.wire.pages import content, contiguous_runs, is_copied, scattered_runs
 from kvbaton.errors import ConfigError
 from kvbaton.transport import choose
-from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.base import Direction, Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.local import LocalTransport
 
@@ -52,6 +52,15 @@ def test_each_transport_stands_beside_its_peer() -> None:
     assert subjects_of("local") == ("local", "local, process_vm_readv", "memcpy")
     with pytest.raises(ConfigError, match="'pigeon'"):
         subjects_of("pigeon")
+
+
+def test_what_only_reads_is_not_asked_to_write() -> None:
+    with pytest.raises(ConfigError, match="local, memcpy: none of them writes; those that do are nixl, mooncake"):
+        WireBench(subjects=("local", "memcpy"), direction=Direction.WRITE)
+    told: list[str] = []
+    bench = WireBench((64 * KIB,), MIB, (1,), subjects=("tcp", "nixl"), rounds=1, idle_s=0.0, direction=Direction.WRITE)
+    run_wire_bench(bench, told.append)
+    assert "tcp is left out: it only reads, the owner of the target memory copies" in told
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

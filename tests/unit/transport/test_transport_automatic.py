@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 from collections.abc import Iterator
 
 import msgspec
@@ -13,8 +14,10 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport import choose
 from kvbaton.transport.automatic import AutoTransport
-from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.base import Batch, Direction, Endpoint, LateWrites, PeerRank, Region, TransportSettings
 from kvbaton.transport.choose import open_transport
+from kvbaton.transport.mori import MoriTransport
+from mori_stand_in import MoriWorld
 
 PEER = PeerRank(Incarnation("source"))
 
@@ -66,6 +69,30 @@ def test_nothing_in_common_is_refused_with_every_reason(pair: tuple[AutoTranspor
         target.connect(PEER, msgspec.structs.replace(source.endpoint(), details={}))
     with pytest.raises(TransportError, match="local is not usable"):
         target.connect(PEER, msgspec.structs.replace(source.endpoint(), details={"local": "{"}))
+
+
+def test_writes_are_passed_through_where_all_that_may_be_picked_write() -> None:
+    world, how = MoriWorld(), TransportSettings(unfenced_writes=True)
+    memories = [np.full(64, fill, np.uint8) for fill in (1, 0)]
+    regions = [Region.of(memory) for memory in memories]
+    source, target = (AutoTransport(each, how, {"mori": MoriTransport(each, how, world.api())}, {}) for each in regions)
+    assert source.directions == {Direction.READ, Direction.WRITE}
+    assert source.late_writes is LateWrites.UNFENCED
+    source.connect(PEER, target.endpoint())
+    ticket = source.post(Batch(PEER, Direction.WRITE, np.array([[0, 8, 16]], np.uint64)))
+    assert select.select([source.wakeup_fd], [], [], 10)[0]
+    assert [(each.ticket, each.error) for each in source.poll()] == [(ticket, "")]
+    assert memories[1].tolist() == [0] * 8 + [1] * 16 + [0] * 40
+    source.close()
+    target.close()
+
+
+def test_writes_are_refused_where_one_that_may_be_picked_only_reads(pair: tuple[AutoTransport, AutoTransport]) -> None:
+    target, source = pair
+    assert target.directions == {Direction.READ}
+    target.connect(PEER, source.endpoint())
+    with pytest.raises(TransportError, match="local does not write"):
+        target.post(Batch(PEER, Direction.WRITE, np.array([[0, 0, 8]], np.uint64)))
 
 
 def test_what_cannot_be_opened_here_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

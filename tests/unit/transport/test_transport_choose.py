@@ -6,7 +6,7 @@ import pytest
 
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
-from kvbaton.transport.choose import TRANSPORTS, open_transport
+from kvbaton.transport.choose import TRANSPORTS, check_writes, open_transport
 
 
 @pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"cuda", "mooncake", "mori", "nixl"}))
@@ -19,6 +19,18 @@ def test_a_name_opens_its_transport(name: str) -> None:
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown transport 'pigeon'; known are auto, cuda, local, mooncake, mori, nixl, tcp"):
         open_transport("pigeon", Region.of(bytearray(8)), TransportSettings())
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "local", "tcp"])
+def test_writes_are_refused_where_a_transport_only_reads(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unfenced_writes is on, and transport {name} .*choose mooncake, mori, nixl"):
+        open_transport(name, Region.of(bytearray(8)), TransportSettings(unfenced_writes=True))
+    check_writes(name, unfenced_writes=False)
+
+
+@pytest.mark.parametrize("name", ["mooncake", "mori", "nixl"])
+def test_writes_can_be_chosen_where_a_library_writes(name: str) -> None:
+    check_writes(name, unfenced_writes=True)
 
 
 def test_memory_of_the_wrong_kind_is_refused_with_what_to_choose() -> None:

@@ -13,6 +13,8 @@ from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.mori import MoriTransport
+from mori_stand_in import MoriWorld
 
 PEER = PeerRank(Incarnation("p"))
 BATCH = Batch(PEER, Direction.READ, np.array([[0, 0, 0], [0, 8, 8]], np.uint64))
@@ -126,3 +128,19 @@ def test_a_stall_that_is_cancelled_when_the_inner_deadline_has_just_passed_ends_
     completion = pair.wait()
     assert completion.ticket == ticket
     assert completion.error
+
+
+def test_what_is_dropped_of_a_write_is_named_by_its_place_on_this_side() -> None:
+    world, settings = MoriWorld(), TransportSettings(unfenced_writes=True)
+    here, there = bytearray(range(16)), bytearray(16)
+    region = Region.of(here)
+    target = MoriTransport(Region.of(there), settings, world.api())
+    faults = Faults(drop=lambda runs: runs[runs[:, 1] != 4])
+    source = FaultyTransport(MoriTransport(region, settings, world.api()), region, faults)
+    source.connect(PEER, target.endpoint())
+    source.post(Batch(PEER, Direction.WRITE, np.array([[0, 4, 4], [4, 12, 4]], np.uint64)))
+    assert select.select([source.wakeup_fd], [], [], 10)[0]
+    assert source.poll()[0].error == ""
+    assert bytes(there) == bytes([0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0])
+    source.close()
+    target.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import Bug, TransportError
+from kvbaton.errors import Bug, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.ledger import Cancel, Ledger, Post, Revoke
 from kvbaton.transport.wakeup import Wakeup
@@ -49,6 +49,21 @@ def test_a_batch_counts_until_it_was_handed_out(ledger: Ledger[str]) -> None:
         ledger.admit(BATCH, None)
     assert [completion.ticket for completion in ledger.take_completions()] == [jobs[0].ticket]
     ledger.admit(BATCH, None)
+
+
+def test_the_source_of_a_write_is_here_and_its_target_there() -> None:
+    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings())
+    books.add_peer(PEER, Endpoint("test", 20, {}), "link")
+    for direction, row in ((Direction.READ, [15, 5, 5]), (Direction.WRITE, [5, 15, 5])):
+        books.admit(Batch(PEER, direction, np.array([row], np.uint64)), None)
+        command = books.take_commands()[0]
+        assert isinstance(command, Post)
+        assert command.job.direction is direction
+        other = Direction.WRITE if direction is Direction.READ else Direction.READ
+        with pytest.raises(RangeError, match="region of 10 bytes"):
+            books.admit(Batch(PEER, other, np.array([row], np.uint64)), None)
+    books.finish_all()
+    books.close()
 
 
 def test_runs_that_were_checked_against_another_connection_are_refused() -> None:

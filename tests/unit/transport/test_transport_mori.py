@@ -14,7 +14,7 @@ from kvbaton.transport.base import Batch, Completion, Direction, PeerRank, Regio
 from kvbaton.transport.mori import MoriTransport
 from mori_stand_in import MoriWorld, PollCqMode, RdmaBackendConfig, XgmiBackendConfig
 
-SOURCE = PeerRank(Incarnation("source"))
+SOURCE, TARGET = PeerRank(Incarnation("source")), PeerRank(Incarnation("target"))
 BLOCK = 64
 
 
@@ -55,6 +55,27 @@ def test_a_full_send_queue_is_asked_for_less() -> None:
     world = MoriWorld(send_queue=100)
     completion, is_right = read_blocks(world, 1000)
     assert (completion.error, completion.moved_bytes, is_right) == ("", 1000 * BLOCK, True)
+    assert not world.engines
+
+
+@pytest.mark.parametrize("send_queue", [100, 4096])
+def test_blocks_are_written_however_short_the_send_queue(send_queue: int) -> None:
+    world, blocks = MoriWorld(send_queue=send_queue), 1000
+    here = np.random.default_rng(1).integers(0, 255, 2 * blocks * BLOCK, dtype=np.uint8)
+    there = np.full_like(here, 255)
+    source, target = (make(world, memory, unfenced_writes=True) for memory in (here, there))
+    try:
+        source.connect(TARGET, target.endpoint())
+        at = np.arange(0, 2 * blocks, 2, dtype=np.uint64) * np.uint64(BLOCK)
+        source.post(Batch(TARGET, Direction.WRITE, np.stack([at, at[::-1], np.full(blocks, BLOCK, np.uint64)], axis=1)))
+        assert select.select([source.wakeup_fd], [], [], 30)[0]
+        assert [(each.error, each.moved_bytes) for each in source.poll()] == [("", blocks * BLOCK)]
+        rows = here.reshape(-1, BLOCK)
+        assert np.array_equal(there.reshape(-1, BLOCK)[::2], rows[::2][::-1])
+        assert (there.reshape(-1, BLOCK)[1::2] == 255).all()
+    finally:
+        source.close()
+        target.close()
     assert not world.engines
 
 

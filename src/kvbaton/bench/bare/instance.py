@@ -58,8 +58,13 @@ class BareInstance:
         self._incarnation = Incarnation(secrets.token_hex(8))
         pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
         region = pages.region
-        times = TransportSettings(incarnation=self._incarnation, timeout_s=settings.limits.transfer_timeout, host=_HOST)
-        transport = open_transport(settings.transport, region, times)
+        how = TransportSettings(
+            incarnation=self._incarnation,
+            timeout_s=settings.limits.transfer_timeout,
+            host=_HOST,
+            unfenced_writes=settings.handoff.unfenced_writes,
+        )
+        transport = open_transport(settings.transport, region, how)
         port = PortPicker(_HOST).pick()
         self._holding = HoldingTransport(transport, region) if settings.can_hold else None
         self._muted = MutedSockets(self._incarnation, _HOST, port) if settings.can_hold else None

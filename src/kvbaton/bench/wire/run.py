@@ -16,9 +16,9 @@ from pathlib import Path
 
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.pages import POISON, SPREAD, contiguous_runs, is_copied, scattered_runs
-from kvbaton.bench.wire.subjects import OURS, RAW, SPINNING, SourceProcess, Subject, open_subject
+from kvbaton.bench.wire.subjects import OURS, RAW, SPINNING, WRITERS, PeerProcess, Subject, open_subject
 from kvbaton.errors import ConfigError
-from kvbaton.transport.base import Runs
+from kvbaton.transport.base import Direction, Runs
 
 __all__ = ["PEER_OF", "WireBench", "run_wire_bench", "subjects_of"]
 
@@ -47,11 +47,14 @@ class WireBench:
     subjects: tuple[str, ...] = (*OURS, *RAW)
     rounds: int = 5
     idle_s: float = 3.0
+    direction: Direction = Direction.READ
 
     def __post_init__(self) -> None:
         for name in self.subjects:
             if name not in (*OURS, *RAW):
                 raise ConfigError(f"unknown subject {name!r}; known are {', '.join((*OURS, *RAW))}")
+        if self.direction is Direction.WRITE and not set(self.subjects) & set(WRITERS):
+            raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(WRITERS)}")
         if self.rounds < 1 or self.batch_bytes < max(self.block_bytes) * max(self.peers):
             raise ConfigError(
                 f"rounds is {self.rounds}, batch_bytes is {self.batch_bytes}; there must be a round, and a block of "
@@ -65,6 +68,7 @@ class WireBench:
             "batch_bytes": self.batch_bytes,
             "peers": ",".join(map(str, self.peers)),
             "layout": self.layout,
+            "direction": str(self.direction),
             "rounds": self.rounds,
         }
 
@@ -81,11 +85,11 @@ def subjects_of(transport: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Entry:
-    """One subject with its sources, while it takes part."""
+    """One subject with its peers, while it takes part."""
 
     name: str
     subject: Subject
-    sources: list[SourceProcess]
+    peers: list[PeerProcess]
     posted_s: dict[str, list[float]] = field(default_factory=dict)
     processor_s: dict[str, list[float]] = field(default_factory=dict)
 
@@ -118,16 +122,19 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress
     with contextlib.ExitStack() as stack:
         entries: list[_Entry] = []
         for name in names:
-            sources = [SourceProcess(name, region_bytes, seed) for seed in range(peers)]
-            for source in sources:
-                stack.callback(source.stop)
+            if bench.direction is Direction.WRITE and name not in WRITERS:
+                tell(f"{name} is left out: it only reads, the owner of the target memory copies")
+                continue
+            processes = [PeerProcess(name, region_bytes, seed, bench.direction) for seed in range(peers)]
+            for process in processes:
+                stack.callback(process.stop)
             try:
-                subject = open_subject(name, SPREAD * bench.batch_bytes, sources)
+                subject = open_subject(name, SPREAD * bench.batch_bytes, processes, bench.direction)
             except ConfigError as error:
                 tell(f"{name} is left out: {error}")
                 continue
             stack.callback(subject.close)
-            entries.append(_Entry(name, subject, sources))
+            entries.append(_Entry(name, subject, processes))
         yield entries
 
 
@@ -139,10 +146,10 @@ def _measure(bench: WireBench, peers: int, size: int, entries: list[_Entry], rou
         each = bench.batch_bytes // peers // size * size
         batches = [make(each, size, 1000 * peer + number + 1) for peer in range(peers)]
         for peer, runs in enumerate(batches):
-            runs[:, 1] += runs.dtype.type(peer * SPREAD * each)
+            runs[:, 1 if bench.direction is Direction.READ else 0] += runs.dtype.type(peer * SPREAD * each)
         for entry in entries:
-            seconds, posted, processor = _time_one(entry, batches)
-            if not _is_right(entry, batches):
+            seconds, posted, processor = _time_one(bench, entry, batches)
+            if not _is_right(bench, entry, batches):
                 problems.append(f"{entry.name}, {size} bytes, {peers} peers, round {number}: wrong bytes")
             if number < 0:
                 continue
@@ -153,8 +160,9 @@ def _measure(bench: WireBench, peers: int, size: int, entries: list[_Entry], rou
     return problems
 
 
-def _time_one(entry: _Entry, batches: list[Runs]) -> tuple[float, float, float]:
-    entry.subject.target[:] = POISON
+def _time_one(bench: WireBench, entry: _Entry, batches: list[Runs]) -> tuple[float, float, float]:
+    for target in [entry.subject.memory] if bench.direction is Direction.READ else [peer.memory for peer in entry.peers]:
+        target[:] = POISON
     processor = _processor_s(entry)
     started = time.perf_counter()
     posted = entry.subject.move(batches)
@@ -162,13 +170,14 @@ def _time_one(entry: _Entry, batches: list[Runs]) -> tuple[float, float, float]:
     return seconds, posted, _processor_s(entry) - processor
 
 
-def _is_right(entry: _Entry, batches: list[Runs]) -> bool:
+def _is_right(bench: WireBench, entry: _Entry, batches: list[Runs]) -> bool:
+    here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
     if entry.name == "socket":
         first = int(batches[0][:, 2].sum())
-        return bool((entry.subject.target[:first] == entry.sources[0].content[:first]).all())
-    return all(
-        is_copied(runs, source.content, entry.subject.target) for runs, source in zip(batches, entry.sources, strict=True)
-    )
+        return bool((here[:first] == entry.peers[0].content[:first]).all())
+    if bench.direction is Direction.WRITE:
+        return all(is_copied(runs, here, peer.memory) for runs, peer in pairs)
+    return all(is_copied(runs, peer.content, here) for runs, peer in pairs)
 
 
 def _rows(
@@ -187,6 +196,7 @@ def _rows(
             "block_bytes": size,
             "peers": peers,
             "layout": bench.layout,
+            "direction": str(bench.direction),
             "post_ms_per_8192": round(1e3 * statistics.median(entry.posted_s[key]) * 8192 * size / moved, 3),
             "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),
         }
@@ -198,14 +208,14 @@ def _rows(
 
 
 def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]:
-    """The share of a core that each subject's sources use while nothing happens."""
+    """The share of a core that each subject's peers use while nothing happens."""
     if bench.idle_s <= 0:
         return []
-    before = {entry.name: sum(_spent_s(source.pid) for source in entry.sources) for entry in entries}
+    before = {entry.name: sum(_spent_s(peer.pid) for peer in entry.peers) for entry in entries}
     time.sleep(bench.idle_s)
     rows = []
     for entry in entries:
-        used = (sum(_spent_s(source.pid) for source in entry.sources) - before[entry.name]) / bench.idle_s / peers
+        used = (sum(_spent_s(peer.pid) for peer in entry.peers) - before[entry.name]) / bench.idle_s / peers
         rows.append(BenchRow(f"{entry.name}: idle source", 100 * used, "% of a core", "", 1.0, {"peers": peers}))
     return rows
 
@@ -219,7 +229,7 @@ def _size(count: int) -> str:
 
 
 def _processor_s(entry: _Entry) -> float:
-    return time.process_time() + sum(_spent_s(source.pid) for source in entry.sources)
+    return time.process_time() + sum(_spent_s(peer.pid) for peer in entry.peers)
 
 
 def _spent_s(pid: int) -> float:

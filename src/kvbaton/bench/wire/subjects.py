@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import mmap
+import os
 import select
 import shutil
 import socket
@@ -21,19 +23,23 @@ import numpy as np
 from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["OURS", "RAW", "SPINNING", "SourceProcess", "Subject", "open_subject"]
+__all__ = ["OURS", "RAW", "SPINNING", "WRITERS", "PeerProcess", "Subject", "open_subject"]
 
 OURS = ("local", "local, process_vm_readv", "tcp", "nixl", "mooncake")
 RAW = ("memcpy", "socket", "raw nixl", "raw nixl, its thread", "raw mooncake")
 SPINNING = ("raw nixl, its thread",)
 """Keep a core of each end busy, whatever else is measured: they are measured by themselves."""
+WRITERS = ("nixl", "mooncake", "raw nixl", "raw nixl, its thread", "raw mooncake")
+"""What can write into another process. With the others the owner of the target memory copies."""
 
 _PATIENCE_S = 120.0
+_END_S = 10.0
+_OWN_SEED = 77
 _MOONCAKE_RUNS = 1024
 
 
@@ -46,14 +52,28 @@ void copy_runs(char *target, const char *source, const uint64_t *runs, long coun
 """
 
 
-class SourceProcess:
-    """One source of a subject, in a process of its own."""
+class PeerProcess:
+    """The other side of a subject, in a process of its own: what is read from, or written to.
 
-    def __init__(self, kind: str, region_bytes: int, seed: int) -> None:
-        command = [sys.executable, "-m", "kvbaton.bench.wire.source", kind, str(region_bytes), str(seed)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    `content` is what it has to read; `memory` is what it has to be written to, which this process maps too.
+    """
+
+    def __init__(self, kind: str, region_bytes: int, seed: int, direction: Direction) -> None:
+        command = [sys.executable, "-m", "kvbaton.bench.wire.peer", kind, str(region_bytes), str(seed)]
+        reads = direction is Direction.READ
+        self.content = content(seed, region_bytes) if reads else np.empty(0, np.uint8)
+        self.memory = np.empty(0, np.uint8)
+        files: tuple[int, ...] = () if reads else (os.memfd_create("kvbaton-wire-peer"),)
+        try:
+            for fd in files:
+                os.ftruncate(fd, region_bytes)
+                self.memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
+            command += map(str, files)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files)
+        finally:
+            for fd in files:
+                os.close(fd)
         self.pid = self._process.pid
-        self.content = content(seed, region_bytes)
 
     def told(self) -> bytes:
         """The line in which it says how it is reached. Raises ConfigError when it ended first."""
@@ -61,60 +81,71 @@ class SourceProcess:
         for line in self._process.stdout:
             if line.startswith(b"@"):
                 return line[1:]
-        raise ConfigError("a source of the wire benchmark ended before it was ready; its errors are above")
+        raise ConfigError("a peer of the wire benchmark ended before it was ready; its errors are above")
 
     def stop(self) -> None:
-        """End it."""
+        """End it. Raises LocalError when it cannot even be killed."""
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for last_resort in (self._process.kill, None):
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired as error:
+                if last_resort is None:
+                    raise LocalError(f"process {self.pid} of the wire benchmark does not end; look at it") from error
+                last_resort()
+            else:
+                return
 
 
 class Subject(Protocol):
-    """One way to move runs from sources to `target`; `move` returns when every byte is in, and tells what posting cost."""
+    """One way to move runs between `memory` here and that of peers; `move` returns when every byte is where it belongs."""
 
-    target: Bytes
+    memory: Bytes
 
     def move(self, batches: list[Runs]) -> float:
-        """Read one batch from each source; returns the seconds for which posting them held the caller."""
+        """Move one batch from, or to, each peer; returns the seconds for which posting them held the caller."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
-def open_subject(name: str, region_bytes: int, sources: list[SourceProcess]) -> Subject:
-    """Open the target side of a subject. Raises ConfigError when it cannot run here."""
+def open_subject(name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> Subject:
+    """Open this side of a subject; what is to be written is filled in. Raises ConfigError when it cannot run here."""
+    subject = _opened(name, region_bytes, peers, direction)
+    if direction is Direction.WRITE:
+        subject.memory[:] = content(_OWN_SEED, region_bytes)
+    return subject
+
+
+def _opened(name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> Subject:
     if name in OURS:
-        return _Ours(name, region_bytes, sources)
-    makers: dict[str, Callable[[int, list[SourceProcess]], Subject]] = {
-        "memcpy": _Memcpy,
-        "socket": _Socket,
-        "raw mooncake": _RawMooncake,
-    }
-    if name in makers:
-        return makers[name](region_bytes, sources)
-    return _RawNixl(name, region_bytes, sources)
+        return _Ours(name, region_bytes, peers, direction)
+    readers: dict[str, Callable[[int, list[PeerProcess]], Subject]] = {"memcpy": _Memcpy, "socket": _Socket}
+    if name in readers:
+        return readers[name](region_bytes, peers)
+    if name == "raw mooncake":
+        return _RawMooncake(region_bytes, peers, direction)
+    return _RawNixl(name, region_bytes, peers, direction)
 
 
 class _Ours:
     """One of our transports; over shared memory where that is its way, else over the same kind of memory as its peers."""
 
-    def __init__(self, name: str, region_bytes: int, sources: list[SourceProcess]) -> None:
+    def __init__(self, name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
         region = SharedMemory(region_bytes).region if name == "local" else Region.of(np.empty(region_bytes, np.uint8))
-        self.target = np.frombuffer(region.view, np.uint8)
-        self._transport = open_transport(name.split(",")[0], region, TransportSettings())
-        self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(sources))]
-        for peer, source in zip(self._peers, sources, strict=True):
-            self._transport.connect(peer, msgspec.json.decode(source.told(), type=Endpoint))
+        self.memory = np.frombuffer(region.view, np.uint8)
+        self._direction = direction
+        settings = TransportSettings(unfenced_writes=direction is Direction.WRITE)
+        self._transport = open_transport(name.split(",")[0], region, settings)
+        self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(peers))]
+        for peer, process in zip(self._peers, peers, strict=True):
+            self._transport.connect(peer, msgspec.json.decode(process.told(), type=Endpoint))
 
     def move(self, batches: list[Runs]) -> float:
         started = time.perf_counter()
         waiting = {
-            self._transport.post(Batch(peer, Direction.READ, runs)) for peer, runs in zip(self._peers, batches, strict=True)
+            self._transport.post(Batch(peer, self._direction, runs)) for peer, runs in zip(self._peers, batches, strict=True)
         }
         posted = time.perf_counter() - started
         while waiting:
@@ -133,9 +164,9 @@ class _Ours:
 class _Memcpy:
     """A C loop of `memcpy` in one process where a compiler is there, else of `memmove` calls from Python."""
 
-    def __init__(self, region_bytes: int, sources: list[SourceProcess]) -> None:
-        self.target = np.empty(region_bytes, np.uint8)
-        self._sources = [source.content for source in sources]
+    def __init__(self, region_bytes: int, peers: list[PeerProcess]) -> None:
+        self.memory = np.empty(region_bytes, np.uint8)
+        self._sources = [peer.content for peer in peers]
         self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-wire-"))
         self._loop = self._compile()
 
@@ -153,7 +184,7 @@ class _Memcpy:
 
     def move(self, batches: list[Runs]) -> float:
         for source, runs in zip(self._sources, batches, strict=True):
-            self._loop(self.target.ctypes.data, source.ctypes.data, runs.ctypes.data, len(runs))
+            self._loop(self.memory.ctypes.data, source.ctypes.data, runs.ctypes.data, len(runs))
         return 0.0
 
     def close(self) -> None:
@@ -163,9 +194,9 @@ class _Memcpy:
 class _Socket:
     """Streams as many bytes, from one buffer into one buffer: what a socket can do at most. Its bytes are not scattered."""
 
-    def __init__(self, region_bytes: int, sources: list[SourceProcess]) -> None:
-        self.target = np.empty(region_bytes, np.uint8)
-        ports = [msgspec.json.decode(source.told(), type=dict[str, int])["port"] for source in sources]
+    def __init__(self, region_bytes: int, peers: list[PeerProcess]) -> None:
+        self.memory = np.empty(region_bytes, np.uint8)
+        ports = [msgspec.json.decode(peer.told(), type=dict[str, int])["port"] for peer in peers]
         self._socks = [socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) for port in ports]
 
     def move(self, batches: list[Runs]) -> float:
@@ -175,7 +206,7 @@ class _Socket:
             sock.sendall(wanted.to_bytes(8, "little"))
             end = at + wanted
             while at < end:
-                at += sock.recv_into(self.target.data[at:end])
+                at += sock.recv_into(self.memory.data[at:end])
         return 0.0
 
     def close(self) -> None:
@@ -186,18 +217,19 @@ class _Socket:
 class _RawNixl:
     """NIXL as its own examples use it: a list of descriptors per batch, posted and polled by the caller."""
 
-    def __init__(self, name: str, region_bytes: int, sources: list[SourceProcess]) -> None:
+    def __init__(self, name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
         try:
             api: Any = importlib.import_module("nixl._api")
         except ImportError as error:
             raise ConfigError(f"{name} needs the package nixl ({error}): pip install torch, then nixl") from error
-        self.target = np.empty(region_bytes, np.uint8)
+        self.memory = np.empty(region_bytes, np.uint8)
+        self._reads = direction is Direction.READ
         config = api.nixl_agent_config(enable_prog_thread=name.endswith("thread"), backends=["UCX"])
-        self._agent = api.nixl_agent("target " + name, config)
-        self._agent.register_memory([(self.target.ctypes.data, region_bytes, 0, "")], "DRAM")
+        self._agent = api.nixl_agent("here " + name, config)
+        self._agent.register_memory([(self.memory.ctypes.data, region_bytes, 0, "")], "DRAM")
         self._peers: list[tuple[str, int]] = []
-        for source in sources:
-            told = msgspec.json.decode(source.told(), type=dict[str, str | int])
+        for peer in peers:
+            told = msgspec.json.decode(peer.told(), type=dict[str, str | int])
             self._peers.append((self._agent.add_remote_agent(bytes.fromhex(str(told["metadata"]))), int(told["address"])))
 
     def move(self, batches: list[Runs]) -> float:
@@ -214,11 +246,12 @@ class _RawNixl:
 
     def _post(self, peer: str, address: int, runs: Runs) -> Any:
         sides = []
-        for column, start in ((1, int(self.target.ctypes.data)), (0, address)):
+        own = 1 if self._reads else 0
+        for column, start in ((own, int(self.memory.ctypes.data)), (1 - own, address)):
             side = np.zeros((len(runs), 3), np.uint64)
             side[:, 0], side[:, 1] = runs[:, column] + np.uint64(start), runs[:, 2]
             sides.append(self._agent.get_xfer_descs(side, "DRAM"))
-        handle = self._agent.initialize_xfer("READ", *sides, peer)
+        handle = self._agent.initialize_xfer("READ" if self._reads else "WRITE", *sides, peer)
         self._agent.transfer(handle)
         return handle
 
@@ -229,24 +262,27 @@ class _RawNixl:
 class _RawMooncake:
     """Mooncake as its own documentation uses it: one call per batch that waits, of as many blocks as its queue takes."""
 
-    def __init__(self, region_bytes: int, sources: list[SourceProcess]) -> None:
+    def __init__(self, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
         try:
             api: Any = importlib.import_module("mooncake.engine")
         except (ImportError, OSError) as error:
             raise ConfigError(f"raw mooncake needs the package mooncake-transfer-engine ({error})") from error
-        self.target = np.empty(region_bytes, np.uint8)
+        self.memory = np.empty(region_bytes, np.uint8)
+        self._reads = direction is Direction.READ
         self._engine = api.TransferEngine()
         self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
-        self._engine.register_memory(self.target.ctypes.data, region_bytes)
-        told = [msgspec.json.decode(source.told(), type=dict[str, str | int]) for source in sources]
+        self._engine.register_memory(self.memory.ctypes.data, region_bytes)
+        told = [msgspec.json.decode(peer.told(), type=dict[str, str | int]) for peer in peers]
         self._peers = [(str(each["engine"]), int(each["address"])) for each in told]
 
     def move(self, batches: list[Runs]) -> float:
         for (peer, address), runs in zip(self._peers, batches, strict=True):
-            places = runs + np.array([address, self.target.ctypes.data, 0], np.uint64)
+            offsets = runs if self._reads else runs[:, (1, 0, 2)]
+            places = offsets + np.array([address, self.memory.ctypes.data, 0], np.uint64)
+            move = self._engine.batch_transfer_sync_read if self._reads else self._engine.batch_transfer_sync_write
             for first in range(0, len(places), _MOONCAKE_RUNS):
-                at, to, sizes = places[first : first + _MOONCAKE_RUNS].T.tolist()
-                if self._engine.batch_transfer_sync_read(peer, to, at, sizes):
+                there, here, sizes = places[first : first + _MOONCAKE_RUNS].T.tolist()
+                if move(peer, here, there, sizes):
                     raise ConfigError("raw mooncake: a transfer failed")
         return 0.0
 

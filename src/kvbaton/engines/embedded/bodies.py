@@ -82,7 +82,8 @@ def _paged_body(settings: BodySettings, loaded: LoadedModel) -> Body:
     if settings.transport.drop:
         transport = FaultyTransport(transport, cache.region, Faults(drop_writes=True))
     layout = cache.layout()
-    ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
+    how = settings.transport
+    ranks = LocalRanks(layout, transport, how.timeout_s, cache.memory, unfenced_writes=how.unfenced_writes)
     return Body(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))
 
 
@@ -91,7 +92,8 @@ def _shaped_body(settings: BodySettings, loaded: LoadedShaped) -> Body:
     opened = open_rank_transport(settings.transport, cache.region, settings.cluster_key)
     transport = dropping(opened, cache, settings.transport.drop)
     layout = layout_of(cache)
-    ranks = LocalRanks(layout, transport, settings.transport.timeout_s, cache.memory)
+    how = settings.transport
+    ranks = LocalRanks(layout, transport, how.timeout_s, cache.memory, unfenced_writes=how.unfenced_writes)
     return Body(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),)),))
 
 

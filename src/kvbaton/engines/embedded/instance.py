@@ -179,6 +179,7 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
         host=settings.control_host,
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
         drop=settings.drop or ("all" if settings.drop_writes else ""),
+        unfenced_writes=settings.handoff.unfenced_writes,
     )
     return BodySettings(
         settings.model,

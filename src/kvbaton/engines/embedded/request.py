@@ -95,6 +95,7 @@ class RequestRecord:
     bytes_planned: int = 0
     bytes_moved: int = 0
     transport: str = ""
+    source_writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

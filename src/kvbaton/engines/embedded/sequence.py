@@ -138,6 +138,7 @@ class Sequence:
         record.handoff_s = now - (self.submitted_s if self.admitted_s is None else self.admitted_s)
         record.handover_s, record.transport = stats.handover_s, stats.transport
         record.bytes_planned, record.bytes_moved = stats.bytes_planned, stats.bytes_moved
+        record.source_writes = stats.source_writes
 
     def preempted(self) -> None:
         """Forget the blocks; the tokens so far are run again when the request is admitted anew."""

@@ -92,6 +92,7 @@ class WorkerInstance:
             host=settings.control_host,
             advertise_host=numeric_host(settings.control_address.host, "advertise_host"),
             cluster_key=settings.trust().key or b"",
+            unfenced_writes=settings.unfenced_writes,
         )
         transport = open_transport(settings.transport, region, transport_settings)
         return FaultyTransport(transport, region, Faults(drop_writes=True)) if settings.drop_writes else transport

@@ -17,7 +17,7 @@ from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
 from kvbaton.errors import ConfigError
-from kvbaton.transport.choose import AUTO, TRANSPORTS
+from kvbaton.transport.choose import AUTO, TRANSPORTS, check_writes
 
 __all__ = ["ConnectorSettings", "parse_settings"]
 
@@ -68,6 +68,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow:            addresses, networks or names that peers may have
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     drop_writes:      move no bytes; the control of `kvbaton verify`
+    unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
     The four limits are those of `kvbaton.config.Limits`.
     """
@@ -90,6 +91,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     poison: bool = False
     drop_writes: bool = False
+    unfenced_writes: bool = False
 
     @property
     def control_address(self) -> ControlAddress:
@@ -109,7 +111,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def handoff(self) -> HandoffSettings:
         """How this instance hands over."""
-        return HandoffSettings(mode=self.mode, integrity=self.integrity)
+        return HandoffSettings(mode=self.mode, integrity=self.integrity, unfenced_writes=self.unfenced_writes)
 
     def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
         """Who is admitted as a peer. Raises ConfigError that names the key."""
@@ -159,6 +161,7 @@ def _check(settings: ConnectorSettings) -> None:
         raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")
     _check_routers(settings)
     try:
+        check_writes(settings.transport, settings.unfenced_writes)
         _ = settings.limits
         parse_trust(None, {}, settings.allow, resolve=lambda _: ())
     except ConfigError as error:

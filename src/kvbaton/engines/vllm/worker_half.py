@@ -399,6 +399,7 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
         "handover_s": stats.handover_s,
         "handoff_s": stats.handover_s + stats.wire_s,
         "transport": stats.transport,
+        "source_writes": stats.source_writes,
     }
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
-from kvbaton.transport.base import Region, Runs, TransportSettings
+from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
 
-__all__ = ["MooncakeEngine", "MooncakeReader", "let_go_s"]
+__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "let_go_s"]
 
 _TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 _LOG_VARIABLE = "MC_LOG_LEVEL"
+_PROTOCOL_VARIABLE = "MC_TCP_PROTO"
+_ACKNOWLEDGES = (0, 3, 12)
 _OURS = " "
 _SHORTEST_TIMEOUT_S = 5
 _MARGIN_S = 5.0
@@ -49,11 +53,16 @@ class MooncakeEngine:
         if self._engine.batch_transfer_sync_read(peer, [], [], []):
             raise PeerLost(f"mooncake does not reach {peer}")
 
-    def read(self, peer: str, places: Runs) -> None:
-        """Read pieces of memory of `peer`, given by address, and wait for the last. Raises PeerLost when one fails."""
-        sources, targets, lengths = places.T.tolist()
-        if self._engine.batch_transfer_sync_read(peer, targets, sources, lengths):
-            raise PeerLost(f"mooncake reports that a transfer from {peer} failed")
+    def move(self, direction: Direction, peer: str, places: Runs) -> None:
+        """Move pieces of memory, given by address at `peer`, address here, and bytes, and wait for the last.
+
+        Raises PeerLost when one fails.
+        """
+        there, here, lengths = places.T.tolist()
+        reads = direction is Direction.READ
+        call = self._engine.batch_transfer_sync_read if reads else self._engine.batch_transfer_sync_write
+        if call(peer, here, there, lengths):
+            raise PeerLost(f"mooncake reports that a transfer {'from' if reads else 'to'} {peer} failed")
 
     def progress(self) -> None:
         """Nothing: the library's own threads serve peers."""
@@ -63,8 +72,13 @@ class MooncakeEngine:
         self._engine = None
 
 
-class MooncakeReader:
-    """An engine that reads from one peer, between `starts`: addresses of the peer's region and mark, and of ours."""
+class MooncakePeer:
+    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here.
+
+    It knows the peer by host and port, and connects as often as it likes: another process may have taken that port.
+    """
+
+    is_bound = False
 
     def __init__(self, engine: MooncakeEngine, peer: str, region: tuple[int, int], mark: tuple[int, int]) -> None:
         self._engine = engine
@@ -76,17 +90,42 @@ class MooncakeReader:
         """Get to know the peer."""
         self._engine.open(self._peer)
 
-    def read(self, runs: Runs) -> None:
-        """Read `runs` into this side's region."""
-        self._engine.read(self._peer, runs + self._region)
+    def move(self, direction: Direction, runs: Runs) -> None:
+        """Move `runs` between this side's region and the peer's."""
+        offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
+        self._engine.move(direction, self._peer, offsets + self._region)
 
     def read_mark(self, runs: Runs) -> None:
         """Read the peer's mark."""
-        self._engine.read(self._peer, runs + self._mark)
+        self._engine.move(Direction.READ, self._peer, runs + self._mark)
 
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
+
+
+def check_acknowledges(settings: TransportSettings) -> None:
+    """Raise ConfigError where Mooncake calls a write done before it is: over TCP, in releases that do not acknowledge it."""
+    if settings.mooncake_protocol != "tcp":
+        return
+    if os.environ.get(_PROTOCOL_VARIABLE, "").strip() == "1":
+        raise ConfigError(
+            f"unfenced_writes over Mooncake's TCP needs acknowledged writes, and {_PROTOCOL_VARIABLE} is 1; unset it"
+        )
+    found = _installed_version()
+    if found < _ACKNOWLEDGES:
+        versions = [".".join(map(str, version)) or "unknown" for version in (_ACKNOWLEDGES, found)]
+        raise ConfigError(
+            f"unfenced_writes over Mooncake's TCP needs Mooncake {versions[0]} or later, which acknowledges writes; here it is "
+            f"{versions[1]}: update it, or leave unfenced_writes out"
+        )
+
+
+def _installed_version() -> tuple[int, ...]:
+    """As its package says; empty where no package has brought it."""
+    names = metadata.packages_distributions().get("mooncake", [])
+    numbers = (re.match(r"\d+(\.\d+)*", metadata.version(name)) for name in names)
+    return max((tuple(map(int, number.group().split("."))) for number in numbers if number), default=())
 
 
 def let_go_s(settings: TransportSettings) -> float:

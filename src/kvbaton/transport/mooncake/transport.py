@@ -1,30 +1,32 @@
-"""The mooncake transport: this side's mover reads from the peer's registered memory; nobody is ever asked to write.
+"""The mooncake transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
-Mooncake lets whoever reaches its port read and write registered memory. No kvbaton peer writes, and the port is told to
-admitted peers only, but Mooncake asks nobody who he is: use it where the network is trusted.
+Mooncake lets whoever reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer writes, and
+the port is told to admitted peers only, but Mooncake asks nobody who he is: use it where the network is trusted.
 """
 
 from __future__ import annotations
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakeReader, let_go_s
+from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakePeer, check_acknowledges, let_go_s
+from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
-from kvbaton.transport.read_transport import ReadTransport
-from kvbaton.transport.reader_flights import ReadPeer
 
 __all__ = ["MooncakeTransport"]
 
 
-class MooncakeTransport(ReadTransport):
-    """Reads from other Mooncake engines; lets them read this rank's region."""
+class MooncakeTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other Mooncake engines."""
 
     slice_runs = 1024
     """Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         marks, patience_s = Marks(settings.max_peers), let_go_s(settings)
+        if settings.unfenced_writes:
+            check_acknowledges(settings)
         served = MooncakeEngine(settings, (region, marks.region))
         self._served_name = served.name
         super().__init__(region, settings, marks, served, patience_s, reads_marks=True)
@@ -42,7 +44,7 @@ class MooncakeTransport(ReadTransport):
             "mark": self._marks.mark,
         }
 
-    def _link(self, peer: PeerRank, endpoint: Endpoint) -> ReadPeer:
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
         address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
         if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
             raise TransportError(
@@ -50,10 +52,10 @@ class MooncakeTransport(ReadTransport):
             )
         engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
 
-        def make_reader() -> MooncakeReader:
+        def make_engine() -> MooncakePeer:
             local = () if self._settings.mooncake_protocol == "tcp" else (self._region, self._marks.region)
             made = MooncakeEngine(self._settings, local)
             region, marks = (address, self._region.address), (mark_address, self._marks.region.address)
-            return MooncakeReader(made, engine, region, marks)
+            return MooncakePeer(made, engine, region, marks)
 
-        return self._read_peer(peer, mark, make_reader)
+        return self._library_peer(peer, mark, make_engine)

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from kvbaton.errors import ConfigError, PeerLost, QueueFull, TransportError
-from kvbaton.transport.base import Region, Runs, TransportSettings
+from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
 
-__all__ = ["MoriApi", "MoriEngine", "MoriReader", "load_mori"]
+__all__ = ["MoriApi", "MoriEngine", "MoriPeer", "load_mori"]
 
 MoriApi = Any
 """The module `mori.io`, or a stand-in for it."""
@@ -50,7 +50,7 @@ class MoriEngine:
             raise ConfigError(f"transport mori cannot start with {settings.mori_backend}: {_words(error)}") from error
 
     def describe(self) -> dict[str, str | int]:
-        """What a reader has to know of it."""
+        """What a peer has to know of it."""
         described = {"engine": self.engine.get_engine_desc(), "memory": self.memory, "marks": self.marks}
         return {name: desc.pack().hex() if desc is not None else "" for name, desc in described.items()}
 
@@ -76,8 +76,13 @@ class MoriEngine:
         return self.engine.register_memory(marks.address, marks.region_bytes, -1, self._api.MemoryLocationType.CPU)
 
 
-class MoriReader:
-    """An engine that reads from one peer, over sessions. `described` is what the peer's `MoriEngine.describe` told."""
+class MoriPeer:
+    """An engine that moves bytes between this side and one peer, over sessions.
+
+    `described` is what the peer's `MoriEngine.describe` told.
+    """
+
+    is_bound = True
 
     def __init__(self, api: MoriApi, engine: MoriEngine, described: dict[str, bytes], timeout_s: float) -> None:
         self._api = api
@@ -100,23 +105,27 @@ class MoriReader:
         if self._region is None or (engine.marks is not None and self._marks is None):
             raise PeerLost("MoRI opens no session: no backend can move bytes between these memories")
 
-    def read(self, runs: Runs) -> None:
-        """Read `runs` into this side's region; QueueFull when the send queue does not take so many."""
-        self._read(self._region, runs)
+    def move(self, direction: Direction, runs: Runs) -> None:
+        """Move `runs` between this side's region and the peer's; QueueFull when the send queue does not take so many."""
+        self._move(direction, self._region, runs)
 
     def read_mark(self, runs: Runs) -> None:
         """Read the peer's mark."""
-        self._read(self._marks, runs)
+        self._move(Direction.READ, self._marks, runs)
 
     def close(self) -> None:
         """End the engine."""
         self._region = self._marks = None
         self._engine.close()
 
-    def _read(self, session: Any, runs: Runs) -> None:
+    def _move(self, direction: Direction, session: Any, runs: Runs) -> None:
         sources, targets, lengths = runs.T.tolist()
         try:
-            status = session.batch_read(targets, sources, lengths, session.allocate_transfer_uid())
+            uid = session.allocate_transfer_uid()
+            if direction is Direction.READ:
+                status = session.batch_read(targets, sources, lengths, uid)
+            else:
+                status = session.batch_write(sources, targets, lengths, uid)
             self._wait(status)
         except RuntimeError as error:
             raise PeerLost(f"MoRI failed: {_words(error)}") from error

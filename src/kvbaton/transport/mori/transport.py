@@ -1,4 +1,4 @@
-"""The mori transport: this side's mover reads from the peer's registered memory; nobody is ever asked to write.
+"""The mori transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
 Written against MoRI-IO's documented Python API, and tested against a stand-in that follows it: it has not been run on hardware.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.mori.library import MoriApi, MoriEngine, MoriReader, load_mori
+from kvbaton.transport.mori.library import MoriApi, MoriEngine, MoriPeer, load_mori
+from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
-from kvbaton.transport.read_transport import ReadTransport
-from kvbaton.transport.reader_flights import ReadPeer
 
 __all__ = ["MoriTransport"]
 
 _MARGIN_S = 5.0
 
 
-class MoriTransport(ReadTransport):
-    """Reads from other MoRI engines; lets them read this rank's region."""
+class MoriTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other MoRI engines."""
 
     def __init__(self, region: Region, settings: TransportSettings, api: MoriApi = None) -> None:
         """`api` is the module `mori.io`; None imports it."""
@@ -37,7 +37,7 @@ class MoriTransport(ReadTransport):
     def _details(self) -> dict[str, str | int]:
         return {**self._served, "backend": self._settings.mori_backend, "mark": self._marks.mark}
 
-    def _link(self, peer: PeerRank, endpoint: Endpoint) -> ReadPeer:
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
         backend = detail(endpoint, "backend", str)
         if backend != self._settings.mori_backend:
             raise TransportError(
@@ -51,8 +51,8 @@ class MoriTransport(ReadTransport):
                 raise TransportError(f"mori endpoint: {field} is not usable ({error}); fetch its card again") from error
         mark = detail(endpoint, "mark", int)
 
-        def make_reader() -> MoriReader:
+        def make_engine() -> MoriPeer:
             engine = MoriEngine(self._api, self._settings, self._region, self._marks.region)
-            return MoriReader(self._api, engine, described, self._settings.timeout_s)
+            return MoriPeer(self._api, engine, described, self._settings.timeout_s)
 
-        return self._read_peer(peer, mark, make_reader)
+        return self._library_peer(peer, mark, make_engine)

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
-from kvbaton.transport.base import Region, Runs, TransportSettings
+from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
 
-__all__ = ["NixlAgent", "NixlReader", "Side"]
+__all__ = ["NixlAgent", "NixlPeer", "Side"]
 
 Numbers = npt.NDArray[np.int32]
 
 _MEMORY = "DRAM"
+_OPERATIONS = {Direction.READ: "READ", Direction.WRITE: "WRITE"}
 _HERE = "NIXL_INIT_AGENT"
 _MOST_PIECES = 1 << 20
 _MOST_SIZES = 4
@@ -56,35 +57,38 @@ class NixlAgent:
             raise PeerLost(f"NIXL cannot reach the peer, or its metadata is not usable: {_words(error)}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def start_read(self, name: str, places: Runs) -> Any:
-        """Begin to read pieces of memory, given by address, from the agent `name`. Raises PeerLost or TransportError."""
+    def start(self, direction: Direction, name: str, places: Runs) -> Any:
+        """Begin to move pieces of memory, given by address at the agent `name`, address here, and bytes.
+
+        Raises PeerLost or TransportError.
+        """
         try:
             here, there = (self._agent.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
-            transfer = self._agent.initialize_xfer("READ", here, there, name)
+            transfer = self._agent.initialize_xfer(_OPERATIONS[direction], here, there, name)
             self._agent.transfer(transfer)
         except Exception as error:
             raise _ours(error) from error
         return transfer
 
     def prepare(self, name: str, places: Runs, column: int) -> Any:
-        """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be read by number."""
+        """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be moved by number."""
         try:
             described = self._agent.get_xfer_descs(_described(places, column), _MEMORY)
             return self._agent.prep_xfer_dlist(name or _HERE, described)
         except Exception as error:
             raise _ours(error) from error
 
-    def start_prepared(self, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
-        """Begin to read prepared pieces, each into one of ours. Raises PeerLost or TransportError."""
+    def start_prepared(self, direction: Direction, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
+        """Begin to move prepared pieces, each into or out of one of ours. Raises PeerLost or TransportError."""
         try:
-            transfer = self._agent.make_prepped_xfer("READ", here, numbers_here, there, numbers_there)
+            transfer = self._agent.make_prepped_xfer(_OPERATIONS[direction], here, numbers_here, there, numbers_there)
             self._agent.transfer(transfer)
         except Exception as error:
             raise _ours(error) from error
         return transfer
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether every byte is in, after a step of progress. Raises PeerLost or TransportError when it has failed."""
+        """Whether every byte has arrived, after a step of progress. Raises PeerLost or TransportError when it has failed."""
         try:
             state = self._agent.check_xfer_state(transfer)
         except Exception as error:
@@ -102,7 +106,10 @@ class NixlAgent:
 
     def progress(self) -> None:
         """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
-        self._agent.update_notifs()
+        try:
+            self._agent.update_notifs()
+        except Exception as error:
+            raise TransportError(f"NIXL does not serve peers any more: {_words(error)}") from error
 
     def close(self) -> None:
         """Withdraw the memory and end the agent; afterwards nothing moves. Raises TransportError."""
@@ -124,8 +131,13 @@ class Side:
     mark_address: int
 
 
-class NixlReader:
-    """An agent that reads from one peer, `there`. Pages of one size are described once, and then read by number."""
+class NixlPeer:
+    """An agent that moves bytes between this side and one peer, `there`.
+
+    Pages of one size are described once, and then moved by number.
+    """
+
+    is_bound = True
 
     def __init__(self, agent: NixlAgent, metadata: bytes, there: Side, here: Side, timeout_s: float) -> None:
         self._agent = agent
@@ -136,28 +148,32 @@ class NixlReader:
         self._marks = np.array([there.mark_address, here.mark_address, 0], np.uint64)
         self._timeout_s = timeout_s
         self._peer = ""
+        self._transfer: Any = None
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
         """Get to know the peer."""
         self._peer = self._agent.add_peer(self._metadata)
 
-    def read(self, runs: Runs) -> None:
-        """Read `runs` into this side's region."""
+    def move(self, direction: Direction, runs: Runs) -> None:
+        """Move `runs` between this side's region and the peer's."""
         size = int(runs[0, 2])
+        offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         if not self._are_pages(runs, size):
-            self._wait(self._agent.start_read(self._peer, runs + self._region))
+            self._wait(self._agent.start(direction, self._peer, offsets + self._region))
             return
         here, there = self._grid(size)
-        numbers = (runs[:, :2] // np.uint64(size)).astype(np.int32)
-        self._wait(self._agent.start_prepared(here, numbers[:, 1].copy(), there, numbers[:, 0].copy()))
+        numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
+        self._wait(self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy()))
 
     def read_mark(self, runs: Runs) -> None:
         """Read the peer's mark."""
-        self._wait(self._agent.start_read(self._peer, runs + self._marks))
+        self._wait(self._agent.start(Direction.READ, self._peer, runs + self._marks))
 
     def close(self) -> None:
-        """End the agent."""
+        """End the agent, and let go of all that would keep it alive."""
+        self._transfer = None
+        self._prepared.clear()
         self._agent.close()
 
     def _are_pages(self, runs: Runs, size: int) -> bool:
@@ -178,13 +194,16 @@ class NixlReader:
         return self._prepared[size]
 
     def _wait(self, transfer: Any) -> None:
+        self._transfer = transfer
+        del transfer
         spins, until = 0, time.monotonic() + self._timeout_s
-        while not self._agent.is_done(transfer):
+        while not self._agent.is_done(self._transfer):
             spins += 1
             if spins % _SPINS == 0:
                 if time.monotonic() >= until:
                     raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
                 time.sleep(_NAP_S)
+        transfer, self._transfer = self._transfer, None
         self._agent.release(transfer)
 
 

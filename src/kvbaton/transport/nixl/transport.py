@@ -1,19 +1,19 @@
-"""The nixl transport: this side's mover reads from the peer's registered memory; nobody is ever asked to write.
+"""The nixl transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
-NIXL registers memory so that whoever has its metadata could write there too. No kvbaton peer does: only reads are posted, by
-the owner of the target memory, and a batch is not finished before NIXL has let go of its last read. The metadata travels in the
-card, which admitted peers alone are given.
+NIXL registers memory so that whoever has its metadata could write there too. Without `unfenced_writes` no kvbaton peer does:
+only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has let go of its last transfer.
+The metadata travels in the card, which admitted peers alone are given.
 """
 
 from __future__ import annotations
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.nixl.library import NixlAgent, NixlReader, Side
+from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, Side
+from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
-from kvbaton.transport.read_transport import ReadTransport
-from kvbaton.transport.reader_flights import ReadPeer
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = ["NixlTransport"]
@@ -21,8 +21,8 @@ __all__ = ["NixlTransport"]
 _MARGIN_S = 5.0
 
 
-class NixlTransport(ReadTransport):
-    """Reads from other NIXL agents; lets them read this rank's region."""
+class NixlTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other NIXL agents."""
 
     slice_runs = 8 * MAX_SLICE_RUNS
     idle_s = 0.008
@@ -46,7 +46,7 @@ class NixlTransport(ReadTransport):
             "mark": self._marks.mark,
         }
 
-    def _link(self, peer: PeerRank, endpoint: Endpoint) -> ReadPeer:
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
         address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
         if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
             raise TransportError(
@@ -58,10 +58,10 @@ class NixlTransport(ReadTransport):
             raise TransportError(f"nixl endpoint: metadata is not usable ({error}); fetch its card again") from error
         mark = detail(endpoint, "mark", int)
 
-        def make_reader() -> NixlReader:
+        def make_engine() -> NixlPeer:
             agent = NixlAgent(self._settings, (self._region, self._marks.region))
             there = Side(address, endpoint.region_bytes, mark_address)
             here = Side(self._region.address, self._region.region_bytes, self._marks.region.address)
-            return NixlReader(agent, metadata, there, here, self._settings.timeout_s)
+            return NixlPeer(agent, metadata, there, here, self._settings.timeout_s)
 
-        return self._read_peer(peer, mark, make_reader)
+        return self._library_peer(peer, mark, make_engine)

@@ -35,6 +35,12 @@ def test_everything_is_read() -> None:
     assert settings.limits.retry == 2
 
 
+def test_writes_are_chosen_by_name() -> None:
+    settings = parse_settings({"control_port": 7000, "transport": "nixl", "unfenced_writes": True})
+    assert settings.handoff.unfenced_writes
+    assert not parse_settings({"control_port": 7000, "transport": "nixl"}).handoff.unfenced_writes
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "control_port is missing"),
     "unknown": ({"control_prot": 1}, "unknown key 'control_prot'; did you mean 'control_port'"),
@@ -49,6 +55,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"control_port": "7000"}, r"\$\.control_port"),
     "mode": ({"control_port": 1, "mode": "shove"}, r"\$\.mode"),
     "transport": ({"control_port": 1, "transport": "pigeon"}, "known are auto, cuda, local, mooncake, mori, nixl, tcp"),
+    "reads only": ({"control_port": 1, "unfenced_writes": True}, "extra_config: unfenced_writes is on, and transport local"),
     "order": ({"control_port": 1, "transfer_timeout": 60}, "defer_timeout .60 s. must be longer"),
     "negative": ({"control_port": 1, "retry": -1}, "retry is -1"),
     "zero": ({"control_port": 1, "stop_timeout": 0}, "stop_timeout is 0"),

@@ -27,7 +27,10 @@ class RankAgents:
         opened = open_rank_transport(setup.transport, cache.region, cluster_key)
         self._transport = dropping(opened, cache, setup.transport.drop)
         patience_s = setup.transport.timeout_s
-        self._loop = RankLoop(setup.cut.rank, instance, self._transport, channel, patience_s, cache.memory)
+        writes = setup.transport.unfenced_writes
+        self._loop = RankLoop(
+            setup.cut.rank, instance, self._transport, channel, patience_s, cache.memory, unfenced_writes=writes
+        )
 
     def start(self) -> None:
         """Start the agent's thread."""
@@ -55,5 +58,6 @@ def open_rank_transport(settings: RankTransport, region: Region, cluster_key: by
         host=settings.host,
         advertise_host=settings.advertise_host,
         cluster_key=cluster_key,
+        unfenced_writes=settings.unfenced_writes,
     )
     return open_transport(settings.name, region, transport_settings)

@@ -26,7 +26,10 @@ class Links(msgspec.Struct, frozen=True):
 
 
 class RankTransport(msgspec.Struct, frozen=True):
-    """How a rank moves bytes. `drop` names what is not to be moved, for controls; see `drops.py`."""
+    """How a rank moves bytes. `drop` names what is not to be moved, for controls; see `drops.py`.
+
+    `unfenced_writes` lets peers write into its memory, and it into theirs.
+    """
 
     name: str
     incarnation: Incarnation
@@ -34,6 +37,7 @@ class RankTransport(msgspec.Struct, frozen=True):
     host: str
     advertise_host: str
     drop: str = ""
+    unfenced_writes: bool = False
 
 
 class RankSetup(msgspec.Struct, frozen=True):

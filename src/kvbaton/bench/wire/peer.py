@@ -1,8 +1,11 @@
-"""The source of one subject of the wire benchmark, as a process of its own: hands its region out until stdin ends."""
+"""The other side of one subject of the wire benchmark, as a process of its own: hands its region out until stdin ends."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import mmap
+import os
 import socket
 import sys
 import threading
@@ -22,14 +25,12 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Arguments: kind, region bytes, seed. One line of JSON on stdout tells how the region is reached.
+    """Arguments: kind, region bytes, seed, and to be written to, a file that is handed over open and becomes the region.
 
-    Ends with 2 where the kind cannot run here; the benchmark's own side finds that out too, and says why.
+    One line of JSON on stdout tells how the region is reached. Ends with 2 where the kind cannot run here; the benchmark's own
+    side finds that out too, and says why.
     """
-    kind, region_bytes, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    memory = SharedMemory(region_bytes) if kind == "local" else None
-    data = memory.array if memory else np.empty(region_bytes, np.uint8)
-    data[:] = content(seed, region_bytes)
+    kind, region_bytes, seed, *written = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *map(int, sys.argv[4:])
     raw = {
         "memcpy": _serve_nobody,
         "socket": _serve_socket,
@@ -38,11 +39,20 @@ def main() -> None:
         "raw mooncake": _serve_mooncake,
     }
     try:
-        stop = raw.get(kind, _serve_ours)(kind, memory.region if memory else Region.of(data))
+        region = Region.of(mmap.mmap(written[0], region_bytes)) if written else _filled(kind, region_bytes, seed)
+        serve = functools.partial(_serve_ours, takes_writes=bool(written))
+        stop = raw.get(kind, serve)(kind, region)
     except (ConfigError, ImportError):
         sys.exit(2)
     sys.stdin.read()
     stop()
+
+
+def _filled(kind: str, region_bytes: int, seed: int) -> Region:
+    """Memory to be read, of the kind that is this subject's way."""
+    region = SharedMemory(region_bytes).region if kind == "local" else Region.of(np.empty(region_bytes, np.uint8))
+    np.frombuffer(region.view, np.uint8)[:] = content(seed, region_bytes)
+    return region
 
 
 def _tell(what: object) -> None:
@@ -50,8 +60,8 @@ def _tell(what: object) -> None:
     sys.stdout.flush()
 
 
-def _serve_ours(kind: str, region: Region) -> Callable[[], None]:
-    transport = open_transport(kind.split(",")[0], region, TransportSettings())
+def _serve_ours(kind: str, region: Region, *, takes_writes: bool) -> Callable[[], None]:
+    transport = open_transport(kind.split(",")[0], region, TransportSettings(unfenced_writes=takes_writes))
     _tell(transport.endpoint())
     return transport.close
 
@@ -78,7 +88,7 @@ def _serve_socket(_kind: str, region: Region) -> Callable[[], None]:
 def _serve_nixl(kind: str, region: Region) -> Callable[[], None]:
     api: Any = importlib.import_module("nixl._api")
     has_thread = kind.endswith("thread")
-    agent = api.nixl_agent("source " + kind, api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"]))
+    agent = api.nixl_agent(f"{kind} {os.getpid()}", api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"]))
     agent.register_memory([(region.address, region.region_bytes, 0, "")], "DRAM")
     _tell({"metadata": agent.get_agent_metadata().hex(), "address": region.address})
     stopping = threading.Event()

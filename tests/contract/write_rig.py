@@ -1,0 +1,197 @@
+"""What the write half of the transport contract needs: a source here that writes, and targets whose memory the test can see."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from transport_peer import POISON, content
+from transport_rig import BIG, KIB, PATIENCE_S, PEER_SCRIPT, WHOLE, wait_until
+
+from kvbaton.core.handoff import Incarnation
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    PeerRank,
+    Region,
+    Runs,
+    Ticket,
+    Transport,
+    TransportSettings,
+)
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.mori import MoriTransport
+from mori_stand_in import MoriWorld
+
+__all__ = ["Holder", "WriteRig", "Writer"]
+
+_TRIES = 20
+_SOURCE_SEED = 3
+
+
+@dataclass
+class Holder:
+    """A peer that takes writes: poisoned memory, which the test sees as it is there."""
+
+    peer: PeerRank
+    endpoint: Endpoint
+    memory: npt.NDArray[np.uint8]
+    kill: Callable[[], None]
+    withdraw: Callable[[], None]
+    process: subprocess.Popen[bytes] | None = None
+
+    def holds(self, content_there: npt.NDArray[np.uint8], runs: Runs) -> bool:
+        """Whether memory is what it should be after `runs`, poison everywhere else included."""
+        expected = np.full_like(self.memory, POISON)
+        for at, to, count in runs.tolist():
+            expected[to : to + count] = content_there[at : at + count]
+        return np.array_equal(self.memory, expected)
+
+    def assert_quiet(self) -> None:
+        """Nobody writes there any more: poison that is put there now stays."""
+        self.memory[:] = POISON
+        for _ in range(5):
+            assert (self.memory == POISON).all()
+
+
+@dataclass
+class Writer:
+    """This side: memory of known content, and the transport over it."""
+
+    content: npt.NDArray[np.uint8]
+    memory: npt.NDArray[np.uint8]
+    transport: Transport
+
+    def post(self, holder: Holder, runs: Runs, after: AfterEvent | None = None) -> Ticket:
+        """Write `runs` to `holder`."""
+        return self.transport.post(Batch(holder.peer, Direction.WRITE, runs), after)
+
+    def wait(self, count: int = 1) -> list[Completion]:
+        """The next `count` completions, in order of arrival."""
+        found: list[Completion] = []
+        while len(found) < count:
+            assert select.select([self.transport.wakeup_fd], [], [], PATIENCE_S)[0], f"{len(found)} of {count} completions came"
+            found += self.transport.poll()
+        assert len(found) == count
+        return found
+
+    def write(self, holder: Holder, runs: Runs) -> Completion:
+        """Post `runs` and wait for the completion."""
+        ticket = self.post(holder, runs)
+        completion = self.wait()[0]
+        assert completion.ticket == ticket
+        return completion
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether this side's memory is what it was."""
+        return np.array_equal(self.memory, self.content)
+
+
+@dataclass
+class WriteRig:
+    """Makes writers and holders for one kind of transport, and takes them down again. `faulty` is over `mori`."""
+
+    kind: str
+    mori: MoriWorld = field(default_factory=MoriWorld)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _made: int = 0
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether holders are processes of their own."""
+        return self.kind in ("nixl", "mooncake")
+
+    def writer(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Writer:
+        """A region of known content with its transport."""
+        memory = content(_SOURCE_SEED, region_bytes)
+        chosen = {"incarnation": Incarnation("writer"), "unfenced_writes": True, **settings}
+        transport = self._open(Region.of(memory), TransportSettings(**chosen), faults)
+        self._undo.append(transport.close)
+        return Writer(memory.copy(), memory, transport)
+
+    def holder(self, region_bytes: int, **settings: Any) -> Holder:
+        """A peer to write to, on its own."""
+        self._made += 1
+        peer = PeerRank(Incarnation(f"holder{self._made}"))
+        return self._spawn(peer, region_bytes, settings) if self.has_processes else self._seat(peer, region_bytes, settings)
+
+    def pair(self, region_bytes: int, **settings: Any) -> tuple[Writer, Holder]:
+        """A writer and a holder of equal size, connected."""
+        writer, holder = self.writer(region_bytes, **settings), self.holder(region_bytes)
+        writer.transport.connect(holder.peer, holder.endpoint)
+        return writer, holder
+
+    def interrupted(self, act: Callable[[Writer, Holder, Ticket], None], **settings: Any) -> tuple[Writer, Holder, Completion]:
+        """A large write that was under way when `act` befell it, and how it ended; one that was over by then is tried again."""
+        for _ in range(_TRIES):
+            writer, holder = self.pair(BIG, slice_bytes=4 * KIB, **settings)
+            ticket = writer.post(holder, WHOLE)
+            wait_until(lambda now=holder.memory: now[0] != POISON)  # type: ignore[misc]
+            act(writer, holder, ticket)
+            completion = (writer.transport.poll() or writer.wait())[0]
+            if completion.error:
+                return writer, holder, completion
+        raise AssertionError(f"{_TRIES} batches went on as if nothing had happened to them")
+
+    def take_down(self) -> None:
+        """Close and kill everything, latest first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
+        if self.has_processes:
+            inner = open_transport(self.kind, region, settings)
+        else:
+            inner = MoriTransport(region, settings, self.mori.api())
+        if faults is None and self.kind != "faulty":
+            return inner
+        return FaultyTransport(inner, region, faults or Faults())
+
+    def _seat(self, peer: PeerRank, region_bytes: int, settings: dict[str, Any]) -> Holder:
+        memory = np.full(region_bytes, POISON, np.uint8)
+        chosen = {"incarnation": peer.incarnation, "unfenced_writes": True, **settings}
+        transport = self._open(Region.of(memory), TransportSettings(**chosen), None)
+        self._undo.append(transport.close)
+        return Holder(peer, transport.endpoint(), memory, transport.close, transport.close)
+
+    def _spawn(self, peer: PeerRank, region_bytes: int, settings: dict[str, Any]) -> Holder:
+        """The memory is a file without a name, which both processes map."""
+        fd = os.memfd_create("kvbaton-test-holder")
+        os.ftruncate(fd, region_bytes)
+        memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
+        memory[:] = POISON
+        takes = "writes" if settings.get("unfenced_writes", True) else "reads"
+        arguments = [self.kind, "127.0.0.1", str(region_bytes), "0", peer.incarnation, str(fd), takes]
+        command = [sys.executable, str(PEER_SCRIPT), *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,))
+        os.close(fd)
+
+        def kill() -> None:
+            process.kill()
+            process.communicate(timeout=PATIENCE_S)
+
+        def withdraw() -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"withdraw\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"withdrawn\n"
+
+        self._undo.append(kill)
+        assert process.stdout is not None
+        endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
+        return Holder(peer, endpoint, memory, kill, withdraw, process)
