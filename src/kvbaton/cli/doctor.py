@@ -8,12 +8,17 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["doctor"]
 
+_NEEDED = ("local", "tcp")
+
 
 def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Try every transport between two processes of this machine; exits with 0 when `local` or `tcp` works.
+    """Try every transport between two processes of this machine; exits with 0 when `local` or `tcp` works, else with 1.
+
+    These two need nothing beside kvbaton, and one of them is enough to serve. What needs a library or a GPU may be missing.
 
     Parameters
     ----------
@@ -26,7 +31,7 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     from kvbaton.transport.trial import KINDS, try_transport
 
     trials = [try_transport(kind) for kind in KINDS]
-    ok = any(trial.works for trial in trials)
+    ok = any(trial.works for trial in trials if trial.transport in _NEEDED)
     if json:
         rows = [{"transport": trial.kind, "works": trial.works, "problem": trial.problem} for trial in trials]
         document = {"command": "doctor", "version": __version__, "ok": ok, "settings": {}, "transports": rows}
@@ -34,6 +39,6 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
         return 0 if ok else 1
     table = Table("transport", "works", "what is wrong, and what to do", title="kvbaton doctor")
     for trial in trials:
-        table.add_row(trial.kind, "yes" if trial.works else "no", trial.problem)
+        table.add_row(trial.kind, "yes" if trial.works else "no", Text(trial.problem))
     Console().print(table)
     return 0 if ok else 1

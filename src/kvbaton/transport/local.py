@@ -145,9 +145,8 @@ class LocalTransport(QueuedTransport[_Process]):
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._memory = ProcessMemory()
-        self._memory.allow_readers()
-        if region.memory_fd < 0 and (trouble := explain_limits(self._memory)):
-            raise TransportError(f"nobody could read this process's memory: {trouble}")
+        if region.memory_fd < 0:
+            self._let_readers_in()
         self._neighbour = Neighbour.here()
         self._mark = secrets.randbits(62) | 1
         self._shown = Region.of(bytearray(self._mark.to_bytes(MARK_BYTES, "little")))
@@ -168,6 +167,12 @@ class LocalTransport(QueuedTransport[_Process]):
         """How the bytes of a connected peer are read: `shared memory` or `process_vm_readv`."""
         link = self._ledger.link_of(peer)
         return "shared memory" if link is not None and link.mapping is not None else "process_vm_readv"
+
+    def _let_readers_in(self) -> None:
+        """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""
+        self._memory.allow_readers()
+        if trouble := explain_limits(self._memory):
+            raise TransportError(f"nobody could read this process's memory: {trouble}")
 
     def _details(self) -> dict[str, str | int]:
         return {

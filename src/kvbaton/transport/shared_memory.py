@@ -1,15 +1,18 @@
 """Memory that other processes of this host can map, and only read: an anonymous file whose descriptor they open through /proc.
 
 The last page of the file lies behind the region. It holds the *mark* of the transport that hands the region out, and is cleared
-when that closes, so that a reader notices that the memory was withdrawn. The file is sealed: nobody can shrink it later.
+when that closes, so that a reader notices that the memory was withdrawn. The file is sealed: nobody can shrink it later. A
+reader looks at the seal before it maps a file, because reading behind the end of one that has shrunk would kill the reader.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 
 import numpy as np
@@ -57,31 +60,30 @@ class SharedMemory:
 
 
 class SharedMapping:
-    """The shared memory of another process, read-only; the memory lives on until `array` and this are let go of."""
+    """The shared memory of another process, read-only; the memory lives on until `array` and this are let go of.
+
+    Raises TransportError when it may not be opened, PeerLost when the descriptor is no longer that of the card.
+    """
 
     def __init__(self, pid: int, fd: int, inode: int, region_bytes: int) -> None:
         path = f"/proc/{pid}/fd/{fd}"
         try:
-            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise PeerLost(f"descriptor {fd} of process {pid} is a socket now, not its shared memory") from error
             raise TransportError(
                 f"the shared memory of process {pid} may not be opened ({error.strerror}; user id {os.getuid()} here): "
                 "run both instances as the same user and in one pid namespace, or choose transport tcp"
             ) from error
         try:
-            state = os.fstat(opened)
-            mark_at = state.st_size - mmap.PAGESIZE
-            if state.st_ino != inode or mark_at < region_bytes:
-                raise PeerLost(
-                    f"descriptor {fd} of process {pid} is another file now: inode {state.st_ino} with {state.st_size} bytes, "
-                    f"the card says inode {inode}, {region_bytes} bytes"
-                )
-            whole = mmap.mmap(opened, state.st_size, prot=mmap.PROT_READ)
+            file_bytes = _checked_bytes(opened, f"descriptor {fd} of process {pid}", inode, region_bytes)
+            whole = mmap.mmap(opened, file_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(opened)
         with contextlib.suppress(OSError):
             whole.madvise(mmap.MADV_HUGEPAGE)
-        self._mark = np.frombuffer(whole, np.uint8, MARK_BYTES, mark_at)
+        self._mark = np.frombuffer(whole, np.uint8, MARK_BYTES, file_bytes - mmap.PAGESIZE)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(whole, np.uint8, region_bytes)
 
     @property
@@ -98,6 +100,23 @@ def write_mark(region: Region, mark: int) -> None:
 def inode_of(region: Region) -> int:
     """What the shared memory of `region` is recognised by; 0 where there is none."""
     return os.fstat(region.memory_fd).st_ino if region.memory_fd >= 0 else 0
+
+
+def _checked_bytes(opened: int, name: str, inode: int, region_bytes: int) -> int:
+    """Size of the file, if it is the one that a card describes, and cannot shrink; raises PeerLost otherwise."""
+    state = os.fstat(opened)
+    if not stat.S_ISREG(state.st_mode) or state.st_ino != inode or state.st_size - mmap.PAGESIZE < region_bytes:
+        raise PeerLost(
+            f"{name} is another file now: {stat.filemode(state.st_mode)}, inode {state.st_ino} with {state.st_size} bytes, "
+            f"the card says inode {inode}, {region_bytes} bytes"
+        )
+    try:
+        seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise PeerLost(f"{name} is a file without the seal against shrinking (seals {seals:#x}), so it is not mapped")
+    return state.st_size
 
 
 def _mark_offset(region_bytes: int) -> int:

@@ -19,6 +19,7 @@ from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.local import LocalTransport
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.process_memory import ProcessMemory, host_id, start_ticks
+from kvbaton.transport.shared_memory import SharedMemory
 
 PEER = PeerRank(Incarnation("p"))
 
@@ -68,6 +69,17 @@ def test_a_process_that_ends_is_noticed_after_the_copy(monkeypatch: pytest.Monke
     watch.close()
     watch.close()
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+
+
+@pytest.mark.parametrize(("is_shared", "calls"), [(True, 0), (False, 1)])
+def test_only_memory_that_is_not_shared_is_opened_to_tracers(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool, calls: int
+) -> None:
+    allowed: list[ProcessMemory] = []
+    monkeypatch.setattr(ProcessMemory, "allow_readers", lambda memory: allowed.append(memory))
+    region = SharedMemory(64).region if is_shared else Region.of(bytearray(64))
+    LocalTransport(region, TransportSettings()).close()
+    assert len(allowed) == calls
 
 
 def refuse(_pid: int) -> int:

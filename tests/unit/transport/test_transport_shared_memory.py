@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import mmap
 import os
+import socket
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +60,52 @@ def test_another_file_under_the_same_number_is_noticed() -> None:
         SharedMapping(os.getpid(), memory.region.memory_fd, inode_of(memory.region), 1 << 20)
     with pytest.raises(TransportError, match=r"may not be opened.*same user.*transport tcp"):
         SharedMapping(os.getpid(), 99_999, 1, 4096)
+
+
+def test_a_fifo_under_the_same_number_is_noticed_at_once(tmp_path: Path) -> None:
+    """Nobody will open it for writing: who opens it and waits for that, waits for ever."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    fd = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    found: list[str] = []
+    opener = threading.Thread(target=lambda: found.append(refusal_of(fd)), daemon=True)
+    opener.start()
+    opener.join(10)
+    was_stuck = opener.is_alive()
+    if was_stuck:
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        opener.join(10)
+    os.close(fd)
+    assert not was_stuck
+    assert "another file now: prw" in found[0]
+
+
+def test_a_socket_under_the_same_number_is_noticed() -> None:
+    with socket.socket() as sock:
+        assert "is a socket now" in refusal_of(sock.fileno())
+
+
+def refusal_of(fd: int) -> str:
+    """Why a descriptor of this process is not mapped, though the inode is right."""
+    with pytest.raises(PeerLost) as caught:
+        SharedMapping(os.getpid(), fd, os.fstat(fd).st_ino, 4096)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["unsealed", "on disk", "sealed"])
+def test_a_file_that_can_shrink_is_not_mapped(tmp_path: Path, kind: str) -> None:
+    if kind == "on disk":
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4 * mmap.PAGESIZE)
+    if kind == "sealed":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        assert len(SharedMapping(os.getpid(), fd, os.fstat(fd).st_ino, 4096).array) == 4096
+    else:
+        with pytest.raises(PeerLost, match="without the seal against shrinking"):
+            SharedMapping(os.getpid(), fd, os.fstat(fd).st_ino, 4096)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("region_bytes", [0, 1 << 60])

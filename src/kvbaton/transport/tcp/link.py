@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import errno
+import hmac
 import os
+import secrets
 import socket
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +19,18 @@ from kvbaton.transport.base import PeerRank, Region, Runs
 from kvbaton.transport.ledger import Job
 from kvbaton.transport.tcp.sockets import tune
 from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
-from kvbaton.transport.tcp.wire import HELLO_BYTES, REPLY_BYTES, Reply, Secret, Status, pack_request, unpack_hello, unpack_reply
+from kvbaton.transport.tcp.wire import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    REPLY_BYTES,
+    Reply,
+    Secret,
+    Status,
+    pack_request,
+    unpack_hello,
+    unpack_reply,
+)
 
 if TYPE_CHECKING:
     from kvbaton.transport.tcp.peer import TcpPeer
@@ -69,6 +82,8 @@ class TcpLink:
         self.state = LinkState.CLOSED
         self.sock: socket.socket | None = None
         self.deadline: float | None = None
+        self.rests_until = 0.0
+        self.received_bytes = 0
         self._family = family
         self._address = address
         self._secret = secret
@@ -79,6 +94,7 @@ class TcpLink:
         self._last_id = _GREETING_ID
         self._head = bytearray()
         self._reply: Reply | None = None
+        self._proof = b""
         self._text = bytearray()
         self._left_bytes = 0
 
@@ -121,6 +137,7 @@ class TcpLink:
             self.sock.close()
         jobs = {request.job.ticket: request.job for request in self._requests if request.job is not None}
         self.sock, self.state, self.deadline, self._reply = None, LinkState.CLOSED, None, None
+        self.rests_until = 0.0
         self._requests.clear()
         self._outbox.clear()
         self._head.clear()
@@ -186,6 +203,7 @@ class TcpLink:
             self._left_bytes -= count
         if not count:
             raise PeerLost("the peer closed the connection")
+        self.received_bytes += count
         return count
 
     def _receive_payload(self, sock: socket.socket, reply: Reply) -> int:
@@ -193,18 +211,23 @@ class TcpLink:
         if reply.status is Status.OK and request.job is not None:
             return self._calls.receive(sock, request.target)
         data = sock.recv(min(self._left_bytes, _SCRATCH_BYTES))
-        if reply.status is not Status.OK:
+        if reply.status is not Status.OK or self.state is LinkState.GREETING:
             self._text += data
         return len(data)
 
     def _on_head(self) -> None:
         head, self._head = self._head, bytearray()
         if self.state is LinkState.HELLO:
-            self._outbox += self._secret.greeting(unpack_hello(head))
-            self._requests.append(_Request(_GREETING_ID, 0, Vectors(np.empty((0, 2), np.uint64)), None))
-            self.state = LinkState.GREETING
+            self._greet(unpack_hello(head))
         else:
             self._begin_reply(unpack_reply(head))
+
+    def _greet(self, challenge: bytes) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._proof = self._secret.owner_proof(challenge, nonce)
+        self._outbox += self._secret.greeting(challenge, nonce)
+        self._requests.append(_Request(_GREETING_ID, PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
+        self.state = LinkState.GREETING
 
     def _begin_reply(self, reply: Reply) -> None:
         self._text.clear()
@@ -223,9 +246,17 @@ class TcpLink:
         if reply.status is Status.REFUSED:
             raise PeerRefused(text)
         if request.request_id == _GREETING_ID:
-            self.state = LinkState.OPEN
+            self._on_proof()
         if request.job is None:
             return []
         if reply.status is Status.RANGE:
             return [Answer(request.job, 0, f"RangeError: {self}: {text}")]
         return [Answer(request.job, request.payload_bytes)]
+
+    def _on_proof(self) -> None:
+        if not hmac.compare_digest(self._text, self._proof):
+            raise PeerLost(
+                "who listens there now does not know the token of the peer's card and the cluster key: the peer is gone, and "
+                "its port is another process's; nothing was taken from it. Fetch the peer's card again"
+            )
+        self.state = LinkState.OPEN

@@ -1,10 +1,13 @@
 """The thread that reads from tcp peers: it feeds ready batches to their links and takes what the sockets bring.
 
 Everything in it is non-blocking; a peer that connects slowly, stalls or dies has a deadline of its own and delays nobody else.
+A further connection to a peer that fails before it is open (the peer has no room for it, this process no descriptor) costs
+nothing but itself: it rests for `timeout_s`. One that fails once it was open costs the peer's jobs.
 """
 
 from __future__ import annotations
 
+import logging
 import selectors
 import threading
 import time
@@ -19,6 +22,8 @@ from kvbaton.transport.tcp.peer import TcpPeer
 from kvbaton.transport.tcp.wire import MAX_PIECES
 
 __all__ = ["TcpMover"]
+
+_log = logging.getLogger("kvbaton.transport")
 
 
 class TcpMover:
@@ -83,7 +88,7 @@ class TcpMover:
                 self._schedule.discard(job)
                 self._ledger.finish(job)
                 continue
-            link = peer.link_for_more()
+            link = peer.link_for_more(time.monotonic())
             if link is None:
                 break
             if link.state is LinkState.CLOSED:
@@ -103,9 +108,8 @@ class TcpMover:
             self._schedule.discard(job)
 
     def _open_link(self, link: TcpLink) -> None:
-        sock = link.open()
+        self._selector.register(link.open(), selectors.EVENT_WRITE, link)
         self._open.add(link)
-        self._selector.register(sock, selectors.EVENT_WRITE, link)
 
     def _drive(self, link: TcpLink, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -147,8 +151,14 @@ class TcpMover:
             self._fail_link(link, f"PeerLost: {link}: {error}")
 
     def _fail_link(self, link: TcpLink, error: str) -> None:
+        """Close a link that is lost: alone where it was not open yet and the peer has another that is, else all of its peer."""
         assert link.owner is not None  # noqa: S101
-        self._fail_peer(link.owner, error)
+        if link.state is LinkState.OPEN or not link.owner.has_other_open(link):
+            self._fail_peer(link.owner, error)
+            return
+        _log.warning("one connection fewer for %g s: %s", self._timeout_s, error)
+        self._shut_link(link)
+        link.rests_until = time.monotonic() + self._timeout_s
 
     def _fail_peer(self, peer: TcpPeer, error: str, *, waiting: bool = False) -> None:
         """Close the connections and fail the jobs that used them; the next ready job connects anew."""
@@ -182,6 +192,26 @@ class TcpMover:
         return max(0.0, min(self._schedule.wait_s(now), min(deadlines, default=now + IDLE_S) - now))
 
     def _expire(self, now: float) -> None:
+        """Fail links without progress; since one that is in a reply wakes nobody for a few bytes, take what has come first."""
         for link in [link for link in self._open if link.deadline is not None and link.deadline <= now]:
-            doing = "no connection" if link.state is LinkState.CONNECTING else "no progress"
-            self._fail_link(link, f"PeerLost: {link}: {doing} within {self._timeout_s:g} s")
+            if link in self._open and self._takes_some(link):
+                link.deadline = None
+                self._watch(link)
+            elif link in self._open:
+                self._fail_link(link, f"PeerLost: {link}: {_lack_within(self._timeout_s, link.state)}")
+
+    def _takes_some(self, link: TcpLink) -> bool:
+        """Take what has come; tells whether anything has."""
+        before = link.received_bytes
+        if link.state is not LinkState.CONNECTING:
+            self._attempt(link, self._receive)
+        return link.received_bytes > before
+
+
+def _lack_within(timeout_s: float, state: LinkState) -> str:
+    if state is LinkState.CONNECTING:
+        return f"no connection within {timeout_s:g} s"
+    hint = (
+        " (no hello: it stands still, or more connections than it takes wait to greet it)" if state is LinkState.HELLO else ""
+    )
+    return f"no progress within {timeout_s:g} s{hint}"

@@ -3,6 +3,10 @@
 A connection is a small machine: greeting, then request head, pieces, reply, and again. While a reply is being sent nothing is
 read, so TCP itself holds back a reader that asks faster than it takes. What is no greeting and no request ends that
 connection only, and is counted.
+
+Who has not greeted yet is a stranger. Strangers have few places of their own and one deadline that nothing renews, so they take
+none from readers; while their places are taken, the next ones wait in the queue of the system. A reader beyond the limit is
+told so.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ from kvbaton.transport.tcp.wire import (
     TOKEN_BYTES,
     Secret,
     Status,
-    is_greeting,
+    may_be_greeting,
     pack_hello,
     pack_reply,
+    unpack_greeting,
     unpack_pieces,
     unpack_request,
 )
@@ -46,9 +51,9 @@ __all__ = ["RegionServer"]
 _PORTS = range(20000, 32768)
 _PORT_TRIES = 200
 _ACCEPT_PAUSE_S = 0.2
+_MAX_STRANGERS = 64
+_GREETING_S = 10.0
 _MOST_STEPS = 16
-
-
 _NO_PIECES = np.empty((0, 2), np.uint64)
 
 
@@ -67,14 +72,15 @@ class _Reader:
     def __init__(self, sock: socket.socket, owner: RegionServer, deadline: float) -> None:
         self.sock = sock
         self.deadline: float | None = deadline
-        self._region, self._calls = owner.region, owner.calls
-        challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self._greeting = owner.secret.greeting(challenge)
+        self.is_greeted = False
+        self.moved_bytes = 0
+        self._owner = owner
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._inbox = bytearray()
         self._wanted = GREETING_BYTES
         self._request_id = 0
         self.phase = _Phase.HELLO
-        self._reply = _vectors_of(pack_hello(challenge))
+        self._reply = _vectors_of(pack_hello(self._challenge))
 
     @property
     def is_replying(self) -> bool:
@@ -85,7 +91,10 @@ class _Reader:
         data = self.sock.recv(self._wanted - len(self._inbox))
         if not data:
             return False
+        self.moved_bytes += len(data)
         self._inbox += data
+        if self.phase is _Phase.GREETING and not may_be_greeting(self._inbox):
+            raise ProtocolError(f"no greeting: {bytes(self._inbox[:16])!r}")
         if len(self._inbox) == self._wanted:
             message, self._inbox = self._inbox, bytearray()
             self._on_message(message)
@@ -93,7 +102,7 @@ class _Reader:
 
     def on_writable(self) -> bool:
         """Send on; False when the connection is over."""
-        self._calls.send(self.sock, self._reply)
+        self.moved_bytes += self._owner.calls.send(self.sock, self._reply)
         if self._reply.remaining_bytes:
             return True
         if self.phase is _Phase.LAST_REPLY:
@@ -118,29 +127,31 @@ class _Reader:
             self._on_pieces(message)
 
     def _on_greeting(self, message: bytearray) -> None:
-        if not is_greeting(message):
-            raise ProtocolError(f"no greeting: {bytes(message[:16])!r}")
-        if hmac.compare_digest(message, self._greeting):
-            self._answer(_Phase.REPLY, Status.OK, _NO_PIECES)
-        else:
-            self._answer_text(
-                _Phase.LAST_REPLY,
-                Status.REFUSED,
+        nonce, secret = unpack_greeting(message), self._owner.secret
+        if not hmac.compare_digest(message, secret.greeting(self._challenge, nonce)):
+            self._refuse(
                 "token, incarnation or cluster key is not that of this process; fetch its card again, and set the same key on "
-                "both sides",
+                "both sides"
             )
+        elif full := self._owner.why_full():
+            self._refuse(full)
+        else:
+            self.is_greeted = True
+            self._answer_with(_Phase.REPLY, Status.OK, secret.owner_proof(self._challenge, nonce))
 
     def _on_pieces(self, message: bytearray) -> None:
-        pieces = unpack_pieces(message)
+        pieces, region = unpack_pieces(message), self._owner.region
         try:
-            check_offsets(pieces[:, 0], pieces[:, 1], self._region.region_bytes, "source")
+            check_offsets(pieces[:, 0], pieces[:, 1], region.region_bytes, "source")
         except RangeError as error:
-            self._answer_text(_Phase.REPLY, Status.RANGE, str(error))
+            self._answer_with(_Phase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
             return
-        self._answer(_Phase.REPLY, Status.OK, pieces + np.array([self._region.address, 0], np.uint64))
+        self._answer(_Phase.REPLY, Status.OK, pieces + np.array([region.address, 0], np.uint64))
 
-    def _answer_text(self, phase: _Phase, status: Status, text: str) -> None:
-        data = text.encode()[:MAX_TEXT_BYTES]
+    def _refuse(self, reason: str) -> None:
+        self._answer_with(_Phase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
+
+    def _answer_with(self, phase: _Phase, status: Status, data: bytes) -> None:
         self._reply = _vectors_of(pack_reply(status, self._request_id, len(data)) + data)
         self.phase = phase
 
@@ -161,20 +172,32 @@ class RegionServer:
         self.region = region
         self.calls = VectorCalls()
         self._timeout_s = settings.timeout_s
-        self._max_readers = settings.max_peers * settings.streams
+        self._max_peers, self._streams = settings.max_peers, settings.streams
         self.secret = Secret(secrets.token_bytes(TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")
         self.garbage_total = 0
         self.refused_total = 0
         self._listener = _listen(settings)
         self.host, self.port = self._listener.getsockname()[:2]
         self._readers: set[_Reader] = set()
+        self._strangers: set[_Reader] = set()
         self._accept_at = 0.0
+        self._is_accepting = True
         self._stopping = Wakeup()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stopping.fd, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-server", daemon=True)
         self._thread.start()
+
+    def why_full(self) -> str:
+        """Why no further reader is admitted now; empty while there is room."""
+        readers, limit = len(self._readers) - len(self._strangers), self._max_peers * self._streams
+        if readers < limit:
+            return ""
+        return (
+            f"{readers} connections of readers are open, the limit: settings max_peers ({self._max_peers}) times streams "
+            f"({self._streams}) of the process that owns the memory; raise max_peers there, or try again when readers have left"
+        )
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread and close every socket; False when the thread did not end within `timeout_s`."""
@@ -199,10 +222,11 @@ class RegionServer:
                 else:
                     self._accept()
             self._expire(time.monotonic())
+            self._tend_listener(time.monotonic())
 
     def _patience_s(self, now: float) -> float:
         deadlines = [reader.deadline for reader in self._readers if reader.deadline is not None]
-        if self._accept_at:
+        if self._accept_at > now:
             deadlines.append(self._accept_at)
         return min(IDLE_S, max(0.0, min(deadlines, default=now + IDLE_S) - now))
 
@@ -212,21 +236,29 @@ class RegionServer:
         except BlockingIOError:
             return
         except OSError:
-            self._selector.unregister(self._listener)
             self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
             return
-        if len(self._readers) >= self._max_readers:
-            self.refused_total += 1
+        tune(sock)
+        reader = _Reader(sock, self, time.monotonic() + min(self._timeout_s, _GREETING_S))
+        try:
+            self._selector.register(sock, selectors.EVENT_WRITE, reader)
+        except OSError:
             sock.close()
             return
-        tune(sock)
-        reader = _Reader(sock, self, time.monotonic() + self._timeout_s)
         self._readers.add(reader)
-        self._selector.register(sock, selectors.EVENT_WRITE, reader)
+        self._strangers.add(reader)
+
+    def _tend_listener(self, now: float) -> None:
+        """Accept while a stranger has a place, and the system has had its pause after it could not give a socket."""
+        shall_accept = len(self._strangers) < _MAX_STRANGERS and self._accept_at <= now
+        if shall_accept and not self._is_accepting:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        elif self._is_accepting and not shall_accept:
+            self._selector.unregister(self._listener)
+        self._is_accepting = shall_accept
 
     def _serve(self, reader: _Reader) -> None:
-        was_replying = reader.is_replying
-        alive = True
+        was_replying, moved_before, alive = reader.is_replying, reader.moved_bytes, True
         try:
             alive = self._steps(reader)
         except BlockingIOError:
@@ -240,7 +272,9 @@ class RegionServer:
             self.refused_total += reader.phase is _Phase.LAST_REPLY
             self._drop(reader)
             return
-        reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
+        if reader.is_greeted and reader.moved_bytes > moved_before:
+            self._strangers.discard(reader)
+            reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
         if reader.is_replying != was_replying:
             self._selector.modify(reader.sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
 
@@ -255,16 +289,22 @@ class RegionServer:
         return True
 
     def _expire(self, now: float) -> None:
-        for reader in [reader for reader in self._readers if reader.deadline is not None and reader.deadline <= now]:
-            self._drop(reader)
-        if self._accept_at and self._accept_at <= now:
-            self._accept_at = 0.0
-            self._selector.register(self._listener, selectors.EVENT_READ)
+        """Drop who has not moved in time; a socket that is nearly full tells of no small steps, so it is tried once more."""
+        for reader in [reader for reader in self._readers if _is_overdue(reader, now)]:
+            if reader.is_greeted and reader.is_replying:
+                self._serve(reader)
+            if reader in self._readers and _is_overdue(reader, now):
+                self._drop(reader)
 
     def _drop(self, reader: _Reader) -> None:
         self._readers.discard(reader)
+        self._strangers.discard(reader)
         self._selector.unregister(reader.sock)
         reader.sock.close()
+
+
+def _is_overdue(reader: _Reader, now: float) -> bool:
+    return reader.deadline is not None and reader.deadline <= now
 
 
 def _vectors_of(head: bytes, pieces: Runs = _NO_PIECES) -> Vectors:

@@ -1,8 +1,10 @@
 """The format of the tcp transport: two greetings, then requests for pieces of the owner's region and replies with their bytes.
 
-All numbers are little-endian. The owner says hello with a random challenge. The reader's greeting answers with a digest of the
-challenge and of the incarnation that it means, keyed with the endpoint's token and the cluster key: who listens on the wire
-learns neither, an old greeting is worth nothing, and a restarted process on the same port refuses readers of the earlier one.
+All numbers are little-endian. The owner says hello with a random challenge. The reader's greeting answers with a random nonce
+and a digest of both and of the incarnation that it means, keyed with the endpoint's token and the cluster key: who listens on
+the wire learns neither, an old greeting is worth nothing, and a restarted process on the same port refuses readers of the
+earlier one. The reply to the greeting carries the owner's digest of the same, made for another purpose: whoever has taken over
+the port of a process that is gone cannot make it, and the reader takes nothing from him.
 Every request, and the greeting, is answered by one reply in order; a reply with another status than OK carries a text.
 """
 
@@ -25,17 +27,20 @@ __all__ = [
     "MAX_PIECES",
     "MAX_REPLY_BYTES",
     "MAX_TEXT_BYTES",
+    "NONCE_BYTES",
     "PIECE_BYTES",
+    "PROOF_BYTES",
     "REPLY_BYTES",
     "REQUEST_BYTES",
     "TOKEN_BYTES",
     "Reply",
     "Secret",
     "Status",
-    "is_greeting",
+    "may_be_greeting",
     "pack_hello",
     "pack_reply",
     "pack_request",
+    "unpack_greeting",
     "unpack_hello",
     "unpack_pieces",
     "unpack_reply",
@@ -50,16 +55,19 @@ MAX_PIECES = 8192
 MAX_REPLY_BYTES = 64 << 20
 """Most bytes that one request may ask for."""
 
-_MAGIC = b"KVBATON\x02"
+_MAGIC = b"KVBATON\x03"
 _REQUEST = struct.Struct("<4sIQ")
 _REQUEST_MARK = b"READ"
 _REPLY = struct.Struct("<4sIQQ")
 _REPLY_MARK = b"DATA"
 
 CHALLENGE_BYTES = 16
-_DIGEST_BYTES = 32
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+"""Size of the digest with which each end shows the other that it knows the secret."""
+
 HELLO_BYTES = len(_MAGIC) + CHALLENGE_BYTES
-GREETING_BYTES = len(_MAGIC) + _DIGEST_BYTES
+GREETING_BYTES = len(_MAGIC) + NONCE_BYTES + PROOF_BYTES
 REQUEST_BYTES = _REQUEST.size
 REPLY_BYTES = _REPLY.size
 PIECE_BYTES = 16
@@ -90,11 +98,18 @@ class Secret:
     cluster_key: bytes
     incarnation: str
 
-    def greeting(self, challenge: bytes) -> bytes:
+    def greeting(self, challenge: bytes, nonce: bytes) -> bytes:
         """What a reader answers to `challenge`."""
-        key = hashlib.blake2b(self.token + self.cluster_key, digest_size=_DIGEST_BYTES, person=b"kvbaton tcp key").digest()
-        digest = hashlib.blake2b(challenge + self.incarnation.encode(), digest_size=_DIGEST_BYTES, key=key).digest()
-        return _MAGIC + digest
+        return _MAGIC + nonce + self._digest(b"kvbaton reader", challenge, nonce)
+
+    def owner_proof(self, challenge: bytes, nonce: bytes) -> bytes:
+        """What the owner of the memory answers to a greeting with `nonce`; no greeting is equal to it."""
+        return self._digest(b"kvbaton owner", challenge, nonce)
+
+    def _digest(self, purpose: bytes, challenge: bytes, nonce: bytes) -> bytes:
+        key = hashlib.blake2b(self.token + self.cluster_key, digest_size=PROOF_BYTES, person=b"kvbaton tcp key").digest()
+        text = challenge + nonce + self.incarnation.encode()
+        return hashlib.blake2b(text, digest_size=PROOF_BYTES, key=key, person=purpose).digest()
 
 
 def pack_hello(challenge: bytes) -> bytes:
@@ -104,14 +119,21 @@ def pack_hello(challenge: bytes) -> bytes:
 
 def unpack_hello(data: bytes | bytearray) -> bytes:
     """The challenge of a hello; raises ProtocolError for anything else."""
-    if not is_greeting(data):
+    if not data.startswith(_MAGIC):
         raise ProtocolError(f"no hello: {bytes(data[:16])!r}; the peer speaks another protocol or version")
     return bytes(data[len(_MAGIC) :])
 
 
-def is_greeting(data: bytes | bytearray) -> bool:
-    """Whether the first bytes of a connection come from this protocol and version."""
-    return data.startswith(_MAGIC)
+def unpack_greeting(data: bytes | bytearray) -> bytes:
+    """The nonce of a greeting; raises ProtocolError for anything else."""
+    if not data.startswith(_MAGIC):
+        raise ProtocolError(f"no greeting: {bytes(data[:16])!r}")
+    return bytes(data[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES])
+
+
+def may_be_greeting(data: bytes | bytearray) -> bool:
+    """Whether a greeting of this protocol and version can begin with `data`."""
+    return _MAGIC.startswith(data[: len(_MAGIC)])
 
 
 def pack_request(request_id: int, runs: Runs) -> bytes:
