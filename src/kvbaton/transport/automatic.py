@@ -1,7 +1,8 @@
 """`auto`: several transports over one region, and for each peer the first of them, in order of speed, that reaches it.
 
 Its endpoint carries the endpoints of the transports that could be opened here. Connecting tries what both ends offer, fastest
-first; what fails is told as a warning, with the reason, and the next one is tried.
+first; what fails is told as a warning, with the reason, and the next one is tried. So it is when the first batches of a peer
+fail: not every way shows that it does not work when it is connected.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -45,12 +46,27 @@ class Choice:
         return f"{self.name} ({'; '.join(self.passed_over) or 'the fastest that both ends offer'})"
 
 
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """Where a batch went, and for which peer."""
+
+    name: str
+    ticket: Ticket
+    peer: PeerRank
+
+
 class AutoTransport:
-    """Owns `inner`, fastest first; `left_out` says why others could not be opened here."""
+    """Owns `inner`. `left_out` says why others are not used. `order` has what should be, fastest first; by default `inner`."""
 
     def __init__(
-        self, region: Region, settings: TransportSettings, inner: Mapping[str, Transport], left_out: Mapping[str, str]
+        self,
+        region: Region,
+        settings: TransportSettings,
+        inner: Mapping[str, Transport],
+        left_out: Mapping[str, str],
+        order: Sequence[str] = (),
     ) -> None:
+        self._order = tuple(order) or tuple(inner)
         self._region = region
         self._max_peers = settings.max_peers
         self._inner = dict(inner)
@@ -58,7 +74,8 @@ class AutoTransport:
         self._lock = threading.Lock()
         self._chosen: dict[PeerRank, Choice] = {}
         self._endpoints: dict[PeerRank, Endpoint] = {}
-        self._tickets: dict[Ticket, tuple[str, Ticket]] = {}
+        self._proven: set[PeerRank] = set()
+        self._tickets: dict[Ticket, _Posted] = {}
         self._own: dict[tuple[str, Ticket], Ticket] = {}
         self._last_ticket = 0
         self._wakeup = select.epoll()
@@ -102,20 +119,25 @@ class AutoTransport:
         """Connect over the fastest way that works. Raises TransportError with what was wrong with each."""
         if self._is_known(peer, endpoint):
             return
-        passed_over: list[str] = []
-        for name, transport in self._inner.items():
-            if name not in endpoint.details:
+        self._connect(peer, endpoint, [])
+
+    def _connect(self, peer: PeerRank, endpoint: Endpoint, passed_over: list[str], after: str = "") -> None:
+        """Try one way after another, those behind the one that is called `after`."""
+        for name in self._order[self._order.index(after) + 1 if after else 0 :]:
+            if name not in self._inner:
+                passed_over.append(f"{name} is left out here: {self._left_out[name]}")
+            elif name not in endpoint.details:
                 passed_over.append(f"{name} is not offered by the peer")
-                continue
-            try:
-                transport.connect(peer, _decoded(endpoint, name))
-            except TransportError as error:
-                passed_over.append(f"{name}: {error}")
-                continue
-            self._choose(peer, endpoint, Choice(name, tuple(passed_over)))
-            return
-        passed_over += [f"{name} is left out here: {why}" for name, why in self._left_out.items()]
-        raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over)}")
+            else:
+                try:
+                    self._inner[name].connect(peer, _decoded(endpoint, name))
+                except TransportError as error:
+                    passed_over.append(f"{name}: {error}")
+                else:
+                    self._choose(peer, endpoint, Choice(name, tuple(passed_over)))
+                    return
+        told = [f"{name} is left out here: {why}" for name, why in self._left_out.items() if name not in self._order]
+        raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over + told)}")
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Post to the transport that was chosen for the peer."""
@@ -128,40 +150,71 @@ class AutoTransport:
             inner_ticket = self._inner[choice.name].post(batch, after)
             self._last_ticket += 1
             ticket = Ticket(self._last_ticket)
-            self._tickets[ticket] = (choice.name, inner_ticket)
+            self._tickets[ticket] = _Posted(choice.name, inner_ticket, batch.peer)
             self._own[(choice.name, inner_ticket)] = ticket
         return ticket
 
     def poll(self) -> list[Completion]:
-        """Hand out what any of them has completed; never waits."""
+        """Hand out what any of them has completed; never waits. A peer whose first batch failed is then reached another way."""
         found: list[Completion] = []
+        failed: dict[PeerRank, str] = {}
         with self._lock:
             for name, transport in self._inner.items():
                 for completion in transport.poll():
                     ticket = self._own.pop((name, completion.ticket))
-                    del self._tickets[ticket]
+                    posted = self._tickets.pop(ticket)
                     found.append(Completion(ticket, completion.moved_bytes, completion.error, completion.cancelled))
+                    if not completion.error:
+                        self._proven.add(posted.peer)
+                    elif not completion.cancelled and self._may_fall_back(posted):
+                        failed[posted.peer] = completion.error
+        for peer, error in failed.items():
+            self._fall_back(peer, error)
         return found
+
+    def _may_fall_back(self, posted: _Posted) -> bool:
+        chosen = self._chosen.get(posted.peer)
+        return chosen is not None and chosen.name == posted.name and posted.peer not in self._proven
+
+    def _fall_back(self, peer: PeerRank, error: str) -> None:
+        """Reach a peer by the next way behind the chosen one, if there is one; what is in flight to it fails."""
+        with self._lock:
+            choice, endpoint = self._chosen.get(peer), self._endpoints.get(peer)
+        if choice is None or endpoint is None or choice.name == self._order[-1]:
+            return
+        try:
+            self._connect(peer, endpoint, [*choice.passed_over, f"{choice.name}: {error}"], choice.name)
+        except TransportError as nothing:
+            _log.warning("peer %s rank %d stays with %s: %s", peer.incarnation, peer.rank, choice.name, nothing)
+        else:
+            self._inner[choice.name].revoke(peer)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
         with self._lock:
             where = self._tickets.get(ticket)
         if where is not None:
-            self._inner[where[0]].cancel(where[1])
+            self._inner[where.name].cancel(where.ticket)
 
     def revoke(self, peer: PeerRank) -> None:
         """End all use of `peer`; unknown peers are ignored."""
         with self._lock:
             choice = self._chosen.pop(peer, None)
             self._endpoints.pop(peer, None)
+            self._proven.discard(peer)
         if choice is not None:
             self._inner[choice.name].revoke(peer)
 
     def close(self) -> None:
-        """Close all of them. Idempotent."""
+        """Close all of them, and raise what the first said that could not be closed. Idempotent."""
+        problems: list[TransportError] = []
         for transport in self._inner.values():
-            transport.close()
+            try:
+                transport.close()
+            except TransportError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
         self._wakeup.close()
 
     def _is_known(self, peer: PeerRank, endpoint: Endpoint) -> bool:

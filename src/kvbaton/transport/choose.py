@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
 """What users can choose, by name; `auto` besides."""
 
 AUTO = "auto"
+
+_log = logging.getLogger("kvbaton.transport")
 
 _CAN_WRITE = ("mooncake", "mori", "nixl")
 _MOVE_GPU_MEMORY = frozenset({"cuda", "mori"})
@@ -64,17 +67,19 @@ def open_transport(name: str, region: Region, settings: TransportSettings) -> Tr
 def _open_auto(region: Region, settings: TransportSettings) -> Transport:
     inner: dict[str, Transport] = {}
     left_out: dict[str, str] = {}
-    for name in _FASTEST_FIRST if region.view else _GPU_FASTEST_FIRST:
-        if name == "nixl" and not _has_rdma():
-            left_out[name] = "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
-            continue
+    order = [name for name in (_FASTEST_FIRST if region.view else _GPU_FASTEST_FIRST) if name != "nixl" or _has_rdma()]
+    for name in order:
         try:
             inner[name] = TRANSPORTS[name](region, settings)
         except KVBatonError as error:
             left_out[name] = str(error)
     if not inner:
         raise ConfigError(f"transport auto finds nothing that works here: {left_out}; kvbaton doctor tells more")
-    return AutoTransport(region, settings, inner, left_out)
+    for name, why in left_out.items():
+        _log.warning("transport auto does without %s: %s", name, why)
+    if region.view and "nixl" not in order:
+        left_out["nixl"] = "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
+    return AutoTransport(region, settings, inner, left_out, order)
 
 
 def _has_rdma() -> bool:

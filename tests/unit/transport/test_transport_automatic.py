@@ -14,9 +14,11 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport import choose
 from kvbaton.transport.automatic import AutoTransport
-from kvbaton.transport.base import Batch, Direction, Endpoint, LateWrites, PeerRank, Region, TransportSettings
+from kvbaton.transport.base import Batch, Direction, Endpoint, LateWrites, PeerRank, Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
+from kvbaton.transport.tcp import TcpTransport
 from mori_stand_in import MoriWorld
 
 PEER = PeerRank(Incarnation("source"))
@@ -95,14 +97,78 @@ def test_writes_are_refused_where_one_that_may_be_picked_only_reads(pair: tuple[
         target.post(Batch(PEER, Direction.WRITE, np.array([[0, 0, 8]], np.uint64)))
 
 
-def test_what_cannot_be_opened_here_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_opened_here_is_left_out_loudly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(region: Region, settings: TransportSettings) -> AutoTransport:
         raise TransportError("not today")
 
+    source = make("source")
     monkeypatch.setitem(choose.TRANSPORTS, "local", broken)
-    transport = make("target")
-    assert set(transport.endpoint().details) == {"tcp"}
-    transport.close()
+    with caplog.at_level(logging.WARNING, "kvbaton.transport"):
+        target = make("target")
+    assert "auto does without local: not today" in caplog.text
+    assert set(target.endpoint().details) == {"tcp"}
+    target.connect(PEER, source.endpoint())
+    assert str(target.choice(PEER)) == "tcp (local is left out here: not today)"
+    assert "is reached by tcp (local is left out here: not today)" in caplog.text
+    target.close()
+    source.close()
     monkeypatch.setitem(choose.TRANSPORTS, "tcp", broken)
     with pytest.raises(ConfigError, match="not today"):
         make("target")
+
+
+def read_once(target: AutoTransport) -> str:
+    target.post(Batch(PEER, Direction.READ, np.array([[0, 0, 8]], np.uint64)))
+    assert select.select([target.wakeup_fd], [], [], 10)[0]
+    return target.poll()[0].error
+
+
+def test_a_way_that_fails_from_the_first_byte_on_gives_place_to_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    """A fabric that both ends have, and that does not join them: nothing shows before bytes are to move."""
+    hubs = MemoryHub(), MemoryHub()
+    memories = [np.full(64, fill, np.uint8) for fill in (7, 0)]
+    settings = TransportSettings(timeout_s=5.0)
+    made = []
+    for hub, memory in zip(hubs, memories, strict=True):
+        region = Region.of(memory)
+        inner: dict[str, Transport] = {"fabric": MemoryTransport(region, hub, settings), "tcp": TcpTransport(region, settings)}
+        made.append(AutoTransport(region, settings, inner, {}))
+    source, target = made
+    filler = MemoryTransport(Region.of(np.zeros(64, np.uint8)), hubs[1], settings)
+    target.connect(PEER, changed(source.endpoint(), fabric=msgspec.json.encode(filler.endpoint()).decode()))
+    filler.close()
+    with caplog.at_level(logging.WARNING, "kvbaton.transport"):
+        assert "PeerLost" in read_once(target)
+    assert str(target.choice(PEER)).startswith("tcp (fabric: PeerLost")
+    assert "is reached by tcp (fabric: PeerLost" in caplog.text
+    assert read_once(target) == ""
+    assert memories[1][:8].tolist() == [7] * 8
+    source.close()
+    assert "PeerLost" in read_once(target)
+    assert str(target.choice(PEER)).startswith("tcp")
+    target.close()
+
+
+def test_a_way_that_has_worked_is_kept(pair: tuple[AutoTransport, AutoTransport]) -> None:
+    target, source = pair
+    target.connect(PEER, source.endpoint())
+    assert read_once(target) == ""
+    source.close()
+    assert "PeerLost" in read_once(target)
+    assert str(target.choice(PEER)).startswith("local")
+
+
+def test_all_are_closed_though_one_does_not_let_go() -> None:
+    class Stubborn(MemoryTransport):
+        def close(self) -> None:
+            super().close()
+            raise TransportError("it does not let go")
+
+    region, settings = Region.of(np.zeros(64, np.uint8)), TransportSettings()
+    tcp = TcpTransport(region, settings)
+    transport = AutoTransport(region, settings, {"stubborn": Stubborn(region, MemoryHub(), settings), "tcp": tcp}, {})
+    with pytest.raises(TransportError, match="does not let go"):
+        transport.close()
+    assert tcp.wakeup_fd == -1
