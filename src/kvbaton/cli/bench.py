@@ -297,7 +297,7 @@ def wire(
     *,
     transport: TransportName = "auto",
     blocks: str = "4,16,64,1024,4096",
-    batch_mib: int = 64,
+    batch_mib: int = 128,
     peers: str = "1",
     layout: Literal["scattered", "contiguous"] = "scattered",
     direction: Literal["read", "write"] = "read",
@@ -404,7 +404,9 @@ def _document(name: str, report: BenchReport, settings: Mapping[str, Setting], o
 def _print_table(name: str, report: BenchReport) -> None:
     table = Table("what", "median", "beside", "ratio", title=f"kvbaton bench {name}")
     for row in report.rows:
-        table.add_row(row.name, f"{row.value:,.4g} {row.unit}", row.peer, f"{row.ratio:.3g} x")
+        table.add_row(
+            row.name, f"{row.value:,.4g} {row.unit}", row.peer, f"{row.ratio:.3g} x" if row.peer or row.ratio != 1 else ""
+        )
     console = Console()
     console.print(table)
     for problem in report.problems:

@@ -9,7 +9,7 @@ from kvbaton.bench.wire import WireBench, run_wire_bench, subjects_of
 from kvbaton.bench.wire.pages import content, contiguous_runs, is_copied, scattered_runs
 from kvbaton.errors import ConfigError
 from kvbaton.transport import choose
-from kvbaton.transport.base import Direction, Region, Transport, TransportSettings
+from kvbaton.transport.base import Completion, Direction, Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.local import LocalTransport
 
@@ -47,6 +47,28 @@ def test_control_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.Monkey
     assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
 
 
+def test_control_a_byte_beside_the_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sloppy(LocalTransport):
+        def poll(self) -> list[Completion]:
+            found = super().poll()
+            self._region.view[len(self._region.view) - 1] = 1
+            return found
+
+    monkeypatch.setitem(choose.TRANSPORTS, "local", Sloppy)
+    bench = WireBench((64 * KIB,), MIB, (1,), "contiguous", ("local",), rounds=1, idle_s=0.0)
+    assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
+
+
+def test_any_number_of_peers_and_blocks_that_do_not_fit_are_left_out() -> None:
+    told: list[str] = []
+    bench = WireBench((4 * KIB, MIB), 2 * MIB, (3,), "scattered", ("tcp", "socket"), rounds=1, idle_s=0.1)
+    report = run_wire_bench(bench, told.append)
+    assert report.problems == []
+    assert {row.name for row in report.rows if row.unit == "GB/s"} == {"tcp: 4 KiB x 3 peers", "socket: 4 KiB x 3 peers"}
+    assert any("1048576 bytes, 3 peers: left out" in line for line in told)
+    assert any(row.name == "all 2 in one process: idle here" for row in report.rows)
+
+
 def test_each_transport_stands_beside_its_peer() -> None:
     assert subjects_of("tcp") == ("tcp", "socket")
     assert subjects_of("local") == ("local", "local, process_vm_readv", "memcpy")
@@ -67,4 +89,4 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown subject 'pigeon'"):
         WireBench(subjects=("pigeon",))
     with pytest.raises(ConfigError, match="batch_bytes"):
-        WireBench(batch_bytes=MIB)
+        WireBench(batch_bytes=KIB)

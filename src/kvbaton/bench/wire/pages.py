@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvbaton.transport.base import Runs
 
-__all__ = ["POISON", "SPREAD", "Bytes", "content", "contiguous_runs", "is_copied", "scattered_runs"]
+__all__ = ["POISON", "SPREAD", "Bytes", "content", "contiguous_runs", "is_copied", "scattered_runs", "wipe"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,7 +43,21 @@ def contiguous_runs(batch_bytes: int, block_bytes: int, _seed: int) -> Runs:
 
 
 def is_copied(runs: Runs, source: Bytes, target: Bytes) -> bool:
-    """Whether every run has arrived, byte for byte."""
+    """Whether every run has arrived, byte for byte. All are of one size, and lie at multiples of it."""
+    pages, places = _pages(runs, target), _places(runs)
+    return np.array_equal(pages[places[:, 1]], _pages(runs, source)[places[:, 0]])
+
+
+def wipe(runs: Runs, target: Bytes) -> None:
+    """Put poison where the runs went: what is still something else then was never to be touched."""
+    _pages(runs, target)[_places(runs)[:, 1]] = POISON
+
+
+def _pages(runs: Runs, memory: Bytes) -> Bytes:
     size = int(runs[0, 2])
-    places = (runs[:, :2] // np.uint64(size)).astype(np.intp)
-    return np.array_equal(target.reshape(-1, size)[places[:, 1]], source.reshape(-1, size)[places[:, 0]])
+    return memory[: len(memory) // size * size].reshape(-1, size)
+
+
+def _places(runs: Runs) -> npt.NDArray[np.intp]:
+    places: npt.NDArray[np.intp] = (runs[:, :2] // runs[0, 2]).astype(np.intp)
+    return places

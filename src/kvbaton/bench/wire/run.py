@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
-from kvbaton.bench.wire.pages import POISON, SPREAD, contiguous_runs, is_copied, scattered_runs
+from kvbaton.bench.wire.pages import POISON, SPREAD, Bytes, contiguous_runs, is_copied, scattered_runs, wipe
 from kvbaton.bench.wire.subjects import OURS, RAW, SPINNING, WRITERS, PeerProcess, Subject, open_subject
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Direction, Runs
@@ -41,7 +43,7 @@ class WireBench:
     """What is measured. `batch_bytes` is divided among the peers."""
 
     block_bytes: tuple[int, ...] = (4 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20)
-    batch_bytes: int = 64 << 20
+    batch_bytes: int = 128 << 20
     peers: tuple[int, ...] = (1,)
     layout: str = "scattered"
     subjects: tuple[str, ...] = (*OURS, *RAW)
@@ -55,10 +57,10 @@ class WireBench:
                 raise ConfigError(f"unknown subject {name!r}; known are {', '.join((*OURS, *RAW))}")
         if self.direction is Direction.WRITE and not set(self.subjects) & set(WRITERS):
             raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(WRITERS)}")
-        if self.rounds < 1 or self.batch_bytes < max(self.block_bytes) * max(self.peers):
+        if self.rounds < 1 or self.batch_bytes < min(self.block_bytes) * max(self.peers):
             raise ConfigError(
                 f"rounds is {self.rounds}, batch_bytes is {self.batch_bytes}; there must be a round, and a block of "
-                f"{max(self.block_bytes)} bytes for each of {max(self.peers)} peers"
+                f"{min(self.block_bytes)} bytes for each of {max(self.peers)} peers"
             )
 
     def described(self) -> dict[str, Setting]:
@@ -103,6 +105,9 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
     for peers, names in itertools.product(bench.peers, _groups(bench.subjects)):
         with _opened(bench, names, peers, tell) as entries:
             for size in bench.block_bytes if entries else ():
+                if size * peers > bench.batch_bytes:
+                    tell(f"blocks of {size} bytes, {peers} peers: left out, a batch has {bench.batch_bytes} bytes for all")
+                    continue
                 tell(f"blocks of {size} bytes, {peers} peers: {', '.join(entry.name for entry in entries)}")
                 problems += _measure(bench, peers, size, entries, rounds)
                 rows += _rows(bench, peers, size, entries, rounds)
@@ -171,13 +176,25 @@ def _time_one(bench: WireBench, entry: _Entry, batches: list[Runs]) -> tuple[flo
 
 
 def _is_right(bench: WireBench, entry: _Entry, batches: list[Runs]) -> bool:
+    """Whether every byte is where it belongs, and no other was touched."""
     here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
     if entry.name == "socket":
-        first = int(batches[0][:, 2].sum())
-        return bool((here[:first] == entry.peers[0].content[:first]).all())
-    if bench.direction is Direction.WRITE:
-        return all(is_copied(runs, here, peer.memory) for runs, peer in pairs)
-    return all(is_copied(runs, peer.content, here) for runs, peer in pairs)
+        return _is_streamed(here, pairs)
+    writes = bench.direction is Direction.WRITE
+    moves = [(runs, here, peer.memory) if writes else (runs, peer.content, here) for runs, peer in pairs]
+    is_right = all(is_copied(*move) for move in moves)
+    for runs, _, target in moves:
+        wipe(runs, target)
+    return is_right and all(bool((target == POISON).all()) for _, _, target in moves[: None if writes else 1])
+
+
+def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:
+    at, is_right = 0, True
+    for runs, peer in pairs:
+        count = int(runs[:, 2].sum())
+        is_right &= np.array_equal(here[at : at + count], peer.content[:count])
+        at += count
+    return is_right
 
 
 def _rows(
@@ -208,16 +225,22 @@ def _rows(
 
 
 def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]:
-    """The share of a core that each subject's peers use while nothing happens."""
+    """The share of a core that each subject's peers use while nothing happens, and that all of this side use together."""
     if bench.idle_s <= 0:
         return []
     before = {entry.name: sum(_spent_s(peer.pid) for peer in entry.peers) for entry in entries}
+    here = time.process_time()
     time.sleep(bench.idle_s)
-    rows = []
+    used = 100 * (time.process_time() - here) / bench.idle_s
+    rows = [BenchRow(f"{_names(entries)}: idle here", used, "% of a core", "", 1.0, {"peers": peers})]
     for entry in entries:
         used = (sum(_spent_s(peer.pid) for peer in entry.peers) - before[entry.name]) / bench.idle_s / peers
         rows.append(BenchRow(f"{entry.name}: idle source", 100 * used, "% of a core", "", 1.0, {"peers": peers}))
     return rows
+
+
+def _names(entries: list[_Entry]) -> str:
+    return entries[0].name if len(entries) == 1 else f"all {len(entries)} in one process"
 
 
 def _key(name: str, size: int, peers: int) -> str:

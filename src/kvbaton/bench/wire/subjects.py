@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,9 +79,14 @@ class PeerProcess:
     def told(self) -> bytes:
         """The line in which it says how it is reached. Raises ConfigError when it ended first."""
         assert self._process.stdout is not None  # noqa: S101
-        for line in self._process.stdout:
-            if line.startswith(b"@"):
-                return line[1:]
+        too_late = threading.Timer(_PATIENCE_S, self._process.kill)
+        too_late.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(b"@"):
+                    return line[1:]
+        finally:
+            too_late.cancel()
         raise ConfigError("a peer of the wire benchmark ended before it was ready; its errors are above")
 
     def stop(self) -> None:
@@ -162,22 +168,24 @@ class _Ours:
 
 
 class _Memcpy:
-    """A C loop of `memcpy` in one process where a compiler is there, else of `memmove` calls from Python."""
+    """A C loop of `memcpy` in one process."""
 
     def __init__(self, region_bytes: int, peers: list[PeerProcess]) -> None:
         self.memory = np.empty(region_bytes, np.uint8)
         self._sources = [peer.content for peer in peers]
-        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-wire-"))
         self._loop = self._compile()
 
     def _compile(self) -> Any:
         compiler = shutil.which("cc")
         if compiler is None:
             raise ConfigError("no C compiler (cc) for the memcpy loop; install one")
-        code, library = self._folder / "loop.c", self._folder / "loop.so"
-        code.write_text(_COPY_LOOP)
-        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True)
-        loop = ctypes.CDLL(str(library)).copy_runs
+        with tempfile.TemporaryDirectory(prefix="kvbaton-wire-") as folder:
+            code, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
+            code.write_text(_COPY_LOOP)
+            subprocess.run(
+                [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True, timeout=_PATIENCE_S
+            )
+            loop = ctypes.CDLL(str(library)).copy_runs
         loop.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
         loop.restype = None
         return loop
@@ -188,7 +196,7 @@ class _Memcpy:
         return 0.0
 
     def close(self) -> None:
-        shutil.rmtree(self._folder)
+        pass
 
 
 class _Socket:
@@ -206,7 +214,10 @@ class _Socket:
             sock.sendall(wanted.to_bytes(8, "little"))
             end = at + wanted
             while at < end:
-                at += sock.recv_into(self.memory.data[at:end])
+                count = sock.recv_into(self.memory.data[at:end])
+                if not count:
+                    raise ConfigError("the source of the plain socket has ended; its errors are above")
+                at += count
         return 0.0
 
     def close(self) -> None:
