@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import pytest
 
 from kvbaton.core.handoff import LEGAL_PAIRS, Outcome
 from kvbaton.sim.campaign import run_exhaustive, run_seeds
-from kvbaton.sim.exhaustive import FLOWS, flow_script
+from kvbaton.sim.exhaustive import FLOWS, flow_script, makes_difference
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import run_script
-from kvbaton.sim.script import FaultKind, Script
+from kvbaton.sim.script import Fault, FaultKind, Script
 from kvbaton.sim.seeds import script_of_seed
 from kvbaton.sim.shrink import shrink
 
@@ -71,6 +72,21 @@ def test_every_single_fault_at_every_stage_of_every_flow(capsys: pytest.CaptureF
         print(f"\n{campaign.runs} runs, each with one fault, {campaign.events} events")
     assert not campaign.violations
     assert campaign.runs > 50_000
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DELAY, FaultKind.LEG_FAILS])
+def test_single_faults_that_are_left_out_would_run_as_one_that_is_not(kind: FaultKind) -> None:
+    script = flow_script(next(iter(FLOWS)))
+    undisturbed = run_script(script, keep_timeline=True)
+    kept = {repr(undisturbed.timeline)}
+    left_out: set[str] = set()
+    for event, who in itertools.product(range(1, undisturbed.events + 1), ("p0", "d0")):
+        fault = Fault(kind, at_event=event, who=who, other="d0" if who == "p0" else "p0", for_s=1.0)
+        run = run_script(msgspec.structs.replace(script, faults=(fault,)), keep_timeline=True)
+        shown = repr([line for line in run.timeline if not line[1].startswith("FAULT")])
+        (kept if makes_difference(fault, undisturbed.uses) else left_out).add(shown)
+    assert len(kept) > 5
+    assert left_out <= kept
 
 
 def test_undisturbed_flows_deliver_everything() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
@@ -11,7 +11,7 @@ from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["FLOWS", "flow_script", "flow_scripts"]
+__all__ = ["FLOWS", "flow_script", "flow_scripts", "makes_difference"]
 
 FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int]] = {
     f"{mode}, {kind}{', writes' if writes else ''}, target {when}, {ranks} rank{'s' if ranks > 1 else ''}": (
@@ -64,12 +64,31 @@ def flow_script(name: str) -> Script:
 
 
 def flow_scripts(name: str) -> Iterator[Script]:
-    """A flow undisturbed, and then with each fault at each event of the undisturbed run."""
+    """A flow undisturbed, and then with each fault at each event of the undisturbed run, where that makes a difference."""
     script = flow_script(name)
     yield script
-    for event in range(1, run_script(script).events + 1):
+    undisturbed = run_script(script)
+    for event in range(1, undisturbed.events + 1):
         for fault in _faults(script, event):
-            yield msgspec.structs.replace(script, faults=(fault,))
+            if makes_difference(fault, undisturbed.uses):
+                yield msgspec.structs.replace(script, faults=(fault,))
+
+
+def makes_difference(fault: Fault, uses: Collection[tuple[int, str]]) -> bool:
+    """Whether the fault differs from the same one an event later; `uses` are those of the undisturbed run.
+
+    A fault that lies in wait for the next frame, post or move does not, unless the next event has one.
+    """
+    match fault.kind:
+        case FaultKind.LOSE | FaultKind.DOUBLE | FaultKind.DELAY:
+            awaited = f"frame {fault.who} {fault.other}"
+        case FaultKind.LEG_FAILS:
+            awaited = f"post {fault.who} {fault.number}"
+        case FaultKind.CORRUPT:
+            awaited = f"move {fault.who} {fault.number}"
+        case _:
+            return True
+    return (fault.at_event + 1, awaited) in uses
 
 
 def _faults(script: Script, event: int) -> Iterator[Fault]:

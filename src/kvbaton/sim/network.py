@@ -49,6 +49,7 @@ class Network:
         faults = self.link(source, target)
         random = self.world.random
         self.frames_total += 1
+        self.world.use(f"frame {source} {target}")
         if faults.lose_next > 0 or faults.cut_until > self.world.now or random.random() < faults.loss:
             faults.lose_next = max(0, faults.lose_next - 1)
             self.lost_total += 1

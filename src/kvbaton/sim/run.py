@@ -34,6 +34,7 @@ class Result:
     faults: Counter[str]
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     timeline: list[tuple[float, str]] = field(default_factory=list)
+    uses: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -89,7 +90,8 @@ class Run:
             self._check_end()
         outcomes = self._check_pairs()
         timeline = self.world.timeline or []
-        return Result(self.script, self.world.violations, self.world.events_total, self.faults, outcomes, timeline)
+        world = self.world
+        return Result(self.script, world.violations, world.events_total, self.faults, outcomes, timeline, world.uses)
 
     # Set-up and requests.
 

@@ -55,6 +55,7 @@ class SimTransport:
         self._fabric = fabric
         self._process = process
         self._me = me
+        self._where = f"{process.name.partition('#')[0]} {me.rank}"
         self.memory = memory
         self._allow = allow
         self._wake = wake
@@ -118,6 +119,7 @@ class SimTransport:
         owner = self._fabric.ranks.get(batch.peer)
         session = 0 if owner is None else owner._sessions.get(self._me, 0)  # noqa: SLF001
         posted = _Posted(ticket, batch, leg, session, moves)
+        self._fabric.world.use(f"post {self._where}")
         if self.fail_next > 0:
             self.fail_next -= 1
             posted.error = "TransportError: the simulated copy failed"
@@ -188,6 +190,7 @@ class SimTransport:
 
     def _carry(self, posted: _Posted, giver: SimTransport, taker: SimTransport) -> None:
         source, target, count = posted.moves.popleft()
+        self._fabric.world.use(f"move {self._where}")
         is_corrupt, self.corrupt_next = self.corrupt_next > 0, max(0, self.corrupt_next - 1)
         if source >= len(giver.memory.cells):
             data = bytearray(giver.memory.read(source, count))

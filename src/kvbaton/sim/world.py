@@ -57,6 +57,7 @@ class World:
         self._queue: list[tuple[float, int, SimProcess | None, Callable[[], None]]] = []
         self._sequence = 0
         self.on_event: list[Callable[[], None]] = []
+        self.uses: set[tuple[int, str]] = set()
 
     def at(self, when: float, process: SimProcess | None, action: Callable[[], None]) -> None:
         """Let `action` happen at `when` (not before now), in `process` if one is named."""
@@ -71,6 +72,10 @@ class World:
         """Record that a rule did not hold."""
         self.violations.append(Violation(rule, self.now, detail))
         self.note(f"VIOLATION {rule}: {detail}")
+
+    def use(self, what: str) -> None:
+        """Remember that this event used something that a fault may lie in wait for."""
+        self.uses.add((self.events_total, what))
 
     def note(self, text: str) -> None:
         """Add a line to the timeline, when one is kept."""
