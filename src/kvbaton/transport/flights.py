@@ -28,6 +28,8 @@ _WINDOW = 2
 _NAP_S = 0.02
 _SHORTEST_NAP_S = 0.0005
 _BUSY_S = 0.0002
+_QUICK_S, _SLOW_S = 0.1, 1.0
+_LONGER = 8
 
 
 class Flights(Protocol[L_contra]):
@@ -41,7 +43,7 @@ class Flights(Protocol[L_contra]):
 
     slice_bytes: int
     slice_runs: int
-    """Most bytes, and most runs, that one `start` may be given."""
+    """How many bytes one `start` is given at first, and how many runs at most."""
 
     let_go_s: float
     """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
@@ -77,6 +79,7 @@ class _Flight(Generic[L]):
     job: Job[L]
     handle: Any
     wire_bytes: int
+    begun: float
     deadline: float
     failed: bool = False
 
@@ -95,6 +98,7 @@ class _Books(Generic[L]):
     endings: dict[Ticket, _Ending] = field(default_factory=dict)
     forgetting: set[L] = field(default_factory=set)
     refused: dict[Ticket, float] = field(default_factory=dict)
+    slice_bytes: dict[L, int] = field(default_factory=dict)
 
     def of_link(self, link: L) -> list[_Flight[L]]:
         return [flight for flight in self.flights if flight.job.link is link]
@@ -159,9 +163,9 @@ class FlightMover(Generic[L]):
             self._obey(command)
         for job, error in self._schedule.check_events(time.monotonic()):
             self._ledger.finish(job, error)
-        has_begun = [self._feed(link) for link in self._schedule.links()]
         for flight in list(self._books.flights):
             self._look_at(flight, time.monotonic())
+        has_begun = [self._feed(link) for link in self._schedule.links()]
         if any(has_begun):
             self._ledger.work.wait(_SHORTEST_NAP_S)  # whoever moves the slice needs the interpreter now
         else:
@@ -199,7 +203,8 @@ class FlightMover(Generic[L]):
         return False
 
     def _start(self, job: Job[L]) -> bool:
-        runs = job.cursor.peek(self._library.slice_bytes, self._library.slice_runs)
+        size = self._books.slice_bytes.get(job.link, self._library.slice_bytes)
+        runs = job.cursor.peek(size, self._library.slice_runs)
         count = int(runs[:, 2].sum())
         is_first, is_last = not job.cursor.done_bytes, count == job.cursor.remaining_bytes
         try:
@@ -211,7 +216,8 @@ class FlightMover(Generic[L]):
             self._fail_link(job.link, describe(error))
             return False
         self._books.refused.pop(job.ticket, None)
-        self._books.flights.append(_Flight(job, handle, count, time.monotonic() + self._settings.timeout_s))
+        now = time.monotonic()
+        self._books.flights.append(_Flight(job, handle, count, now, now + self._settings.timeout_s))
         job.cursor.advance(count)
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)
@@ -250,12 +256,23 @@ class FlightMover(Generic[L]):
         job = flight.job
         for other in self._books.of_link(job.link):
             other.deadline = max(other.deadline, now + self._settings.timeout_s)
-        job.moved_bytes += 0 if flight.failed else flight.wire_bytes
+        if not flight.failed:
+            job.moved_bytes += flight.wire_bytes
+            self._fit_slices(flight, now)
         if self._books.of_job(job):
             return
         if job.ticket in self._books.endings or not job.cursor.remaining_bytes:
             self._finish(job)
         self._forget(job.link)
+
+    def _fit_slices(self, flight: _Flight[L], now: float) -> None:
+        """Longer slices for a quick peer, since each costs the same to start; shorter ones where progress is hard to see."""
+        link, took_s = flight.job.link, now - flight.begun
+        size = self._books.slice_bytes.get(link, self._library.slice_bytes)
+        if took_s < _QUICK_S and 2 * flight.wire_bytes > size:
+            self._books.slice_bytes[link] = min(2 * size, _LONGER * self._library.slice_bytes)
+        elif took_s > _SLOW_S:
+            self._books.slice_bytes[link] = max(size // 2, self._library.slice_bytes // _LONGER, 1)
 
     def _end(self, job: Job[L], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte: at once, or when the last of its flights is over."""
@@ -284,4 +301,5 @@ class FlightMover(Generic[L]):
     def _forget(self, link: L) -> None:
         if link in self._books.forgetting and not self._books.of_link(link):
             self._books.forgetting.discard(link)
+            self._books.slice_bytes.pop(link, None)
             self._library.forget(link)

@@ -11,6 +11,7 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, QueueFull, TransportError
+from kvbaton.transport import flights
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.flights import FlightMover
 from kvbaton.transport.ledger import Ledger
@@ -39,6 +40,7 @@ class Library:
     slice_runs: int = 10
     let_go_s: float = 0.1
     is_full: bool = False
+    is_quick: bool = False
     is_stuck: bool = False
     slices: list[Slice] = field(default_factory=list)
     dropped: int = 0
@@ -53,7 +55,7 @@ class Library:
     def is_done(self, flight: Slice) -> bool:
         if flight.error:
             raise PeerLost(flight.error)
-        return flight.is_over
+        return flight.is_over or self.is_quick
 
     def release(self, flight: Slice) -> bool:
         return flight.lets_go
@@ -131,6 +133,19 @@ def test_a_slice_that_waits_for_its_turn_has_its_whole_time_from_then_on(stand: 
     assert stand.ledger.take_completions() == []
     second.is_over = True
     assert stand.wait(1)[0].error == ""
+
+
+def test_a_quick_peer_is_given_longer_slices_and_a_slow_one_shorter_ones(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand.library.is_quick = True
+    stand.post(64)
+    assert stand.wait(1)[0].error == ""
+    assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [4, 8, 16, 32, 4]
+    stand.library.slices.clear()
+    monkeypatch.setattr(flights, "_QUICK_S", -1.0)
+    monkeypatch.setattr(flights, "_SLOW_S", -1.0)
+    stand.post(64)
+    assert stand.wait(2)[1].error == ""
+    assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [32, 16, 8, 4, 2, 1, 1]
 
 
 def test_no_progress_at_all_is_an_error(stand: Stand) -> None:
