@@ -87,6 +87,13 @@ class NixlAgent:
             raise _ours(error) from error
         return transfer
 
+    def restart(self, transfer: Any) -> None:
+        """Begin a transfer that is done once more. Raises PeerLost or TransportError."""
+        try:
+            self._agent.transfer(transfer)
+        except Exception as error:
+            raise _ours(error) from error
+
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived, after a step of progress. Raises PeerLost or TransportError when it has failed."""
         try:
@@ -149,6 +156,7 @@ class NixlPeer:
         self._timeout_s = timeout_s
         self._peer = ""
         self._transfer: Any = None
+        self._mark_transfer: Any = None
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
@@ -167,12 +175,18 @@ class NixlPeer:
         self._wait(self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy()))
 
     def read_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
-        self._wait(self._agent.start(Direction.READ, self._peer, runs + self._marks))
+        """Read the peer's mark. `runs` are the same each time, so the transfer is kept and started again."""
+        kept, self._mark_transfer = self._mark_transfer, None
+        if kept is None:
+            kept = self._agent.start(Direction.READ, self._peer, runs + self._marks)
+        else:
+            self._agent.restart(kept)
+        self._wait_for(kept)
+        self._mark_transfer = kept
 
     def close(self) -> None:
         """End the agent, and let go of all that would keep it alive."""
-        self._transfer = None
+        self._transfer = self._mark_transfer = None
         self._prepared.clear()
         self._agent.close()
 
@@ -194,8 +208,11 @@ class NixlPeer:
         return self._prepared[size]
 
     def _wait(self, transfer: Any) -> None:
+        self._wait_for(transfer)
+        self._agent.release(transfer)
+
+    def _wait_for(self, transfer: Any) -> None:
         self._transfer = transfer
-        del transfer
         spins, until = 0, time.monotonic() + self._timeout_s
         while not self._agent.is_done(self._transfer):
             spins += 1
@@ -203,8 +220,7 @@ class NixlPeer:
                 if time.monotonic() >= until:
                     raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
                 time.sleep(_NAP_S)
-        transfer, self._transfer = self._transfer, None
-        self._agent.release(transfer)
+        self._transfer = None
 
 
 def _pages(side: Side, size: int) -> Runs:

@@ -24,7 +24,7 @@ _MARGIN_S = 5.0
 class NixlTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other NIXL agents."""
 
-    slice_runs = 8 * MAX_SLICE_RUNS
+    slice_runs = 64 * MAX_SLICE_RUNS
     idle_s = 0.008
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
