@@ -116,8 +116,9 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
 
 
 def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What is measured in turns: all that leave the others alone, and each that spins by itself."""
-    calm = tuple(name for name in subjects if name not in SPINNING)
+    """What is measured in turns: all that leave the others alone, ours next to what they stand beside; each that spins alone."""
+    beside = dict.fromkeys(other for name in subjects for other in (name, PEER_OF.get(name, name)))
+    calm = tuple(name for name in beside if name in subjects and name not in SPINNING)
     return [group for group in (calm, *((name,) for name in subjects if name in SPINNING)) if group]
 
 
@@ -144,7 +145,7 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress
 
 
 def _measure(bench: WireBench, peers: int, size: int, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[str]:
-    """Every subject once per round, in turns, after one turn that does not count; returns what arrived wrong."""
+    """Every subject once per round, in turns, there and back, after one round that does not count; returns what went wrong."""
     make = scattered_runs if bench.layout == "scattered" else contiguous_runs
     problems: list[str] = []
     for number in range(-1, bench.rounds):
@@ -152,7 +153,7 @@ def _measure(bench: WireBench, peers: int, size: int, entries: list[_Entry], rou
         batches = [make(each, size, 1000 * peer + number + 1) for peer in range(peers)]
         for peer, runs in enumerate(batches):
             runs[:, 1 if bench.direction is Direction.READ else 0] += runs.dtype.type(peer * SPREAD * each)
-        for entry in entries:
+        for entry in entries if number % 2 else entries[::-1]:
             seconds, posted, processor = _time_one(bench, entry, batches)
             if not _is_right(bench, entry, batches):
                 problems.append(f"{entry.name}, {size} bytes, {peers} peers, round {number}: wrong bytes")
@@ -214,7 +215,8 @@ def _rows(
             "peers": peers,
             "layout": bench.layout,
             "direction": str(bench.direction),
-            "post_ms_per_8192": round(1e3 * statistics.median(entry.posted_s[key]) * 8192 * size / moved, 3),
+            "blocks": moved // size,
+            "post_ms": round(1e3 * statistics.median(entry.posted_s[key]), 3),
             "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),
         }
         if "raw nixl" in rates and entry.name in OURS:
