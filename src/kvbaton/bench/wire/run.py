@@ -116,7 +116,7 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
 
 
 def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What is measured in turns: all that leave the others alone, ours next to what they stand beside; each that spins alone."""
+    """What is measured in turns: all that leave others alone, ours next to what they stand beside; each that spins alone."""
     beside = dict.fromkeys(other for name in subjects for other in (name, PEER_OF.get(name, name)))
     calm = tuple(name for name in beside if name in subjects and name not in SPINNING)
     return [group for group in (calm, *((name,) for name in subjects if name in SPINNING)) if group]
