@@ -34,6 +34,6 @@ def draw(report: BenchReport, path: Path) -> None:
     axes.set_ylabel("GB/s (1e9 bytes), median")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     for file in [path] if path.suffix else [path.with_suffix(".png"), path.with_suffix(".svg")]:
         figure.savefig(file, dpi=120, bbox_inches="tight")
