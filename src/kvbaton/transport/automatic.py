@@ -75,6 +75,7 @@ class AutoTransport:
         self._chosen: dict[PeerRank, Choice] = {}
         self._endpoints: dict[PeerRank, Endpoint] = {}
         self._proven: set[PeerRank] = set()
+        self._changing: set[PeerRank] = set()
         self._tickets: dict[Ticket, _Posted] = {}
         self._own: dict[tuple[str, Ticket], Ticket] = {}
         self._last_ticket = 0
@@ -180,14 +181,20 @@ class AutoTransport:
         """Reach a peer by the next way behind the chosen one, if there is one; what is in flight to it fails."""
         with self._lock:
             choice, endpoint = self._chosen.get(peer), self._endpoints.get(peer)
-        if choice is None or endpoint is None or choice.name == self._order[-1]:
-            return
+            if choice is None or endpoint is None or choice.name == self._order[-1]:
+                return
+            self._changing.add(peer)
         try:
             self._connect(peer, endpoint, [*choice.passed_over, f"{choice.name}: {error}"], choice.name)
         except TransportError as nothing:
             _log.warning("peer %s rank %d stays with %s: %s", peer.incarnation, peer.rank, choice.name, nothing)
         else:
             self._inner[choice.name].revoke(peer)
+        with self._lock:
+            is_wanted = peer in self._changing
+            self._changing.discard(peer)
+        if not is_wanted:
+            self.revoke(peer)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
@@ -202,6 +209,7 @@ class AutoTransport:
             choice = self._chosen.pop(peer, None)
             self._endpoints.pop(peer, None)
             self._proven.discard(peer)
+            self._changing.discard(peer)
         if choice is not None:
             self._inner[choice.name].revoke(peer)
 

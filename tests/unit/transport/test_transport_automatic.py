@@ -13,7 +13,7 @@ import pytest
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport import choose
-from kvbaton.transport.automatic import AutoTransport
+from kvbaton.transport.automatic import AutoTransport, Choice
 from kvbaton.transport.base import Batch, Direction, Endpoint, LateWrites, PeerRank, Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
@@ -149,6 +149,39 @@ def test_a_way_that_fails_from_the_first_byte_on_gives_place_to_the_next(caplog:
     assert "PeerLost" in read_once(target)
     assert str(target.choice(PEER)).startswith("tcp")
     target.close()
+
+
+def test_a_peer_that_is_revoked_while_its_way_changes_stays_revoked() -> None:
+    settings, made = TransportSettings(timeout_s=5.0), []
+    for _ in range(2):
+        region = Region.of(np.zeros(64, np.uint8))
+        made.append(AutoTransport(region, settings, {"fabric": Revoking(region, MemoryHub(), settings)}, {}))
+    source, target = made
+    region = Region.of(np.zeros(64, np.uint8))
+    tcp = TcpTransport(region, settings)
+    target._inner["tcp"], target._order = tcp, ("fabric", "tcp")
+    fabric = target._inner["fabric"]
+    assert isinstance(fabric, Revoking)
+    fabric.by = target
+    target._choose(PEER, changed(source.endpoint(), tcp=msgspec.json.encode(tcp.endpoint()).decode()), Choice("fabric"))
+    target._fall_back(PEER, "PeerLost: nothing came")
+    assert target.choice(PEER) is None
+    with pytest.raises(TransportError, match="not connected"):
+        target.post(Batch(PEER, Direction.READ, np.array([[0, 0, 8]], np.uint64)))
+    source.close()
+    target.close()
+
+
+class Revoking(MemoryTransport):
+    """Lets somebody revoke the peer in the middle of the change."""
+
+    by: AutoTransport | None = None
+
+    def revoke(self, peer: PeerRank) -> None:
+        super().revoke(peer)
+        if self.by is not None:
+            by, self.by = self.by, None
+            by.revoke(peer)
 
 
 def test_a_way_that_has_worked_is_kept(pair: tuple[AutoTransport, AutoTransport]) -> None:
