@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ class Setup:
         self.tasks.append(asyncio.create_task(serve_instance(settings, self.said.append)))
         return settings
 
+    def check(self) -> None:
+        """Raise what ended a part of the system."""
+        for task in self.tasks:
+            if task.done():
+                task.result()
+
     async def end(self) -> None:
         for task in self.tasks:
             task.cancel()
@@ -121,14 +128,20 @@ async def complete(session: aiohttp.ClientSession, address: str, **fields: Any) 
         return answer.status, await answer.json()
 
 
-async def until_healthy(session: aiohttp.ClientSession, address: str) -> None:
+async def until_healthy(system: Setup, session: aiohttp.ClientSession, address: str) -> None:
+    """Wait for it, and say what was seen last when it takes too long or when a part of the system has ended."""
+    seen = "nothing"
+    give_up_at = time.monotonic() + DEADLINE_S / 2
     while True:
         try:
             async with session.get(f"http://{address}/health") as answer:
                 if answer.status == 200:
                     return
-        except aiohttp.ClientError:
-            pass
+                seen = await answer.text()
+        except aiohttp.ClientError as error:
+            seen = repr(error)
+        system.check()
+        assert time.monotonic() < give_up_at, f"{address} is not healthy: {seen}; instances said {system.said}"
         await asyncio.sleep(0.02)
 
 
@@ -158,7 +171,7 @@ async def _is_the_same(host: Host, mode: Mode, transport: str, *, drop_writes: b
         decode = system.start("decode")
         router = f"127.0.0.1:{system.router.port}"
         for address in (router, f"127.0.0.1:{alone.port}" if host.host == EVERYWHERE else alone.http_address):
-            await until_healthy(session, address)
+            await until_healthy(system, session, address)
         async with session.get(f"http://{router}/instances") as answer:
             known = {instance["type"]: instance for instance in (await answer.json())["live"]}
         assert {i["transfer_mode"] for i in known.values()} == {"WRITE" if mode is Mode.PUSH else "READ"}
@@ -195,7 +208,7 @@ def test_a_target_without_a_source_fails_in_bounded_time_and_says_whom_it_waited
         async with setup(Host("127.0.0.1"), mode) as system, aiohttp.ClientSession() as session:
             decode, prefill = system.start("decode", impatient), system.start("prefill", impatient)
             for address in (decode.http_address, prefill.http_address):
-                await until_healthy(session, address)
+                await until_healthy(system, session, address)
             port = prefill.control_port if source.startswith("a source") else system.ports.pick()
             params = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_host": "127.0.0.1", "remote_port": port}
             status, answer = await complete(session, decode.http_address, kv_transfer_params=params)
@@ -242,7 +255,7 @@ def test_a_prefill_that_fails_frees_the_target_long_before_its_patience_ends() -
             decode = system.start("decode", patient)
             router = f"127.0.0.1:{system.router.port}"
             async with refusing_prefill(system, lambda: until_busy(session, decode.http_address)):
-                await until_healthy(session, router)
+                await until_healthy(system, session, router)
                 status, answer = await complete(session, router)
             assert (status, answer) == (400, {"error": {"message": "not today"}})
             await until_idle(session, decode.http_address)
