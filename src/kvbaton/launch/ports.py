@@ -12,24 +12,24 @@ __all__ = ["PortPicker", "check_port", "check_port_free"]
 
 _FIRST, _LAST = 10_000, 32_767
 _TRIES = 1000
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
 
 
 class PortPicker:
     """Hands out free ports, each at most once."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._host = host
+    def __init__(self) -> None:
         self._given: set[int] = set()
         self._random = random.Random()
 
     def pick(self) -> int:
-        """A port that nobody listens on and that was not handed out before."""
+        """A port that nobody listens on, on any address, and that was not handed out before."""
         for _ in range(_TRIES):
             port = self._random.randint(_FIRST, _LAST)
-            if port not in self._given and _is_free(self._host, port):
+            if port not in self._given and _is_free(port):
                 self._given.add(port)
                 return port
-        raise ConfigError(f"no free port between {_FIRST} and {_LAST} on {self._host}; end some servers and try again")
+        raise ConfigError(f"no free port between {_FIRST} and {_LAST}; end some servers and try again")
 
 
 def check_port(port: int, option: str) -> None:
@@ -51,11 +51,13 @@ def check_port_free(host: str, port: int, option: str) -> None:
         raise ConfigError(advice) from error
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_free(port: int) -> bool:
+    """Whether every address of this host has it free: who listens on one of them hinders whoever wants all."""
     try:
-        _bind_once(host, port)
-    except OSError:
-        return False
+        for host in _EVERYWHERE:
+            _bind_once(host, port)
+    except OSError as error:
+        return error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
     return True
 
 

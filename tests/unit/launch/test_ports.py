@@ -21,11 +21,15 @@ def test_picked_ports_are_free_distinct_and_below_the_range_of_outgoing_connecti
             pass
 
 
-def test_a_port_in_use_is_never_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "0.0.0.0", "::1"])  # noqa: S104
+def test_a_port_in_use_on_any_address_is_never_picked(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("THIS MACHINE HAS NO IPv6: not tried")
     first = PortPicker().pick()
     monkeypatch.setattr(ports_module, "_FIRST", first)
     monkeypatch.setattr(ports_module, "_LAST", first)
-    with socket.create_server(("127.0.0.1", first)), pytest.raises(ConfigError, match=f"no free port between {first}"):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, first), family=family), pytest.raises(ConfigError, match=f"no free port between {first}"):
         PortPicker().pick()
     assert PortPicker().pick() == first
 

@@ -65,7 +65,7 @@ class BareInstance:
             unfenced_writes=settings.handoff.unfenced_writes,
         )
         transport = open_transport(settings.transport, region, how)
-        port = PortPicker(_HOST).pick()
+        port = PortPicker().pick()
         self._holding = HoldingTransport(transport, region) if settings.can_hold else None
         self._muted = MutedSockets(self._incarnation, _HOST, port) if settings.can_hold else None
         self._driver = Driver(
