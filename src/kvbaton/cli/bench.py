@@ -297,7 +297,7 @@ def wire(
     *,
     transport: TransportName = "auto",
     blocks: str = "4,16,64,1024,4096",
-    batch_mib: int = 128,
+    batch_mib: str = "128",
     peers: str = "1",
     layout: Literal["scattered", "contiguous"] = "scattered",
     direction: Literal["read", "write"] = "read",
@@ -321,7 +321,7 @@ def wire(
     blocks
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
-        how much one batch moves, divided among the peers.
+        how much one batch moves, divided among the peers; numbers with commas between them.
     peers
         how many other processes take part at once; numbers with commas between them, 1 to 64.
     layout
@@ -352,8 +352,9 @@ def wire(
     from kvbaton.transport.base import Direction
 
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
+    batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
-    bench = WireBench(sizes, batch_mib << 20, counts, layout, subjects_of(transport), rounds, idle, Direction(direction))
+    bench = WireBench(sizes, batches, counts, layout, subjects_of(transport), rounds, idle, Direction(direction))
     report = run_wire_bench(bench, _progress)
     if plot is not None:
         draw(report, plot)

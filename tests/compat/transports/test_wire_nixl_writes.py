@@ -22,7 +22,7 @@ WRITERS = ("nixl", "mooncake", "raw nixl", "raw nixl, its thread", "raw mooncake
 
 
 def bench(*subjects: str, peers: tuple[int, ...] = (1,)) -> WireBench:
-    return WireBench((64 * KIB,), 2 * MIB, peers, "scattered", subjects, rounds=1, idle_s=0.0, direction=Direction.WRITE)
+    return WireBench((64 * KIB,), (2 * MIB,), peers, "scattered", subjects, rounds=1, idle_s=0.0, direction=Direction.WRITE)
 
 
 @pytest.mark.timeout(200)

@@ -17,7 +17,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_a_small_run_measures_ours_beside_their_peers() -> None:
-    bench = WireBench((64 * KIB,), 2 * MIB, (1, 2), "scattered", ("local", "tcp", "socket"), rounds=1, idle_s=0.0)
+    bench = WireBench((64 * KIB,), (2 * MIB,), (1, 2), "scattered", ("local", "tcp", "socket"), rounds=1, idle_s=0.0)
     report = run_wire_bench(bench)
     assert report.problems == []
     assert {row.name for row in report.rows} == {
@@ -25,6 +25,15 @@ def test_a_small_run_measures_ours_beside_their_peers() -> None:
     }
     assert {row.peer for row in report.rows if row.name.startswith("tcp")} == {"socket"}
     assert all(row.value > 0 for row in report.rows)
+
+
+def test_batches_of_several_sizes_are_told_apart() -> None:
+    bench = WireBench((64 * KIB,), (MIB, 2 * MIB), (1,), "scattered", ("local",), rounds=2, idle_s=0.0)
+    report = run_wire_bench(bench)
+    assert report.problems == []
+    blocks = {row.name: (row.settings["batch_bytes"], row.settings["blocks"]) for row in report.rows}
+    assert blocks == {"local: 64 KiB in 1 MiB": (MIB, 16), "local: 64 KiB in 2 MiB": (2 * MIB, 32)}
+    assert [sorted(each) for each in report.rounds] == [sorted(blocks)] * 2
 
 
 @pytest.mark.parametrize("make", [scattered_runs, contiguous_runs])
@@ -43,7 +52,7 @@ def test_control_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.Monkey
         return FaultyTransport(LocalTransport(region, settings), region, Faults(drop_writes=True))
 
     monkeypatch.setitem(choose.TRANSPORTS, "local", open_dropping)
-    bench = WireBench((64 * KIB,), MIB, (1,), "scattered", ("local",), rounds=1, idle_s=0.0)
+    bench = WireBench((64 * KIB,), (MIB,), (1,), "scattered", ("local",), rounds=1, idle_s=0.0)
     assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
 
 
@@ -55,17 +64,17 @@ def test_control_a_byte_beside_the_blocks_is_noticed(monkeypatch: pytest.MonkeyP
             return found
 
     monkeypatch.setitem(choose.TRANSPORTS, "local", Sloppy)
-    bench = WireBench((64 * KIB,), MIB, (1,), "contiguous", ("local",), rounds=1, idle_s=0.0)
+    bench = WireBench((64 * KIB,), (MIB,), (1,), "contiguous", ("local",), rounds=1, idle_s=0.0)
     assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
 
 
 def test_any_number_of_peers_and_blocks_that_do_not_fit_are_left_out() -> None:
     told: list[str] = []
-    bench = WireBench((4 * KIB, MIB), 2 * MIB, (3,), "scattered", ("tcp", "socket"), rounds=1, idle_s=0.1)
+    bench = WireBench((4 * KIB, MIB), (2 * MIB,), (3,), "scattered", ("tcp", "socket"), rounds=1, idle_s=0.1)
     report = run_wire_bench(bench, told.append)
     assert report.problems == []
     assert {row.name for row in report.rows if row.unit == "GB/s"} == {"tcp: 4 KiB x 3 peers", "socket: 4 KiB x 3 peers"}
-    assert any("1048576 bytes, 3 peers: left out" in line for line in told)
+    assert "blocks of 1 MiB in batches of 2 MiB, 3 peers: left out, there is no block for each peer" in told
     assert any(row.name == "all 2 in one process: idle here" for row in report.rows)
 
 
@@ -80,7 +89,7 @@ def test_what_only_reads_is_not_asked_to_write() -> None:
     with pytest.raises(ConfigError, match="local, memcpy: none of them writes; those that do are nixl, mooncake"):
         WireBench(subjects=("local", "memcpy"), direction=Direction.WRITE)
     told: list[str] = []
-    bench = WireBench((64 * KIB,), MIB, (1,), subjects=("tcp", "nixl"), rounds=1, idle_s=0.0, direction=Direction.WRITE)
+    bench = WireBench((64 * KIB,), (MIB,), (1,), subjects=("tcp", "nixl"), rounds=1, idle_s=0.0, direction=Direction.WRITE)
     run_wire_bench(bench, told.append)
     assert "tcp is left out: it only reads, the owner of the target memory copies" in told
 
@@ -89,4 +98,4 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown subject 'pigeon'"):
         WireBench(subjects=("pigeon",))
     with pytest.raises(ConfigError, match="batch_bytes"):
-        WireBench(batch_bytes=KIB)
+        WireBench(batch_bytes=(128 * MIB, KIB))

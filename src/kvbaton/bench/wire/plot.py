@@ -15,7 +15,7 @@ __all__ = ["draw"]
 def draw(report: BenchReport, path: Path) -> None:
     """Draw GB/s over block size, a line per subject, into a .png or .svg file, or both when `path` has no suffix.
 
-    Raises ConfigError without matplotlib.
+    Where several numbers of peers or sizes of batches were measured, the first. Raises ConfigError without matplotlib.
     """
     try:
         matplotlib: Any = importlib.import_module("matplotlib")
@@ -24,8 +24,9 @@ def draw(report: BenchReport, path: Path) -> None:
     matplotlib.use("Agg")
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(8, 5))
     lines: dict[str, list[tuple[int, float]]] = {}
+    first = report.rows[0].settings
     for row in report.rows:
-        if row.unit == "GB/s" and row.settings["peers"] == report.rows[0].settings["peers"]:
+        if row.unit == "GB/s" and all(row.settings[each] == first[each] for each in ("peers", "batch_bytes")):
             lines.setdefault(row.name.rpartition(":")[0], []).append((int(row.settings["block_bytes"]), row.value))
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)

@@ -40,10 +40,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class WireBench:
-    """What is measured. `batch_bytes` is divided among the peers."""
+    """What is measured. Each of `batch_bytes` is divided among the peers."""
 
     block_bytes: tuple[int, ...] = (4 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20)
-    batch_bytes: int = 128 << 20
+    batch_bytes: tuple[int, ...] = (128 << 20,)
     peers: tuple[int, ...] = (1,)
     layout: str = "scattered"
     subjects: tuple[str, ...] = (*OURS, *RAW)
@@ -57,17 +57,17 @@ class WireBench:
                 raise ConfigError(f"unknown subject {name!r}; known are {', '.join((*OURS, *RAW))}")
         if self.direction is Direction.WRITE and not set(self.subjects) & set(WRITERS):
             raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(WRITERS)}")
-        if self.rounds < 1 or self.batch_bytes < min(self.block_bytes) * max(self.peers):
+        if self.rounds < 1 or min(self.batch_bytes) < min(self.block_bytes) * max(self.peers):
             raise ConfigError(
-                f"rounds is {self.rounds}, batch_bytes is {self.batch_bytes}; there must be a round, and a block of "
-                f"{min(self.block_bytes)} bytes for each of {max(self.peers)} peers"
+                f"rounds is {self.rounds}, the smallest of batch_bytes is {min(self.batch_bytes)}; there must be a round, and a "
+                f"block of {min(self.block_bytes)} bytes for each of {max(self.peers)} peers"
             )
 
     def described(self) -> dict[str, Setting]:
         """The settings as a report shows them."""
         return {
             "block_bytes": ",".join(map(str, self.block_bytes)),
-            "batch_bytes": self.batch_bytes,
+            "batch_bytes": ",".join(map(str, self.batch_bytes)),
             "peers": ",".join(map(str, self.peers)),
             "layout": self.layout,
             "direction": str(self.direction),
@@ -83,6 +83,27 @@ def subjects_of(transport: str) -> tuple[str, ...]:
     if not chosen:
         raise ConfigError(f"transport {transport!r} is not measured by block size; known are auto, {', '.join(OURS)}")
     return (*chosen, *dict.fromkeys(PEER_OF[name] for name in chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """What one rate belongs to: blocks of a size, in batches of a size, from or to so many peers."""
+
+    block_bytes: int
+    batch_bytes: int
+    peers: int
+    names_batch: bool
+
+    @property
+    def bytes_per_peer(self) -> int:
+        return self.batch_bytes // self.peers // self.block_bytes * self.block_bytes
+
+    def key(self, name: str) -> str:
+        batch = f" in {_size(self.batch_bytes)}" if self.names_batch else ""
+        return f"{name}: {_size(self.block_bytes)}{batch}" + (f" x {self.peers} peers" if self.peers > 1 else "")
+
+    def __str__(self) -> str:
+        return f"blocks of {_size(self.block_bytes)} in batches of {_size(self.batch_bytes)}, {self.peers} peers"
 
 
 @dataclass(slots=True)
@@ -104,15 +125,21 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
     problems: list[str] = []
     for peers, names in itertools.product(bench.peers, _groups(bench.subjects)):
         with _opened(bench, names, peers, tell) as entries:
-            for size in bench.block_bytes if entries else ():
-                if size * peers > bench.batch_bytes:
-                    tell(f"blocks of {size} bytes, {peers} peers: left out, a batch has {bench.batch_bytes} bytes for all")
-                    continue
-                tell(f"blocks of {size} bytes, {peers} peers: {', '.join(entry.name for entry in entries)}")
-                problems += _measure(bench, peers, size, entries, rounds)
-                rows += _rows(bench, peers, size, entries, rounds)
+            for point in _points(bench, peers, tell) if entries else ():
+                tell(f"{point}: {', '.join(entry.name for entry in entries)}")
+                problems += _measure(bench, point, entries, rounds)
+                rows += _rows(bench, point, entries, rounds)
             rows += _idle(bench, peers, entries)
     return BenchReport(rows, describe_hardware(), rounds, problems)
+
+
+def _points(bench: WireBench, peers: int, tell: Progress) -> Iterator[_Point]:
+    for batch_bytes, size in itertools.product(bench.batch_bytes, bench.block_bytes):
+        point = _Point(size, batch_bytes, peers, len(bench.batch_bytes) > 1)
+        if point.bytes_per_peer:
+            yield point
+        else:
+            tell(f"{point}: left out, there is no block for each peer")
 
 
 def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -124,18 +151,18 @@ def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress) -> Iterator[list[_Entry]]:
-    region_bytes = SPREAD * (bench.batch_bytes // peers)
+    largest = max(bench.batch_bytes)
     with contextlib.ExitStack() as stack:
         entries: list[_Entry] = []
         for name in names:
             if bench.direction is Direction.WRITE and name not in WRITERS:
                 tell(f"{name} is left out: it only reads, the owner of the target memory copies")
                 continue
-            processes = [PeerProcess(name, region_bytes, seed, bench.direction) for seed in range(peers)]
+            processes = [PeerProcess(name, SPREAD * (largest // peers), seed, bench.direction) for seed in range(peers)]
             for process in processes:
                 stack.callback(process.stop)
             try:
-                subject = open_subject(name, SPREAD * bench.batch_bytes, processes, bench.direction)
+                subject = open_subject(name, SPREAD * largest, processes, bench.direction)
             except ConfigError as error:
                 tell(f"{name} is left out: {error}")
                 continue
@@ -144,22 +171,22 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress
         yield entries
 
 
-def _measure(bench: WireBench, peers: int, size: int, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[str]:
+def _measure(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[str]:
     """Every subject once per round, in turns, there and back, after one round that does not count; returns what went wrong."""
     make = scattered_runs if bench.layout == "scattered" else contiguous_runs
     problems: list[str] = []
     for number in range(-1, bench.rounds):
-        each = bench.batch_bytes // peers // size * size
-        batches = [make(each, size, 1000 * peer + number + 1) for peer in range(peers)]
+        each = point.bytes_per_peer
+        batches = [make(each, point.block_bytes, 1000 * peer + number + 1) for peer in range(point.peers)]
         for peer, runs in enumerate(batches):
             runs[:, 1 if bench.direction is Direction.READ else 0] += runs.dtype.type(peer * SPREAD * each)
         for entry in entries if number % 2 else entries[::-1]:
             seconds, posted, processor = _time_one(bench, entry, batches)
             if not _is_right(bench, entry, batches):
-                problems.append(f"{entry.name}, {size} bytes, {peers} peers, round {number}: wrong bytes")
+                problems.append(f"{entry.name}, {point}, round {number}: wrong bytes")
             if number < 0:
                 continue
-            key = _key(entry.name, size, peers)
+            key = point.key(entry.name)
             rounds[number][key] = [seconds]
             entry.posted_s.setdefault(key, []).append(posted)
             entry.processor_s.setdefault(key, []).append(processor)
@@ -198,24 +225,22 @@ def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:
     return is_right
 
 
-def _rows(
-    bench: WireBench, peers: int, size: int, entries: list[_Entry], rounds: list[dict[str, list[float]]]
-) -> list[BenchRow]:
-    moved = bench.batch_bytes // peers // size * size * peers
+def _rows(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
+    moved = point.bytes_per_peer * point.peers
     rates = {
-        entry.name: moved / 1e9 / statistics.median(each[_key(entry.name, size, peers)][0] for each in rounds)
-        for entry in entries
+        entry.name: moved / 1e9 / statistics.median(each[point.key(entry.name)][0] for each in rounds) for entry in entries
     }
     rows = []
     for entry in entries:
-        key = _key(entry.name, size, peers)
+        key = point.key(entry.name)
         peer = PEER_OF.get(entry.name, "")
         settings: dict[str, Setting] = {
-            "block_bytes": size,
-            "peers": peers,
+            "block_bytes": point.block_bytes,
+            "batch_bytes": point.batch_bytes,
+            "peers": point.peers,
             "layout": bench.layout,
             "direction": str(bench.direction),
-            "blocks": moved // size,
+            "blocks": moved // point.block_bytes,
             "post_ms": round(1e3 * statistics.median(entry.posted_s[key]), 3),
             "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),
         }
@@ -243,10 +268,6 @@ def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]
 
 def _names(entries: list[_Entry]) -> str:
     return entries[0].name if len(entries) == 1 else f"all {len(entries)} in one process"
-
-
-def _key(name: str, size: int, peers: int) -> str:
-    return f"{name}: {_size(size)}" + (f" x {peers} peers" if peers > 1 else "")
 
 
 def _size(count: int) -> str:
