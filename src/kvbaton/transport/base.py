@@ -126,7 +126,7 @@ class Region:
 
 _ABOVE_0 = (
     *("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"),
-    *("mori_queue_pairs", "mori_workers"),
+    *("nixl_lanes", "mori_queue_pairs", "mori_workers"),
 )
 
 
@@ -160,6 +160,7 @@ class TransportSettings:
     cluster_key: bytes = field(default=b"", repr=False)
     unfenced_writes: bool = False
     nixl_backends: str = "UCX"
+    nixl_lanes: int = 2
     mooncake_protocol: str = "tcp"
     mooncake_devices: str = ""
     mori_backend: str = "rdma"
@@ -172,7 +173,7 @@ class TransportSettings:
         for setting in _ABOVE_0:
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
-        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):
+        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30), ("nixl_lanes", 16)):
             if getattr(self, setting) > most:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)}; it must be at most {most}")
         if self.mori_backend not in ("rdma", "xgmi"):

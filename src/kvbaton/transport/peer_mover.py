@@ -18,7 +18,10 @@ from typing import Protocol
 from kvbaton.errors import Bug, KVBatonError, PeerLost, QueueFull
 from kvbaton.transport.base import Direction, Runs
 
-__all__ = ["MarkCheck", "PeerEngine", "PeerMover", "PeerSlice"]
+__all__ = ["Look", "MarkCheck", "PeerEngine", "PeerMover", "PeerSlice"]
+
+Look = Callable[[], None]
+"""Looks at the mark that was read last; raises PeerLost."""
 
 _BACK_OFF_S = 0.001
 _LONGEST_BACK_OFF_S = 0.05
@@ -37,8 +40,8 @@ class PeerEngine(Protocol):
     def move(self, direction: Direction, runs: Runs) -> None:
         """Move `runs` to their last byte; QueueFull when the library takes fewer at a time."""
 
-    def read_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
+    def read_mark(self, runs: Runs, look: Look) -> None:
+        """Read the peer's mark, and look at it; over every session that has moved bytes since, or has moved none yet."""
 
     def close(self) -> None:
         """End it; afterwards nothing moves here."""
@@ -52,7 +55,7 @@ class MarkCheck:
     """
 
     runs: Runs
-    look: Callable[[], None]
+    look: Look
     before: bool
     after: bool
 
@@ -200,8 +203,7 @@ class PeerMover:
 
     def _check(self, mark: MarkCheck) -> None:
         engine = self._opened()
-        engine.read_mark(mark.runs)
-        mark.look()
+        engine.read_mark(mark.runs, mark.look)
         self._is_met = engine.is_bound
 
     def _move(self, direction: Direction, runs: Runs) -> None:

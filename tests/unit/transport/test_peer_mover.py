@@ -11,7 +11,7 @@ import pytest
 from kvbaton.errors import Bug, ConfigError, PeerLost, QueueFull, TransportError
 from kvbaton.transport.base import Direction, Runs
 from kvbaton.transport.marks import MARK_BYTES, Marks
-from kvbaton.transport.peer_mover import MarkCheck, PeerMover, PeerSlice
+from kvbaton.transport.peer_mover import Look, MarkCheck, PeerMover, PeerSlice
 from watching import wait_until
 
 RUNS = np.array([[n, n, 1] for n in range(8)], np.uint64)
@@ -41,9 +41,10 @@ class Engine:
         if self._fails:
             raise PeerLost("the peer is gone")
 
-    def read_mark(self, runs: Runs) -> None:
+    def read_mark(self, runs: Runs, look: Look) -> None:
         assert len(runs) == 1
         self.asked.append("mark")
+        look()
 
     def close(self) -> None:
         self.asked.append("close")

@@ -59,8 +59,8 @@ class WireBench:
             raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(WRITERS)}")
         if self.rounds < 1 or min(self.batch_bytes) < min(self.block_bytes) * max(self.peers):
             raise ConfigError(
-                f"rounds is {self.rounds}, the smallest of batch_bytes is {min(self.batch_bytes)}; there must be a round, and a "
-                f"block of {min(self.block_bytes)} bytes for each of {max(self.peers)} peers"
+                f"rounds is {self.rounds}, the smallest of batch_bytes is {min(self.batch_bytes)}; there must be a round, and "
+                f"a block of {min(self.block_bytes)} bytes for each of {max(self.peers)} peers"
             )
 
     def described(self) -> dict[str, Setting]:

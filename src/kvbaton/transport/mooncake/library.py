@@ -14,6 +14,7 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.peer_mover import Look
 
 __all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "let_go_s"]
 
@@ -95,9 +96,10 @@ class MooncakePeer:
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         self._engine.move(direction, self._peer, offsets + self._region)
 
-    def read_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
+    def read_mark(self, runs: Runs, look: Look) -> None:
+        """Read the peer's mark, and look at it."""
         self._engine.move(Direction.READ, self._peer, runs + self._mark)
+        look()
 
     def close(self) -> None:
         """End the engine."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbaton.errors import ConfigError, PeerLost, QueueFull, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.peer_mover import Look
 
 __all__ = ["MoriApi", "MoriEngine", "MoriPeer", "load_mori"]
 
@@ -109,9 +110,10 @@ class MoriPeer:
         """Move `runs` between this side's region and the peer's; QueueFull when the send queue does not take so many."""
         self._move(direction, self._region, runs)
 
-    def read_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
+    def read_mark(self, runs: Runs, look: Look) -> None:
+        """Read the peer's mark, and look at it."""
         self._move(Direction.READ, self._marks, runs)
+        look()
 
     def close(self) -> None:
         """End the engine."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.peer_mover import Look
 
 __all__ = ["NixlAgent", "NixlPeer", "Side"]
 
@@ -174,8 +175,8 @@ class NixlPeer:
         numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
         self._wait(self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy()))
 
-    def read_mark(self, runs: Runs) -> None:
-        """Read the peer's mark. `runs` are the same each time, so the transfer is kept and started again."""
+    def read_mark(self, runs: Runs, look: Look) -> None:
+        """Read the peer's mark, and look at it. `runs` are the same each time, so the transfer is kept and started again."""
         kept, self._mark_transfer = self._mark_transfer, None
         if kept is None:
             kept = self._agent.start(Direction.READ, self._peer, runs + self._marks)
@@ -183,6 +184,7 @@ class NixlPeer:
             self._agent.restart(kept)
         self._wait_for(kept)
         self._mark_transfer = kept
+        look()
 
     def close(self) -> None:
         """End the agent, and let go of all that would keep it alive."""

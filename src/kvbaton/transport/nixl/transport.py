@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.lanes import Lanes
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
 from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, Side
@@ -58,10 +59,13 @@ class NixlTransport(LibraryTransport):
             raise TransportError(f"nixl endpoint: metadata is not usable ({error}); fetch its card again") from error
         mark = detail(endpoint, "mark", int)
 
-        def make_engine() -> NixlPeer:
+        def make_lane() -> NixlPeer:
             agent = NixlAgent(self._settings, (self._region, self._marks.region))
             there = Side(address, endpoint.region_bytes, mark_address)
             here = Side(self._region.address, self._region.region_bytes, self._marks.region.address)
             return NixlPeer(agent, metadata, there, here, self._settings.timeout_s)
+
+        def make_engine() -> Lanes:
+            return Lanes(make_lane, self._settings.nixl_lanes, self.name)
 
         return self._library_peer(peer, mark, make_engine)
