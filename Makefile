@@ -7,6 +7,8 @@ ARGS ?=
 IBVERBS = libibverbs1 libnl-3-200 libnl-route-3-200
 MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspath $(VENV))-movers/system/usr/lib/* 2>/dev/null | \
 	paste -sd:) $(VENV)-movers/bin
+QUICK = "not e2e and not sim and not vllm and not vllm_full and not compat and not matrix"
+PURE = tests/sim tests/unit/core
 BENCH ?= engine handoff serve
 VLLM_FULL_LOG ?= benchmarks/vllm-full/$(shell uname -m)-$(shell nproc)core.json
 
@@ -50,8 +52,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
+# What computes, and neither waits nor listens, runs beside the rest, which waits most of the time. With ARGS: one after another.
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not e2e and not sim and not vllm and not vllm_full and not compat and not matrix" $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@mkdir -p build; nice $(BIN)/pytest -m $(QUICK) $(PURE) > build/test-pure.log 2>&1 & pure=$$!; \
+	trap 'kill $$pure 2>/dev/null' INT TERM; \
+	$(BIN)/pytest -m $(QUICK) $(PURE:%=--ignore=%); rest=$$?; \
+	wait $$pure; pure=$$?; echo "== beside it: $(PURE)"; tail -n 60 build/test-pure.log; exit $$((rest + pure))
+else
+	$(BIN)/pytest -m $(QUICK) $(ARGS)
+endif
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest -m sim $(ARGS)

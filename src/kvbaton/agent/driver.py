@@ -6,10 +6,8 @@ are always taken before frames, so a peer never hears of a hand-off earlier than
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -31,6 +29,7 @@ from kvbaton.core.messages import Message
 from kvbaton.core.timeline import Observer, Side, nobody
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
+from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["Driver", "RanksDriver"]
 
@@ -95,7 +94,7 @@ class RanksDriver(HandoffPort):
         self._turns = 0
         self._busy_s = 0.0
         self._poll_s = 0.0
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvbaton-agent", daemon=True)
 
@@ -118,7 +117,7 @@ class RanksDriver(HandoffPort):
             self._thread.join(_STOP_S)
         self._ranks.close()
         self._sockets.close()
-        os.close(self._wake_fd)
+        self._wakeup.close()
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
         """A prefill for a hand-off was admitted."""
@@ -195,7 +194,7 @@ class RanksDriver(HandoffPort):
         self._wake()
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -216,7 +215,7 @@ class RanksDriver(HandoffPort):
             log.exception("the agent goes on after an error of its own")
 
     def _wait(self) -> None:
-        self._sockets.wait(self._timeout_s(), [self._wake_fd, *self._ranks.wakeups])
+        self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
 
     def _timeout_s(self) -> float:
         """How long nothing has to be done unless somebody says something."""
@@ -227,8 +226,7 @@ class RanksDriver(HandoffPort):
         return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
     def _turn(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._wakeup.clear()
         self._take_commands()
         frames = 0
         for envelope, via in self._sockets.receive():

@@ -68,8 +68,9 @@ class Lanes:
     def close(self) -> None:
         """End every lane, and its thread."""
         with contextlib.ExitStack() as closing:
-            for each in (self._first, *self._others):
-                closing.callback(each.close)
+            closing.callback(self._first.close)
+            for other in self._others:
+                closing.callback(other.close)
 
 
 class _Helper:
