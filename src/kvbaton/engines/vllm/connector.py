@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -36,6 +38,15 @@ log = logging.getLogger(__name__)
 _SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"))
 
 
+def _hit_source() -> Any:
+    """As what vLLM counts tokens that came from another instance; releases before 0.32 do not ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ModuleNotFoundError:
+        return None
+    return CacheHitSource.P2P
+
+
 @dataclass
 class _Metadata(KVConnectorMetadata):
     orders: StepOrders
@@ -58,6 +69,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     """One half of kvbaton in vLLM: in the scheduler process it turns what vLLM says into orders, in the worker it obeys."""
 
     instance_class = WorkerInstance
+    _cache_hit_source = _hit_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -232,6 +244,13 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         return ids
 
 
+def _register() -> None:
+    """Let vLLM's MultiConnector find the connector by its name: so it reads the statistics of its parts."""
+    name = KVBatonConnector.__name__
+    with contextlib.suppress(ValueError):  # it has that name already
+        KVConnectorFactory.register_connector(name, KVBatonConnector.__module__, name)
+
+
 def _log_with_vllm() -> None:
     """Let kvbaton's log lines go where vLLM's go."""
     ours, theirs = logging.getLogger("kvbaton"), logging.getLogger("vllm")
@@ -283,3 +302,6 @@ def _model(vllm_config: Any) -> ModelName:
     others = [str(model.dtype), str(cache.cache_dtype), str(model.quantization), str(getattr(model, "revision", "") or "")]
     others += [platform.machine(), torch.backends.cpu.get_cpu_capability()]
     return ModelName(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))
+
+
+_register()

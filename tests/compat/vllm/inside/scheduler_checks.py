@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from scheduler_engine import BLOCK_TOKENS, Engine, key_of, landed, prompt
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import Request
@@ -21,6 +22,8 @@ from vllm_rig import source_params, target_params
 
 from kvbaton.agent.engine_port import Drained, Granted, SourceEnded, TargetEnded
 from kvbaton.core.handoff import HandoffKey, Outcome
+from kvbaton.engines.vllm import KVBatonConnector
+from kvbaton.engines.vllm.metrics import KVBatonStats
 
 # What becomes of a prefill.
 
@@ -381,6 +384,16 @@ def _key(argument: Any) -> Any:
     return argument[0] if isinstance(argument, tuple) else getattr(argument, "key", None)
 
 
+# What vLLM's MultiConnector asks.
+
+
+def statistics_are_found_by_the_name_of_the_connector(model: str) -> None:
+    told = {"handoffs": 1}
+    read = MultiConnector.build_kv_connector_stats({KVBatonConnector.__name__: told})
+    assert isinstance(read.data[KVBatonConnector.__name__], KVBatonStats)
+    assert read.data[KVBatonConnector.__name__].data == told
+
+
 CHECKS: tuple[Callable[[str], None], ...] = (
     source_blocks_stay_until_the_sending_has_ended,
     source_of_a_prompt_shorter_than_a_block,
@@ -403,6 +416,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     a_request_refused_before_admission_lets_its_source_go,
     whatever_happens_each_id_is_told_once_and_every_block_comes_back,
     the_same_with_steps_that_overlap,
+    statistics_are_found_by_the_name_of_the_connector,
 )
 
 
