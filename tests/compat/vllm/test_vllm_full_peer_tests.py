@@ -14,7 +14,8 @@ from vllm_peer_tests import Case, PeerTests, peer_tests
 
 from kvbaton.core.handoff import Mode
 
-pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(3600)]
+pytest_plugins = ["vllm_fixtures"]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(3600)]
 
 RUN: dict[str, tuple[str, ...]] = {
     "test_remote_decode_lifecycle.py": (
