@@ -166,7 +166,7 @@ def _replace_metadata() -> None:
         pulls = [order for order in self.orders.orders if isinstance(order, TargetPulls)]
         return {each.request_id: SimpleNamespace(local_block_ids=each.pull.blocks) for each in pulls}
 
-    _Metadata.reqs_to_recv = property(reqs_to_recv)  # type: ignore[attr-defined]
+    _Metadata.reqs_to_recv = property(reqs_to_recv)
     nixl.NixlConnectorMetadata = _Metadata
 
 
