@@ -426,7 +426,7 @@ def test_an_error_of_its_own_is_counted_and_the_thread_goes_on(
             broken.setattr(target.driver._coordinator, "pull", fail)
             start_handoff(source, target, "buggy")
             wait_until(lambda: target.driver.errors_total > 0, "the error is counted")
-        assert "goes on after an error of its own" in caplog.text
+        wait_until(lambda: "goes on after an error of its own" in caplog.text, "it is logged")
         target.driver.cancel(key_of("buggy"))
         target.wait_for(TargetEnded, key_of("buggy"))
         landed(source, target, "the next")
