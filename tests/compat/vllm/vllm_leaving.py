@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm_handing import Client, Given, assert_equal, prompt_of
-from vllm_scenes import BLOCKS, STAGES, TOKENS, Scene, Stage
+from vllm_handing import Client, Given, Pair, assert_equal, prompt_of
+from vllm_scenes import BEFORE_RELEASE, BLOCKS, STAGES, TOKENS, Scene, Stage
 from vllm_servers import BLOCK_TOKENS, Server
 
 from kvbaton.config import OnFailure
@@ -91,12 +91,16 @@ Reach = Callable[[Client], AbstractAsyncContextManager[Halves]]
 
 @dataclass(frozen=True)
 class Way:
-    """The client of `side` leaves at a stage; `reach` brings a hand-off there, in these modes."""
+    """The client of `side` leaves at a stage; `reach` brings a hand-off there, in these modes.
+
+    The other side is told, and need not wait until it has run out of patience; `expires` names the one that cannot be told.
+    """
 
     side: str
     stage: str
     reach: Reach
     modes: tuple[Mode, ...] = (Mode.PUSH, Mode.PULL)
+    expires: str = ""
 
     def __str__(self) -> str:
         return f"{self.side}-{self.stage}"
@@ -104,6 +108,7 @@ class Way:
 
 async def leave(client: Client, way: Way) -> None:
     """Let the client go where the way leads. The other half ends as it must, nothing stays behind, and both sides serve on."""
+    before = await asyncio.to_thread(_expired, client.pair)
     async with way.reach(client) as halves:
         leaving = halves.tasks[way.side]
         assert not leaving.done(), "it has ended; there is nobody to leave"
@@ -116,6 +121,16 @@ async def leave(client: Client, way: Way) -> None:
     await asyncio.to_thread(client.pair.wait_idle, 60)
     client.pair.assert_alive()
     await client.assert_serves(prompt_of(140, f"after {way}"))
+    after = await asyncio.to_thread(_expired, client.pair)
+    assert [side for side in after if after[side] > before[side]] == [way.expires] * bool(way.expires)
+
+
+def _expired(pair: Pair) -> dict[str, float]:
+    """How many hand-offs have expired, by side. vLLM publishes with its next step."""
+    return {
+        side: pair.server(side).metrics().get(f'vllm:kvbaton_handoffs_total{{outcome="expired",side="{side}"}}', 0)
+        for side in ("source", "target")
+    }
 
 
 async def _assert_lost(client: Client, halves: Halves) -> None:
@@ -219,10 +234,11 @@ async def _standing(stage: Stage, client: Client) -> AsyncIterator[Halves]:
 
 WAYS = (
     Way("target", "queued", partial(_queued, "target")),
-    *(Way("target", stage.name, partial(_standing, stage)) for stage in STAGES),
+    *(Way("target", stage.name, partial(_standing, stage)) for stage in STAGES if stage is not BEFORE_RELEASE),
+    Way("target", BEFORE_RELEASE.name, partial(_standing, BEFORE_RELEASE), expires="source"),
     Way("target", "streaming", partial(_streaming, "target")),
     Way("source", "queued", partial(_queued, "source")),
-    Way("source", "without grant", _without_grant, (Mode.PUSH,)),
+    Way("source", "without grant", _without_grant, (Mode.PUSH,), expires="target"),
     Way("source", "mid prefill", _in_mid_prefill),
     Way("source", "moving", _moving_in_mid_prefill, (Mode.PUSH,)),
     Way("source", "streaming", partial(_streaming, "source")),

@@ -15,7 +15,7 @@ from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
-__all__ = ["BLOCKS", "MOVING", "STAGES", "TOKENS", "Scene", "Stage", "assert_goes_on", "fault_pair"]
+__all__ = ["BEFORE_RELEASE", "BLOCKS", "MOVING", "STAGES", "TOKENS", "Scene", "Stage", "assert_goes_on", "fault_pair"]
 
 BLOCKS = 40
 """That each server has. vLLM keeps one of them for itself."""
@@ -47,12 +47,12 @@ class Stage:
 
 
 MOVING = Stage("moving", "target", "moving")
-_DELIVERED = Stage("before release", "target", "release", "mute.target.release")
+BEFORE_RELEASE = Stage("before release", "target", "release", "mute.target.release")
 STAGES = (
     Stage("grant lost", "target", "grant", "mute.target.grant"),
     Stage("nothing announced", "source", "announced", "mute.source.announced"),
     Stage("confirming", "source", "confirmed", "mute.source.confirmed"),
-    _DELIVERED,
+    BEFORE_RELEASE,
     MOVING,
 )
 """Every stage at which a request has blocks on both sides, in push and in pull."""
@@ -116,9 +116,9 @@ class Scene:
         await self.assert_no_wrong_answer()
         is_answered = self.pair.policy is OnFailure.RECOMPUTE
         for stage, end in (await self.ends()).items():
-            assert isinstance(end, Given) is (is_answered or stage is _DELIVERED), (stage, end)
+            assert isinstance(end, Given) is (is_answered or stage is BEFORE_RELEASE), (stage, end)
             if isinstance(end, Given):
-                assert end.record["recomputed"] is (stage is not _DELIVERED), (stage, end.record)
+                assert end.record["recomputed"] is (stage is not BEFORE_RELEASE), (stage, end.record)
 
 
 async def assert_goes_on(client: Client, survivor: Server, seed: object) -> None:
