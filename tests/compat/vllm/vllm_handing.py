@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 from vllm_servers import MODEL, Server
 
+from kvbaton.config import OnFailure
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
@@ -41,12 +42,16 @@ class Given:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two servers, and one that is neither, for comparison; waits until that one is there."""
+    """The two servers, and one that is neither, for comparison; waits until that one is there.
+
+    `policy` is what the decode server does with a request whose load failed.
+    """
 
     mode: Mode
     prefill: Server
     decode: Server
     single: Server
+    policy: OnFailure = OnFailure.FAIL
 
     def __post_init__(self) -> None:
         self.single.wait()
@@ -55,6 +60,10 @@ class Pair:
         """Wait until neither side holds anything for anybody."""
         for server in (self.prefill, self.decode):
             server.wait_idle(timeout_s)
+
+    def server(self, side: str) -> Server:
+        """The server of the `source`, or of the `target`."""
+        return {"source": self.prefill, "target": self.decode}[side]
 
     def assert_alive(self) -> None:
         """Neither engine has ended."""
@@ -79,17 +88,32 @@ class Client:
 
     async def prefill(self, prompt: Sequence[int], transfer_id: str, header: str) -> Given:
         """The prefill half of a hand-off."""
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        body = _body(prompt, 1) | {"kv_transfer_params": params}
-        return await self._post(self.pair.prefill.url, body, {"X-Request-Id": header})
+        return await self._post(self.pair.prefill.url, _source_body(prompt, transfer_id, 1), {"X-Request-Id": header})
 
     async def decode(
         self, prompt: Sequence[int], transfer_id: str, header: str, tokens: int, params: dict[str, Any] | None = None
     ) -> Given:
         """The decode half; `params` are those that the prefill answered with."""
-        params = params or {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
-        body = _body(prompt, tokens) | {"kv_transfer_params": params}
+        body = _target_body(prompt, transfer_id, tokens, params)
         return await self._post(self.pair.decode.url, body, {"X-Request-Id": header})
+
+    async def stream_prefill(
+        self, prompt: Sequence[int], transfer_id: str, header: str, tokens: int, begun: asyncio.Event
+    ) -> None:
+        """The prefill half, for a client that wants more tokens than the first; `begun` is set when that one is here."""
+        await self._stream(self.pair.prefill.url, _source_body(prompt, transfer_id, tokens), header, begun)
+
+    async def stream_decode(
+        self,
+        prompt: Sequence[int],
+        transfer_id: str,
+        header: str,
+        tokens: int,
+        begun: asyncio.Event,
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        """The decode half, read as it streams; `begun` is set when the first token is here."""
+        await self._stream(self.pair.decode.url, _target_body(prompt, transfer_id, tokens, params), header, begun)
 
     async def send(self, url: str, prompt: Sequence[int], tokens: int, params: object) -> Given:
         """A request with any `kv_transfer_params`."""
@@ -141,6 +165,19 @@ class Client:
         except aiohttp.ClientError as error:
             raise PeerError(f"{url}: {error!r}") from error
 
+    async def _stream(self, url: str, body: dict[str, Any], header: str, begun: asyncio.Event) -> None:
+        try:
+            async with self._session.post(
+                f"{url}/v1/completions", json=body | {"stream": True}, headers={"X-Request-Id": header}
+            ) as response:
+                async for line in response.content:
+                    if response.status != 200 or line.startswith(b'data: {"error"'):
+                        raise PeerError(f"HTTP {response.status}: {line.decode()[:500]}")
+                    if line.startswith(b"data: {"):
+                        begun.set()
+        except aiohttp.ClientError as error:
+            raise PeerError(f"{url}: {error!r}") from error
+
 
 def assert_equal(single: Given, given: Given) -> None:
     """The same tokens with the same logprobs."""
@@ -181,6 +218,16 @@ def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         "return_tokens_as_token_ids": True,
         "ignore_eos": True,
     }
+
+
+def _source_body(prompt: Sequence[int], transfer_id: str, tokens: int) -> dict[str, Any]:
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    return _body(prompt, tokens) | {"kv_transfer_params": params}
+
+
+def _target_body(prompt: Sequence[int], transfer_id: str, tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+    params = params or {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
+    return _body(prompt, tokens) | {"kv_transfer_params": params}
 
 
 def _given(document: dict[str, Any]) -> Given:
