@@ -31,7 +31,13 @@ class Lanes:
 
     def __init__(self, make_lane: Callable[[], PeerEngine], count: int, name: str) -> None:
         self._first = make_lane()
-        self._others = [_Helper(make_lane(), f"kvbaton-{name}-lane") for _ in range(count - 1)]
+        self._others: list[_Helper] = []
+        try:
+            for _ in range(count - 1):
+                self._others.append(_Helper(make_lane(), f"kvbaton-{name}-lane"))
+        except BaseException:
+            self.close()
+            raise
         self._unproved = [other.lane for other in self._others]
         self.is_bound = self._first.is_bound
 

@@ -164,6 +164,22 @@ def test_a_lane_that_reaches_another_process_is_noticed(stand: Stand) -> None:
         stand.read_mark()
 
 
+def test_lanes_of_which_one_cannot_be_made_are_all_ended() -> None:
+    stand = Stand(1)
+    made: list[Lane] = []
+
+    def make() -> Lane:
+        if len(made) == 2:
+            raise PeerLost("no more")
+        made.append(Lane(stand, len(made)))
+        return made[-1]
+
+    with pytest.raises(PeerLost, match="no more"):
+        Lanes(make, 3, "test")
+    assert [lane.is_closed for lane in made] == [True, True]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvbaton-test-lane"]
+
+
 @given(sizes=st.lists(st.integers(1, 1 << 20), min_size=1, max_size=600), count=st.integers(1, 5))
 def test_parts_are_all_of_it_in_order_and_alike(sizes: list[int], count: int) -> None:
     lengths = np.array(sizes, np.uint64)
