@@ -398,7 +398,13 @@ def _document(name: str, report: BenchReport, settings: Mapping[str, Setting], o
 
     from kvbaton import __version__
 
-    head = {"command": f"bench {name}", "version": __version__, "ok": not report.problems, "settings": dict(settings)}
+    head = {
+        "command": f"bench {name}",
+        "arguments": sys.argv[1:],
+        "version": __version__,
+        "ok": not report.problems,
+        "settings": dict(settings),
+    }
     return msgspec.json.encode(head | {"raw": str(out or "")} | msgspec.to_builtins(report))
 
 

@@ -94,7 +94,7 @@ def serve(
     """
     _check_ports(port, control_port)
     _share_cores(threads)
-    from kvbaton.cli.running import run_server, set_up_logging
+    from kvbaton.cli.running import raise_open_files, run_server, set_up_logging
     from kvbaton.config import parse_limits, parse_trust
     from kvbaton.core.topology import Shape
     from kvbaton.discovery.advertise import advertised_host, numeric_host
@@ -136,6 +136,7 @@ def serve(
     log = logging.getLogger("kvbaton")
     if (role == "both") == bool(router):
         log.warning("%s", _ABOUT_ROUTERS[bool(router)])
+    raise_open_files()
     return run_server(serve_instance(settings, log.info))
 
 

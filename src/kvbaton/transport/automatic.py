@@ -29,6 +29,7 @@ from kvbaton.transport.base import (
     Transport,
     TransportSettings,
 )
+from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["AutoTransport", "Choice"]
 
@@ -78,10 +79,12 @@ class AutoTransport:
         self._changing: set[PeerRank] = set()
         self._tickets: dict[Ticket, _Posted] = {}
         self._own: dict[tuple[str, Ticket], Ticket] = {}
+        self._early: dict[tuple[str, Ticket], Completion] = {}
         self._last_ticket = 0
+        self._has_early = Wakeup()
         self._wakeup = select.epoll()
-        for transport in self._inner.values():
-            self._wakeup.register(transport.wakeup_fd, select.EPOLLIN)
+        for fd in (self._has_early.fd, *(transport.wakeup_fd for transport in self._inner.values())):
+            self._wakeup.register(fd, select.EPOLLIN)
 
     @property
     def name(self) -> str:
@@ -147,12 +150,14 @@ class AutoTransport:
             raise TransportError(
                 f"peer {batch.peer.incarnation!r} rank {batch.peer.rank} is not connected (or was revoked); connect it first"
             )
+        inner_ticket = self._inner[choice.name].post(batch, after)
         with self._lock:
-            inner_ticket = self._inner[choice.name].post(batch, after)
             self._last_ticket += 1
             ticket = Ticket(self._last_ticket)
             self._tickets[ticket] = _Posted(choice.name, inner_ticket, batch.peer)
             self._own[(choice.name, inner_ticket)] = ticket
+            if (choice.name, inner_ticket) in self._early:
+                self._has_early.set()
         return ticket
 
     def poll(self) -> list[Completion]:
@@ -160,18 +165,25 @@ class AutoTransport:
         found: list[Completion] = []
         failed: dict[PeerRank, str] = {}
         with self._lock:
-            for name, transport in self._inner.items():
-                for completion in transport.poll():
-                    ticket = self._own.pop((name, completion.ticket))
-                    posted = self._tickets.pop(ticket)
-                    found.append(Completion(ticket, completion.moved_bytes, completion.error, completion.cancelled))
-                    if not completion.error:
-                        self._proven.add(posted.peer)
-                    elif not completion.cancelled and self._may_fall_back(posted):
-                        failed[posted.peer] = completion.error
+            for key, completion in self._arrived():
+                ticket = self._own.pop(key)
+                posted = self._tickets.pop(ticket)
+                found.append(Completion(ticket, completion.moved_bytes, completion.error, completion.cancelled))
+                if not completion.error:
+                    self._proven.add(posted.peer)
+                elif not completion.cancelled and self._may_fall_back(posted):
+                    failed[posted.peer] = completion.error
         for peer, error in failed.items():
             self._fall_back(peer, error)
         return found
+
+    def _arrived(self) -> list[tuple[tuple[str, Ticket], Completion]]:
+        """What has completed; a batch that has before `post` could note its ticket waits until it has."""
+        for name, transport in self._inner.items():
+            self._early |= {(name, completion.ticket): completion for completion in transport.poll()}
+        self._has_early.clear()
+        known = [key for key in self._early if key in self._own]
+        return [(key, self._early.pop(key)) for key in known]
 
     def _may_fall_back(self, posted: _Posted) -> bool:
         chosen = self._chosen.get(posted.peer)
@@ -224,6 +236,7 @@ class AutoTransport:
         if problems:
             raise problems[0]
         self._wakeup.close()
+        self._has_early.close()
 
     def _is_known(self, peer: PeerRank, endpoint: Endpoint) -> bool:
         """Whether `peer` is connected under this endpoint. Raises TransportError when it cannot become so."""

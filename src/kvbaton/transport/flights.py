@@ -244,6 +244,7 @@ class FlightMover(Generic[L]):
 
     def _give_up(self, flight: _Flight[L]) -> None:
         link = flight.job.link
+        self._books.slice_bytes[link] = max(self._library.slice_bytes // _LONGER, 1)
         self._fail_link(link, f"PeerLost: {link}: no progress within {self._settings.timeout_s:g} s")
 
     def _land(self, flight: _Flight[L], now: float) -> None:

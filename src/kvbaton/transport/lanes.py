@@ -19,7 +19,6 @@ from kvbaton.transport.runs import RunCursor
 
 __all__ = ["Lanes", "cut"]
 
-_WORTH_SHARING = 4 << 20
 _MANY_RUNS = 128
 _END_S = 5.0
 
@@ -27,9 +26,10 @@ _Work = tuple[Direction, Runs]
 
 
 class Lanes:
-    """An engine made of `count` engines; small slices go over the first. For one thread."""
+    """An engine made of `count` engines; slices of less than `least_bytes` go over the first. For one thread."""
 
-    def __init__(self, make_lane: Callable[[], PeerEngine], count: int, name: str) -> None:
+    def __init__(self, make_lane: Callable[[], PeerEngine], count: int, name: str, least_bytes: int) -> None:
+        self._least_bytes = least_bytes
         self._first = make_lane()
         self._others: list[_Helper] = []
         try:
@@ -49,7 +49,7 @@ class Lanes:
 
     def move(self, direction: Direction, runs: Runs) -> None:
         """Move `runs` to their last byte, over all lanes at once where that is worth it."""
-        if not self._others or int(runs[:, 2].sum()) < _WORTH_SHARING:
+        if not self._others or int(runs[:, 2].sum()) < self._least_bytes:
             self._first.move(direction, runs)
             return
         own, *parts = cut(runs, 1 + len(self._others))
@@ -57,7 +57,7 @@ class Lanes:
         self._unproved = [other.lane for other in self._others]
         for other, part in zip(busy, parts, strict=True):
             other.begin(direction, part)
-        errors: list[Exception | None] = []
+        errors: list[BaseException | None] = []
         try:
             self._first.move(direction, own)
         finally:
@@ -85,7 +85,7 @@ class _Helper:
     def __init__(self, lane: PeerEngine, name: str) -> None:
         self.lane = lane
         self._parts: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -93,7 +93,7 @@ class _Helper:
         """Begin to move a part."""
         self._parts.put((direction, runs))
 
-    def end(self) -> Exception | None:
+    def end(self) -> BaseException | None:
         """Wait until the part does not move any more, for which its lane has a deadline; what went wrong, if anything."""
         return self._ends.get()
 
@@ -108,7 +108,7 @@ class _Helper:
             problem = None
             try:
                 self.lane.move(*part)
-            except Exception as error:  # noqa: BLE001 - raised where the slice was begun
+            except BaseException as error:  # noqa: BLE001 - raised where the slice was begun, which waits for it
                 error.__traceback__ = error.__cause__ = error.__context__ = None  # frames hold what keeps an engine alive
                 problem = error
             del part

@@ -75,11 +75,10 @@ class PeerFlights:
 
     def start(self, link: LibraryPeer, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> PeerSlice:
         """Hand a slice to the peer's thread, which looks at the mark where that is due and the library can."""
-        before, after = is_first and direction is Direction.WRITE, is_last
-        mark = None
-        if self._reads_marks and (before or after):
+        writes, mark = direction is Direction.WRITE, None
+        if self._reads_marks and (writes or is_last):
             look = functools.partial(self._marks.check, link.mark_slot, link.mark, link)
-            mark = MarkCheck(self._marks.run_to(link.mark_slot), look, before, after)
+            mark = MarkCheck(self._marks.run_to(link.mark_slot), look, before=writes and is_first, after=is_last)
         piece = PeerSlice(direction, runs, self._wake, mark)
         if link.mover is None or not link.mover.is_open:
             link.mover = self._new_mover(link)

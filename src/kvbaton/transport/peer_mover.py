@@ -51,7 +51,8 @@ class PeerEngine(Protocol):
 class MarkCheck:
     """How the peer's mark is read (`runs`) and looked at (`look` raises PeerLost), and whether before a slice or after it.
 
-    Before a slice it is not looked at again where the engine is bound to a peer that has shown its mark.
+    Before a slice it is not looked at again where the engine is bound to a peer that has shown its mark; in the middle of a
+    write only where the engine had to be opened anew.
     """
 
     runs: Runs
@@ -184,7 +185,7 @@ class PeerMover:
                     return
             if piece.mark is not None and piece.mark.before and not self._is_met:
                 self._check(piece.mark)
-            self._move(piece.direction, piece.runs)
+            self._move(piece)
             if piece.mark is not None and piece.mark.after:
                 self._check(piece.mark)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told and raised
@@ -206,22 +207,27 @@ class PeerMover:
         engine.read_mark(mark.runs, mark.look)
         self._is_met = engine.is_bound
 
-    def _move(self, direction: Direction, runs: Runs) -> None:
-        """Move all of `runs`. A full queue ends the engine, so that nothing is moved twice; a new one is given half as many."""
+    def _move(self, piece: PeerSlice) -> None:
+        """Move all of it. A full queue ends the engine, so that nothing is moved twice; a new one is given half as many.
+
+        What is written goes on only when the new engine has shown that it reaches the same peer.
+        """
         at, back_off_s, until = 0, _BACK_OFF_S, time.monotonic() + self._timeout_s
-        while at < len(runs):
-            piece = runs[at : at + self._most_runs]
+        while at < len(piece.runs):
+            part = piece.runs[at : at + self._most_runs]
             try:
-                self._opened().move(direction, piece)
+                if self._engine is None and piece.direction is Direction.WRITE and piece.mark is not None:
+                    self._check(piece.mark)
+                self._opened().move(piece.direction, part)
             except QueueFull as error:
                 if time.monotonic() >= until:
                     raise PeerLost(f"{error}; no progress within {self._timeout_s:g} s") from error
                 self._close_engine()
-                self._most_runs = max(1, len(piece) // 2)
+                self._most_runs = max(1, len(part) // 2)
                 time.sleep(back_off_s)
                 back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
             else:
-                at += len(piece)
+                at += len(part)
                 back_off_s, until = _BACK_OFF_S, time.monotonic() + self._timeout_s
 
     def _opened(self) -> PeerEngine:

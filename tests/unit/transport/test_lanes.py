@@ -67,7 +67,7 @@ class Stand:
         self.mark = self.slot = 7
         self.marks_read: list[int] = []
         self.made: list[Lane] = []
-        self.lanes = Lanes(self._make, count, "test")
+        self.lanes = Lanes(self._make, count, "test", 4 * MIB)
         self.lanes.open()
 
     def _make(self) -> Lane:
@@ -175,7 +175,7 @@ def test_lanes_of_which_one_cannot_be_made_are_all_ended() -> None:
         return made[-1]
 
     with pytest.raises(PeerLost, match="no more"):
-        Lanes(make, 3, "test")
+        Lanes(make, 3, "test", 4 * MIB)
     assert [lane.is_closed for lane in made] == [True, True]
     assert not [thread for thread in threading.enumerate() if thread.name == "kvbaton-test-lane"]
 

@@ -156,6 +156,22 @@ def test_a_full_queue_ends_the_engine_and_is_asked_for_less() -> None:
     assert asked == ["open", "read 8", "close", "open", "read 4", "close", "open", *["read 2"] * 4, "close"]
 
 
+def test_an_engine_that_was_opened_anew_shows_its_mark_before_it_writes_on() -> None:
+    asked: list[str] = []
+    mover = start(Engine(asked, most_runs=4, is_bound=True))
+    mark = MarkCheck(RUNS[:1], lambda: asked.append("looked"), before=True, after=False)
+    first, second = (PeerSlice(Direction.WRITE, RUNS, lambda: None, mark) for _ in range(2))
+    mover.move(first)
+    wait_until(first.is_done, "it is written")
+    shown = ["mark", "looked"]
+    assert asked == ["open", *shown, "write 8", "close", "open", *shown, "write 4", "write 4"]
+    mover.move(second)
+    wait_until(second.is_done, "it is written")
+    assert asked[-2:] == ["write 4", "write 4"]
+    assert asked.count("mark") == 2
+    end(mover)
+
+
 def test_a_queue_that_stays_full_is_an_error() -> None:
     mover = start(Engine([], most_runs=0), timeout_s=0.05)
     one = reading()

@@ -14,7 +14,19 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport import choose
 from kvbaton.transport.automatic import AutoTransport, Choice
-from kvbaton.transport.base import Batch, Direction, Endpoint, LateWrites, PeerRank, Region, Transport, TransportSettings
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    LateWrites,
+    PeerRank,
+    Region,
+    Ticket,
+    Transport,
+    TransportSettings,
+)
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
@@ -182,6 +194,35 @@ class Revoking(MemoryTransport):
         if self.by is not None:
             by, self.by = self.by, None
             by.revoke(peer)
+
+
+def test_a_batch_that_completes_before_its_ticket_is_noted_is_told_afterwards() -> None:
+    """Posting holds no lock, so another thread may poll in between."""
+    hub, settings = MemoryHub(), TransportSettings(timeout_s=5.0)
+    early: list[Completion] = []
+
+    class Quick(MemoryTransport):
+        def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+            ticket = super().post(batch, after)
+            assert select.select([self.wakeup_fd], [], [], 5)[0]
+            early.extend(target.poll())
+            return ticket
+
+    source_memory, target_memory = (np.full(64, fill, np.uint8) for fill in (7, 0))
+    source = AutoTransport(
+        Region.of(source_memory), settings, {"quick": MemoryTransport(Region.of(source_memory), hub, settings)}, {}
+    )
+    region = Region.of(target_memory)
+    target = AutoTransport(region, settings, {"quick": Quick(region, hub, settings)}, {})
+    target.connect(PEER, source.endpoint())
+    ticket = target.post(Batch(PEER, Direction.READ, np.array([[0, 0, 64]], np.uint64)))
+    assert early == []
+    assert select.select([target.wakeup_fd], [], [], 5)[0]
+    assert [(found.ticket, found.error) for found in target.poll()] == [(ticket, "")]
+    assert not select.select([target.wakeup_fd], [], [], 0)[0]
+    assert target_memory.tolist() == [7] * 64
+    source.close()
+    target.close()
 
 
 def test_a_way_that_has_worked_is_kept(pair: tuple[AutoTransport, AutoTransport]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import resource
 import secrets
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
 from kvbaton.transport.peer_mover import Look
 
-__all__ = ["NixlAgent", "NixlPeer", "Side"]
+__all__ = ["NixlAgent", "NixlPeer", "Side", "has_many_files_left"]
 
 Numbers = npt.NDArray[np.int32]
 
@@ -26,8 +29,11 @@ _HERE = "NIXL_INIT_AGENT"
 _MOST_PIECES = 1 << 20
 _MOST_SIZES = 4
 _WORTH_PREPARING = 64
-_SPINS = 200
-_NAP_S = 0.00005
+_SPINS, _FEW_SPINS = 200, 32
+_BUSY_POLL_S = 0.000005
+_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
+_NAP_PER_WAIT = 1 / 32
+_FILES_PER_AGENT = 32
 
 
 class NixlAgent:
@@ -41,6 +47,11 @@ class NixlAgent:
                 f"transport nixl needs the package nixl, which cannot be imported ({error}): pip install torch, then nixl"
             ) from error
         _keep_quiet()
+        left, limit = _files_left()
+        if left < _FILES_PER_AGENT:
+            raise TransportError(
+                f"{left} of {limit} file descriptors are left, NIXL needs {_FILES_PER_AGENT} for an agent; raise `ulimit -n`"
+            )
         config = api.nixl_agent_config(enable_prog_thread=False, backends=settings.nixl_backends.split(","))
         try:
             self._agent: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
@@ -214,14 +225,23 @@ class NixlPeer:
         self._agent.release(transfer)
 
     def _wait_for(self, transfer: Any) -> None:
+        """Ask again and again, which is what moves bytes where the processor does; ever more rarely while nothing moves."""
         self._transfer = transfer
-        spins, until = 0, time.monotonic() + self._timeout_s
+        began = asked_since = time.monotonic()
+        asked, nap_s, spins = 0, _NAP_S, _SPINS
         while not self._agent.is_done(self._transfer):
-            spins += 1
-            if spins % _SPINS == 0:
-                if time.monotonic() >= until:
-                    raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
-                time.sleep(_NAP_S)
+            asked += 1
+            if asked < spins:
+                continue
+            now = time.monotonic()
+            if now - began >= self._timeout_s:
+                raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
+            if now - asked_since > asked * _BUSY_POLL_S:
+                nap_s, spins = _NAP_S, _SPINS
+            else:
+                nap_s, spins = min(2 * nap_s, _LONGEST_NAP_S, max(_NAP_S, (now - began) * _NAP_PER_WAIT)), _FEW_SPINS
+            time.sleep(nap_s)
+            asked, asked_since = 0, time.monotonic()
         self._transfer = None
 
 
@@ -249,6 +269,19 @@ def _ours(error: Exception) -> PeerLost | TransportError:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def has_many_files_left() -> bool:
+    """Whether this process has opened less than a quarter of the files that it may: then a peer may have several agents."""
+    left, limit = _files_left()
+    return 4 * left >= 3 * limit
+
+
+def _files_left() -> tuple[int, int]:
+    """How many files this process may still open, and how many in all. UCX ends the process when there is none left."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = sys.maxsize if limit == resource.RLIM_INFINITY else limit
+    return most - sum(1 for _ in Path("/proc/self/fd").iterdir()), most
 
 
 def _keep_quiet() -> None:

@@ -12,7 +12,7 @@ from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.lanes import Lanes
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, Side
+from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, Side, has_many_files_left
 from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
@@ -20,6 +20,7 @@ from kvbaton.transport.runs import MAX_SLICE_RUNS
 __all__ = ["NixlTransport"]
 
 _MARGIN_S = 5.0
+_WORTH_SHARING = 2
 
 
 class NixlTransport(LibraryTransport):
@@ -32,7 +33,8 @@ class NixlTransport(LibraryTransport):
         marks = Marks(settings.max_peers)
         served = NixlAgent(settings, (region, marks.region))
         self._metadata = served.metadata
-        super().__init__(region, settings, marks, served, settings.timeout_s + _MARGIN_S, reads_marks=True)
+        steps = 1 + 2 * settings.nixl_lanes  # a slice, and the marks of all lanes before it and after it
+        super().__init__(region, settings, marks, served, steps * settings.timeout_s + _MARGIN_S, reads_marks=True)
 
     @property
     def name(self) -> str:
@@ -66,6 +68,7 @@ class NixlTransport(LibraryTransport):
             return NixlPeer(agent, metadata, there, here, self._settings.timeout_s)
 
         def make_engine() -> Lanes:
-            return Lanes(make_lane, self._settings.nixl_lanes, self.name)
+            lanes = self._settings.nixl_lanes if has_many_files_left() else 1
+            return Lanes(make_lane, lanes, self.name, _WORTH_SHARING * self._settings.slice_bytes)
 
         return self._library_peer(peer, mark, make_engine)
