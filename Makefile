@@ -81,7 +81,7 @@ $(VENV)-movers/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
-	$(BIN)/pytest -m compat --timeout 600 $(ARGS)
+	$(BIN)/pytest -m compat -rs --timeout 600 $(ARGS)
 	$(MOVERS)/python -m pytest tests/contract/test_transport_hosts.py -k "nixl or mooncake" --timeout 300 $(ARGS)
 	$(MOVERS)/python -m pytest tests/contract tests/compat/transports -k "nixl or mooncake" --timeout 300 $(ARGS)
 	@for each in nixl._api mooncake.engine; do $(MOVERS)/python -c "import $$each" >/dev/null 2>&1 || \
@@ -94,11 +94,11 @@ test-matrix: $(VENV)/.installed-dev
 	$(BIN)/pytest -m matrix --timeout 600 $(ARGS)
 
 test-vllm: $(VENV)/.installed-dev
-	$(BIN)/pytest -m vllm --timeout 1800 $(ARGS)
+	$(BIN)/pytest -m vllm -rs --timeout 1800 $(ARGS)
 
 test-vllm-full: $(VENV)/.installed-dev
 	@mkdir -p build && rm -f build/vllm-full.xml
-	-$(BIN)/pytest -m vllm_full --timeout 3600 --junitxml build/vllm-full.xml $(ARGS)
+	-$(BIN)/pytest -m vllm_full -rs --timeout 3600 --junitxml build/vllm-full.xml $(ARGS)
 	$(BIN)/pytest -m vllm_full --collect-only > build/vllm-full.txt
 	$(BIN)/python tools/vllm_full_log.py --expected build/vllm-full.txt build/vllm-full.xml $(VLLM_FULL_LOG)
 

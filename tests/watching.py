@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["command_line", "descendants", "is_running", "wait_until"]
+__all__ = ["command_line", "descendants", "is_running", "processor_s", "wait_until"]
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def is_running(pid: int) -> bool:
@@ -24,6 +27,12 @@ def descendants(pid: int) -> set[int]:
         level = {child for child, stat in parents.items() if stat and int(stat[1]) in level} - found
         found |= level
     return {child for child in found if is_running(child)}
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds that a process has used so far; 0 when it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
 
 def command_line(pid: int) -> str:

@@ -13,6 +13,7 @@ from vllm_servers import Server, Wanted, servers
 
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
+from watching import wait_until
 
 pytest_plugins = ["vllm_fixtures"]
 pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(2400)]
@@ -67,6 +68,8 @@ def test_after_300_requests_of_which_a_tenth_is_aborted_nothing_has_grown(pair: 
     grown = {path: (before.get(path, 0), size) for path, size in after.items() if size > before.get(path, 0) + 2}
     assert not {path: change for path, change in grown.items() if not is_bounded(path)}
     pair.assert_alive()
+    for server in (pair.prefill, pair.decode):
+        wait_until(server.rests, f"the engine of {server.name} to take no steps")
 
 
 def is_bounded(path: str) -> bool:

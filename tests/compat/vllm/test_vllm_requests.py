@@ -17,6 +17,7 @@ from kvbaton.core.handoff import Mode
 from kvbaton.engines.handoff_params import KVTransferParams
 from kvbaton.errors import PeerError
 from kvbaton.verify.compare import Verdict, compare
+from watching import wait_until
 
 pytest_plugins = ["vllm_fixtures"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -37,6 +38,11 @@ def texts(document: dict[str, Any]) -> list[tuple[str, str]]:
     return [(choice["text"], choice["finish_reason"]) for choice in document["choices"]]
 
 
+def delivered(standing: VllmStand) -> float:
+    """How many hand-offs the decode server has seen delivered."""
+    return standing.pair.decode.metrics().get('vllm:kvbaton_handoffs_total{outcome="delivered",side="target"}', 0.0)
+
+
 SHAPES: dict[str, dict[str, object]] = {
     "several prompts": {"prompt": [prompt_of(20), prompt_of(150), prompt_of(7)]},
     "several samples": {"prompt": prompt_of(140, seed=2), "n": 2, "temperature": 0.8, "seed": 7},
@@ -46,15 +52,22 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
+HANDED_OFF = {"several prompts": 3, "several samples": 2, "first token ends the text": 1}
+"""How many hand-offs some of them make at least."""
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_requests_of_every_shape(standing: VllmStand, name: str) -> None:
     async def send(session: aiohttp.ClientSession) -> None:
         single = await completion(session, standing.pair.single.url, **SHAPES[name])
         pair = await completion(session, standing.router, **SHAPES[name])
         assert texts(pair) == texts(single)
+        await completion(session, standing.pair.decode.url, prompt=prompt_of(5))  # vLLM publishes with its next step
 
+    before = delivered(standing)
     together(send)
     standing.pair.wait_idle()
+    wait_until(lambda: delivered(standing) >= before + HANDED_OFF.get(name, 0), f"{name}: each is handed off", 30)
 
 
 def test_a_stream_has_the_same_text(standing: VllmStand) -> None:

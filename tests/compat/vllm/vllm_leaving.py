@@ -94,7 +94,7 @@ class Way:
     """The client of `side` leaves at a stage; `reach` brings a hand-off there, in these modes.
 
     The other side is told, and need not wait until it has run out of patience; `expires` names one that may not hear of it: the
-    message that would reach it, or that says whom to tell, is lost.
+    message that would reach it, or that says whom to tell, is lost. With `surely` it cannot hear of it in any other way.
     """
 
     side: str
@@ -102,6 +102,7 @@ class Way:
     reach: Reach
     modes: tuple[Mode, ...] = (Mode.PUSH, Mode.PULL)
     expires: str = ""
+    surely: bool = False
 
     def __str__(self) -> str:
         return f"{self.side}-{self.stage}"
@@ -125,6 +126,7 @@ async def leave(client: Client, way: Way) -> None:
     after = await asyncio.to_thread(_expired, client.pair)
     expired = {side for side in after if after[side] > before[side]}
     assert expired <= {way.expires}, f"these were not told that the client is gone: {expired}"
+    assert not way.surely or expired, f"nobody can have told the {way.expires}, and it has not expired"
 
 
 def _expired(pair: Pair) -> dict[str, float]:
@@ -237,7 +239,7 @@ async def _standing(stage: Stage, client: Client) -> AsyncIterator[Halves]:
 WAYS = (
     Way("target", "queued", partial(_queued, "target")),
     *(Way("target", stage.name, partial(_standing, stage)) for stage in STAGES if stage is not BEFORE_RELEASE),
-    Way("target", BEFORE_RELEASE.name, partial(_standing, BEFORE_RELEASE), expires="source"),
+    Way("target", BEFORE_RELEASE.name, partial(_standing, BEFORE_RELEASE), expires="source", surely=True),
     Way("target", "streaming", partial(_streaming, "target")),
     Way("source", "queued", partial(_queued, "source")),
     Way("source", "without grant", _without_grant, (Mode.PUSH,), expires="target"),

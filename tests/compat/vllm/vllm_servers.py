@@ -21,14 +21,15 @@ import pytest
 
 from kvbaton.config import HandoffSettings, OnFailure
 from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.engines.embedded.weights import default_cache_dir
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import VllmOptions, vllm_part
-from kvbaton.launch.vllm_environment import VLLM_VERSION
+from kvbaton.launch.vllm_environment import VLLM_VERSION, ensure_environment
 from kvbaton.launch.vllm_ready import ready_vllm
-from watching import command_line, descendants, is_running, wait_until
+from watching import command_line, descendants, is_running, processor_s, wait_until
 
 __all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers", "starting"]
 
@@ -141,6 +142,13 @@ class Server:
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         return not any(found[name] for name in names)
 
+    def rests(self) -> bool:
+        """Whether all its processes together use less than a quarter of a core for a second: an engine that steps uses one."""
+        members = {self._fleet.pid(self.name), *descendants(self._fleet.pid(self.name))}
+        before = sum(map(processor_s, members))
+        time.sleep(1.0)
+        return sum(map(processor_s, members)) - before < 0.25
+
     def wait_idle(self, timeout_s: float = 90.0) -> None:
         """Wait for that."""
         wait_until(
@@ -175,11 +183,12 @@ def _named(name: str, labels: str, value: str) -> tuple[str, float]:
 
 
 def ready(version: str = VLLM_VERSION) -> VllmOptions:
-    """vLLM, installed if need be; the only reason for which these tests are skipped."""
+    """vLLM, installed if need be. That it cannot be is the only reason for which these tests are skipped."""
     try:
-        return ready_vllm(MODEL, MODEL, "local", 3, HandoffSettings(), print, version=version)
+        ensure_environment(default_cache_dir(), print, version)
     except LocalError as error:
         pytest.skip(f"NOTHING IS TESTED WITH VLLM, because it cannot be installed here: {error}")
+    return ready_vllm(MODEL, MODEL, "local", 3, HandoffSettings(), print, version=version)
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after the first `computed_tokens` a source will send; None: ask again later. Asked often."""
         source = self._sources.get(request.request_id)
-        if source is not None:
+        if source is not None and not _has_answered(request):
             problem = self._why_never(source)
             if problem:
                 self._withdraw(source, problem)
@@ -363,3 +363,8 @@ class SchedulerHalf:
                 target.record = record
                 if target.wanted is not None:
                     self._unstepped[request_id] = target.wanted.key
+
+
+def _has_answered(request: EngineRequest) -> bool:
+    """Whether its client has tokens. What was preempted then is computed to its end, whatever became of its hand-off."""
+    return next(iter(request.output_token_ids), None) is not None

@@ -255,7 +255,8 @@ class WorkerHalf:
         try:
             self._port.spans_ready_all(ready)
         except KVBatonError:
-            log.exception("%d hand-offs: computed layers could not be told of", len(ready))
+            keys = ", ".join(str(each.key) for each in ready)
+            log.exception("computed layers could not be told of: hand-offs %s", keys)
 
     def _wait_drained(self) -> None:
         """Wait until retracted blocks may be written. The agents answer at once; one that is stuck confirms nothing either."""

@@ -130,6 +130,17 @@ def test_a_prefill_whose_hand_off_ended_before_it_began_is_not_computed() -> Non
     assert rig.worker.live == 0
 
 
+def test_one_that_was_preempted_while_its_client_had_tokens_goes_on_though_its_hand_off_is_over() -> None:
+    rig = World(free=100).rig()
+    request = begun(rig)
+    rig.scheduler.allocated(request, ((1,),), 0)
+    rig.step()
+    request.output_token_ids = (7, 8)
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    rig.step(preempted=[request.request_id])
+    assert rig.scheduler.matched_tokens(request, 0) == 0, "nothing is loaded, nothing fails"
+
+
 def test_what_others_have_begun_without_a_grant_will_still_need_is_not_free() -> None:
     """Two prefills of two blocks each, computed in chunks: the first has one of its blocks so far."""
     world = World(free=RESERVED + 2)

@@ -72,7 +72,7 @@ class Request:
     prompt_token_ids: Sequence[int] | None = tuple(range(10))
     status: Status = Status.RUNNING
     num_computed_tokens: int = 0
-    output_token_ids: Sequence[int] = (7,)
+    output_token_ids: Sequence[int] = ()
     abort_immediately: bool = False
     skip_reading_prefix_cache: bool = False
 
