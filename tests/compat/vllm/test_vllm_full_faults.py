@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
+import aiohttp
 import pytest
-from vllm_handing import Client, Pair, prompt_of, together
-from vllm_leaving import WAYS, Way, leave
-from vllm_scenes import BLOCKS, STAGES, Scene, assert_goes_on, fault_pair
+from vllm_handing import Client, Given, Pair, assert_equal, prompt_of, together
+from vllm_leaving import RUNNING, WAYS, Halves, Way, leave
+from vllm_scenes import BLOCKS, STAGES, TOKENS, Scene, assert_goes_on, fault_pair
 from vllm_servers import Server
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
+from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
 pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
@@ -58,6 +61,35 @@ def test_one_side_stands_still_for_longer_than_every_deadline(pair: Pair, side: 
         await client.assert_serves(prompt_of(140, f"after a pause of {side}"))
 
     together(pair, send)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_one_side_is_killed_in_mid_prefill_and_while_tokens_stream(pair: Pair, side: str) -> None:
+    async def send(client: Client) -> None:
+        ending, survivor = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+        async with AsyncExitStack() as reached:
+            halves = [(way.side, await reached.enter_async_context(way.reach(client))) for way in RUNNING]
+            standing = [each.tasks[way_side].done() for way_side, each in halves]
+            ending.signal(signal.SIGKILL)
+        assert not any(standing), "one has ended before the kill; this tests less than it says"
+        for _, each in halves:
+            await assert_all_are_right_or_failed(client, each)
+        await assert_goes_on(client, survivor, f"a kill of {side} in between")
+        ending.restart()
+        await client.assert_serves(prompt_of(140, f"after {side} was killed in between"))
+        await asyncio.to_thread(pair.wait_idle)
+
+    together(pair, send)
+
+
+async def assert_all_are_right_or_failed(client: Client, halves: Halves) -> None:
+    """A stream has only to end, in time. A whole answer is the right one."""
+    ends = await asyncio.wait_for(asyncio.gather(*halves.tasks.values(), return_exceptions=True), 120)
+    for side, end in zip(halves.tasks, ends, strict=True):
+        if side == "target" and isinstance(end, Given):
+            assert_equal(await client.alone(halves.prompt, TOKENS), end)
+        else:
+            assert end is None or isinstance(end, Given | PeerError | aiohttp.ClientError), (side, end)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -25,7 +25,7 @@ from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
-__all__ = ["WAYS", "Way", "leave"]
+__all__ = ["RUNNING", "WAYS", "Halves", "Way", "leave"]
 
 _PROMPT_TOKENS = 600
 _LONG_TOKENS = 1400
@@ -243,8 +243,11 @@ WAYS = (
     Way("target", "streaming", partial(_streaming, "target")),
     Way("source", "queued", partial(_queued, "source")),
     Way("source", "without grant", _without_grant, (Mode.PUSH,), expires="target"),
-    Way("source", "mid prefill", _in_mid_prefill),
-    Way("source", "moving", _moving_in_mid_prefill, (Mode.PUSH,)),
     Way("source", "streaming", partial(_streaming, "source")),
+    Way("source", "moving", _moving_in_mid_prefill, (Mode.PUSH,)),
+    Way("source", "mid prefill", _in_mid_prefill),
 )
 """Every side and stage at which a client can leave."""
+
+RUNNING = tuple(way for way in WAYS if way.stage in ("streaming", "mid prefill"))
+"""Those that can stand side by side, and beside those of `STAGES`; the one that lasts shortest comes last."""
