@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import sys
@@ -69,7 +68,7 @@ def vllm(
     from kvbaton.launch.vllm import serve_arguments, transfer_config
 
     check_port(port, "--port")
-    _check_apart({"--port": port, "--control-port": control_port, "--handoffs-port": handoffs_port})
+    _check_apart(port, {"--control-port": control_port, "--handoffs-port": handoffs_port})
     _check_used(role, router, handoff)
     extra: dict[str, Any] = {"control_port": control_port, "control_host": host, "transport": transport}
     if handoffs_port:
@@ -85,13 +84,13 @@ def vllm(
     return 0
 
 
-def _check_apart(ports: dict[str, int]) -> None:
-    """Refuse two servers on one port; 0 is none."""
+def _check_apart(port: int, others: dict[str, int]) -> None:
+    """Refuse two servers on one port."""
     from kvbaton.errors import ConfigError
 
-    for (first, port), (second, other) in itertools.combinations(ports.items(), 2):
-        if port and port == other:
-            raise ConfigError(f"{first} and {second} are both {port}; give each its own")
+    for option, other in others.items():
+        if port == other:
+            raise ConfigError(f"--port and {option} are both {port}; give each its own")
 
 
 def _check_used(role: str, router: tuple[str, ...], handoff: HandoffOptions) -> None:

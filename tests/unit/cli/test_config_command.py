@@ -51,6 +51,8 @@ WOULD_NOT_START = {
     "advertised": (["--advertise-host", "!!"], "advertise_host is '!!'"),
     "allowed": (["--allow", "???"], "allow is '\\?\\?\\?'"),
     "the same port": (["--handoffs-port", "8101"], "handoffs_port is 8101"),
+    "the control port": (["--port", "8101"], "--port and --control-port are both 8101"),
+    "the hand-offs port": (["--port", "8102"], "--port and --handoffs-port are both 8102"),
     "heard by everybody": (["--host", "0.0.0.0", "--advertise-host", "10.0.0.5"], "without a cluster key"),  # noqa: S104
 }
 
