@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import pytest
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of, together
-from vllm_leaving import RUNNING, WAYS, Halves, Way, leave
+from vllm_leaving import RUNNING, WAYS, Halves, Way, leave, strike_queued
 from vllm_scenes import BLOCKS, STAGES, TOKENS, Scene, assert_goes_on, fault_pair
 from vllm_servers import Server
 
@@ -77,6 +77,28 @@ def test_one_side_is_killed_in_mid_prefill_and_while_tokens_stream(pair: Pair, s
         await assert_goes_on(client, survivor, f"a kill of {side} in between")
         ending.restart()
         await client.assert_serves(prompt_of(140, f"after {side} was killed in between"))
+        await asyncio.to_thread(pair.wait_idle)
+
+    together(pair, send)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("queued", ["source", "target"])
+def test_one_side_is_killed_while_a_request_waits_for_blocks(pair: Pair, queued: str, side: str) -> None:
+    async def send(client: Client) -> None:
+        ending, survivor = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+        struck: list[bool] = []
+
+        def strike() -> None:
+            ending.signal(signal.SIGKILL)
+            struck.append(True)
+
+        halves = await strike_queued(client, queued, strike, f"killed {side}")
+        assert struck, "it never came so far"
+        await assert_all_are_right_or_failed(client, halves)
+        await assert_goes_on(client, survivor, f"a kill of {side}, queued {queued}")
+        ending.restart()
+        await client.assert_serves(prompt_of(140, f"after {side} was killed, queued {queued}"))
         await asyncio.to_thread(pair.wait_idle)
 
     together(pair, send)

@@ -11,6 +11,7 @@ while blocks move. Nobody coming for what it then holds is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
-__all__ = ["RUNNING", "WAYS", "Halves", "Way", "leave"]
+__all__ = ["RUNNING", "WAYS", "Halves", "Way", "leave", "strike_queued"]
 
 _PROMPT_TOKENS = 600
 _LONG_TOKENS = 1400
@@ -177,11 +178,27 @@ async def _queued(side: str, client: Client) -> AsyncIterator[Halves]:
     halves, server = Halves(client, f"queued {side}"), client.pair.server(side)
     await halves.prepare(side)
     async with _crowded(client, server, _FULL):
-        halves.ask(side)
-        await client.until(lambda: _queue(server) == 1, f"the {side} to wait for blocks")
-        assert _used_blocks(server) == _FULL
+        await _wait_in_queue(halves, side)
         yield halves
         await client.until(lambda: _queue(server) == 0, f"the {side} to leave the queue")
+
+
+async def _wait_in_queue(halves: Halves, side: str) -> None:
+    server = halves.client.pair.server(side)
+    halves.ask(side)
+    await halves.client.until(lambda: _queue(server) == 1, f"the {side} to wait for blocks")
+    assert _used_blocks(server) == _FULL
+
+
+async def strike_queued(client: Client, side: str, strike: Callable[[], None], seed: str) -> Halves:
+    """Strike while this side waits for blocks. What else waited for that server has failed, or goes away afterwards."""
+    halves = Halves(client, f"queued {side} {seed}")
+    await halves.prepare(side)
+    with contextlib.suppress(AssertionError):  # the crowd may die with its server
+        async with _crowded(client, client.pair.server(side), _FULL):
+            await _wait_in_queue(halves, side)
+            strike()
+    return halves
 
 
 @asynccontextmanager
