@@ -34,6 +34,11 @@ def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
         yield running
 
 
+def struck_first(pair: Pair, side: str) -> tuple[Server, Server]:
+    """The server that a fault strikes, and the other one."""
+    return (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_client_that_leaves_frees_both_sides(pair: Pair, way: Way) -> None:
     if pair.mode not in way.modes:
@@ -46,7 +51,7 @@ def test_one_side_stands_still_for_longer_than_every_deadline(pair: Pair, side: 
     """Its blocks come back when it goes on; what the other side freed meanwhile is used again, and nobody serves it."""
 
     async def send(client: Client) -> None:
-        stopped, survivor = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+        stopped, survivor = struck_first(pair, side)
         scene = Scene(client, f"pause {side}")
         await scene.begin(*STAGES)
         stopped.signal(signal.SIGSTOP)
@@ -66,7 +71,7 @@ def test_one_side_stands_still_for_longer_than_every_deadline(pair: Pair, side: 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_one_side_is_killed_in_mid_prefill_and_while_tokens_stream(pair: Pair, side: str) -> None:
     async def send(client: Client) -> None:
-        ending, survivor = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+        ending, survivor = struck_first(pair, side)
         async with AsyncExitStack() as reached:
             halves = [(way.side, await reached.enter_async_context(way.reach(client))) for way in RUNNING]
             standing = [each.tasks[way_side].done() for way_side, each in halves]
@@ -86,7 +91,7 @@ def test_one_side_is_killed_in_mid_prefill_and_while_tokens_stream(pair: Pair, s
 @pytest.mark.parametrize("queued", ["source", "target"])
 def test_one_side_is_killed_while_a_request_waits_for_blocks(pair: Pair, queued: str, side: str) -> None:
     async def send(client: Client) -> None:
-        ending, survivor = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+        ending, survivor = struck_first(pair, side)
         struck: list[bool] = []
 
         def strike() -> None:
@@ -118,7 +123,7 @@ async def assert_all_are_right_or_failed(client: Client, halves: Halves) -> None
 @pytest.mark.parametrize("how", ["killed", "asked to end"])
 def test_one_side_ends(pair: Pair, side: str, how: str) -> None:
     async def send(client: Client) -> None:
-        ending, survivor = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+        ending, survivor = struck_first(pair, side)
         scene = Scene(client, f"{how} {side}")
         await scene.begin(*STAGES)
         if how == "killed":

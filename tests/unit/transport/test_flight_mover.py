@@ -135,6 +135,16 @@ def test_a_slice_that_waits_for_its_turn_has_its_whole_time_from_then_on(stand: 
     assert stand.wait(1)[0].error == ""
 
 
+def test_after_a_slice_that_was_given_up_the_next_are_short(stand: Stand) -> None:
+    stand.library.slice_bytes = 32
+    stand.post(32)
+    assert "no progress" in stand.wait(1)[0].error
+    stand.library.is_quick = True
+    stand.post(32)
+    assert stand.wait(2)[1].error == ""
+    assert int(stand.library.slices[1].runs[:, 2].sum()) == 4
+
+
 def test_a_quick_peer_is_given_longer_slices_and_a_slow_one_shorter_ones(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     stand.library.is_quick = True
     stand.post(64)
