@@ -22,10 +22,12 @@ __all__ = [
     "automatic_id",
     "read_params",
     "size_doubt",
+    "told_seconds",
 ]
 
 _FIELD = "kv_transfer_params"
 _MAX_PORT = 65535
+_DIGITS, _DIGITS_OF_LITTLE, _LITTLE_S = 6, 4, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,15 @@ def answer_params(wish: SourceWish, info: HandoffInfo) -> dict[str, object]:
         "tp_size": 1,
         "remote_dp_rank": 0,
     }
+
+
+def told_seconds(seconds: float) -> float:
+    """A duration for an answer: of few digits, and never so small that JSON is written with an exponent.
+
+    vllm-router parses an answer, prints it again and keeps its old Content-Length: a number that comes out shorter or longer
+    (`1e-05` as `1e-5`, the seventeenth digit of a float) cuts the answer.
+    """
+    return round(seconds, _DIGITS if seconds >= _LITTLE_S else _DIGITS_OF_LITTLE)
 
 
 def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | None) -> TransferId:

@@ -16,16 +16,16 @@ pytest_plugins = ["vllm_fixtures"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 _WORDS = "The river ran past the mill and on towards the sea. "
+_COMMON: dict[str, Any] = {"model": MODEL, "max_tokens": 10, "temperature": 0, "seed": 0}
 
 
 def _requests() -> list[tuple[str, dict[str, Any]]]:
     """Completions and chat, of one block, of several and of more than one step."""
-    common = {"model": MODEL, "max_tokens": 10, "temperature": 0, "seed": 0}
     found: list[tuple[str, dict[str, Any]]] = []
     for index, times in enumerate((1, 12, 40)):
         words = f"Story {index}. " + _WORDS * times
-        found.append(("/v1/completions", {"prompt": words, **common}))
-        found.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": words}], **common}))
+        found.append(("/v1/completions", {"prompt": words, **_COMMON}))
+        found.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": words}], **_COMMON}))
     return found
 
 
@@ -43,6 +43,18 @@ def test_the_real_router_gets_the_answers_of_one_server(standing: VllmStand, str
     together(send)
     pair.wait_idle()
     wait_until(lambda: _handed_over(pair.decode) == before + len(_requests()), "each to be counted as handed over", 30)
+
+
+def test_the_real_router_cuts_no_answer(standing: VllmStand) -> None:
+    """It prints a chat's answer anew and keeps its length: what this connector adds must not change under that. A client that
+    gets fewer bytes than it was promised raises."""
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        for index in range(24):
+            body = {"messages": [{"role": "user", "content": f"Tale {index}. {_WORDS}"}], **_COMMON, "max_tokens": 2}
+            assert await _ask(session, standing.peer_router + "/v1/chat/completions", body, stream=False)
+
+    together(send)
 
 
 def _handed_over(server: Server) -> float:

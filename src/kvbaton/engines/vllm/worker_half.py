@@ -31,6 +31,7 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
+from kvbaton.engines.handoff_params import told_seconds
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -397,8 +398,8 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
         "handed_off": True,
         "bytes_planned": stats.bytes_planned,
         "bytes_moved": stats.bytes_moved,
-        "handover_s": stats.handover_s,
-        "handoff_s": stats.handover_s + stats.wire_s,
+        "handover_s": told_seconds(stats.handover_s),
+        "handoff_s": told_seconds(stats.handover_s + stats.wire_s),
         "transport": stats.transport,
         "source_writes": stats.source_writes,
     }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from vllm_rig import BLOCK_TOKENS, Request, Rig, Status, key_of, source_params, target_params
 
 from kvbaton.agent.engine_port import HandoffStats, Landed, TargetEnded
@@ -67,6 +71,23 @@ def test_a_target_asks_once_and_goes_on_when_it_has_landed() -> None:
     assert record["bytes_moved"] == 5
     rig.step()
     assert rig.worker.live == rig.scheduler.live == 0
+
+
+@given(handover=st.floats(0, 1e7), wire=st.floats(0, 1e7))
+@example(handover=0.009016435986268334, wire=1e-05)
+def test_a_report_keeps_its_length_when_it_is_parsed_and_printed_again(handover: float, wire: float) -> None:
+    """As vllm-router does: its parser loses the last digit of a long number, and its printer has its own way with exponents."""
+    rig = Rig()
+    request = begun(rig)
+    loading(rig, request)
+    rig.step()
+    rig.port.push(Landed(key_of(), Aux(7, 0.0), HandoffStats(handover_s=handover, wire_s=wire, transport="tcp")))
+    rig.step()
+    record = finish(rig, request, Status.FINISHED_STOPPED)
+    assert record["handoff_s"] == pytest.approx(handover + wire, abs=1e-4)
+    for name in ("handover_s", "handoff_s"):
+        printed = json.dumps(record[name])
+        assert re.fullmatch(r"\d{1,8}\.\d{1,6}", printed), printed
 
 
 def test_what_is_cached_is_not_asked_for_and_only_the_rest_is_poisoned() -> None:
