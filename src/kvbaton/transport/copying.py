@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.copy_loop import CopyCrew
+from kvbaton.transport.loops import CopyCrew
 from kvbaton.transport.runs import RunCursor
 
 __all__ = ["RunCopier"]

@@ -27,6 +27,7 @@ from kvbaton.transport.base import (
     Ticket,
     TransportSettings,
 )
+from kvbaton.transport.loops import load_loops
 from kvbaton.transport.runs import RunCursor, check_batch
 from kvbaton.transport.wakeup import Wakeup
 
@@ -86,6 +87,7 @@ class Ledger(Generic[L]):
     def __init__(self, region: Region, settings: TransportSettings, check: RunsCheck[L] | None = None) -> None:
         """`check` may refuse more runs than the sizes of both regions do; it raises RangeError."""
         self._check = check
+        self._loops = load_loops()
         self._region = region
         self._settings = settings
         self._lock = threading.Lock()
@@ -138,7 +140,7 @@ class Ledger(Generic[L]):
         """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
         with self._lock:
             checked = self._known(batch.peer)
-        runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes)
+        runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes, self._loops)
         if self._check is not None:
             self._check(checked.link, runs)
         cursor = RunCursor(runs)

@@ -16,9 +16,9 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.copy_loop import CopyCrew, load_copy_loop
 from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.loops import CopyCrew, load_loops
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.process_memory import ProcessMemory, explain_limits, is_there, usable_processors
 from kvbaton.transport.queued import QueuedTransport, detail
@@ -51,8 +51,8 @@ class _ProcessReach:
     def __init__(self, region: Region, memory: ProcessMemory, threads: int) -> None:
         self._region = region
         self._memory = memory
-        loop = load_copy_loop()
-        self._crew = CopyCrew(loop, threads - 1) if loop is not None else None
+        loops = load_loops()
+        self._crew = CopyCrew(loops, threads - 1) if loops is not None else None
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.copy_loop import CopyCrew, load_copy_loop
 from kvbaton.transport.copying import RunCopier
+from kvbaton.transport.loops import CopyCrew, load_loops
 from kvbaton.transport.runs import RunCursor
 
 Bytes = npt.NDArray[np.uint8]
 
 CELL = 40_000
-LOOP = load_copy_loop()
+LOOPS = load_loops()
 WAYS = [
     pytest.param(0, id="no compiler"),
-    pytest.param(1, id="C", marks=pytest.mark.skipif(LOOP is None, reason="needs a C compiler")),
-    pytest.param(3, id="C, three threads", marks=pytest.mark.skipif(LOOP is None, reason="needs a C compiler")),
+    pytest.param(1, id="C", marks=pytest.mark.skipif(LOOPS is None, reason="needs a C compiler")),
+    pytest.param(3, id="C, three threads", marks=pytest.mark.skipif(LOOPS is None, reason="needs a C compiler")),
 ]
 
 
@@ -32,8 +32,8 @@ def copy(source: Bytes, target: Bytes, runs: Runs, threads: int, step: tuple[int
     if not threads:
         RunCopier(source, target).copy(runs)
         return
-    assert LOOP is not None
-    crew, cursor = CopyCrew(LOOP, threads - 1), RunCursor(runs)
+    assert LOOPS is not None
+    crew, cursor = CopyCrew(LOOPS, threads - 1), RunCursor(runs)
     copier = RunCopier(source, target, crew)
     while cursor.remaining_bytes:
         count = copier.copy_on(cursor, *step)
@@ -85,21 +85,21 @@ def test_one_long_run_is_shared_by_threads(threads: int) -> None:
 
 def test_without_a_compiler_there_is_no_loop_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kvbaton.transport"):
-        assert load_copy_loop(tmp_path, compiler="no-such-compiler") is None
-        assert load_copy_loop(tmp_path, compiler="false") is None
+        assert load_loops(tmp_path, compiler="no-such-compiler") is None
+        assert load_loops(tmp_path, compiler="false") is None
     assert "there is no no-such-compiler" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(LOOP is None, reason="needs a C compiler")
+@pytest.mark.skipif(LOOPS is None, reason="needs a C compiler")
 def test_it_is_compiled_once(tmp_path: Path) -> None:
-    assert load_copy_loop(tmp_path) is not None
+    assert load_loops(tmp_path) is not None
     assert len(list(tmp_path.iterdir())) == 1
-    assert load_copy_loop(tmp_path, compiler="no-such-compiler") is not None
+    assert load_loops(tmp_path, compiler="no-such-compiler") is not None
 
 
 def test_a_place_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.chmod(0o777)
     with caplog.at_level(logging.INFO, "kvbaton.transport"):
-        assert load_copy_loop(tmp_path) is None
+        assert load_loops(tmp_path) is None
     assert "somebody else" in caplog.text

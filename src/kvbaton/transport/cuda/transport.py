@@ -27,7 +27,7 @@ from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
 from kvbaton.transport.cuda.tables import launches_for
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.neighbour import Neighbour
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.runs import RunCursor
 from kvbaton.transport.sliced import SliceMover
@@ -43,8 +43,9 @@ MAX_LAUNCH_RUNS = 4 << 20
 class _PeerMemory:
     """What the mover keeps per peer."""
 
-    def __init__(self, process: Neighbour, mapping: Mapping) -> None:
-        self.process = process
+    def __init__(self, pid: int, watch: NeighbourWatch, mapping: Mapping) -> None:
+        self.pid = pid
+        self.watch = watch
         self.mapping = mapping
 
 
@@ -79,14 +80,15 @@ class _GpuReach:
         return int(runs[:, 2].sum())
 
     def confirm(self, link: _PeerMemory) -> None:
-        link.process.confirm()
+        link.watch.check()
 
     def release(self, link: _PeerMemory) -> None:
         self._open.discard(link)
+        link.watch.close()
         try:
             link.mapping.close(self._driver)
         except TransportError as error:
-            log.warning("memory of process %d stays mapped: %s", link.process.pid, error)
+            log.warning("memory of process %d stays mapped: %s", link.pid, error)
 
     def close(self) -> None:
         """Release all, and the GPU."""
@@ -141,8 +143,12 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         if process.host != self._neighbour.host:
             raise TransportError(f"{name} is on another host ({process.host!r}, here {self._neighbour.host!r}); choose tcp")
         try:
-            process.confirm()
-            return self._reach.add(_PeerMemory(process, open_parts(parts, self._driver)))
+            with ExitStack() as undo:
+                watch = NeighbourWatch(process)
+                undo.callback(watch.close)
+                mapping = open_parts(parts, self._driver)
+                undo.pop_all()
+            return self._reach.add(_PeerMemory(process.pid, watch, mapping))
         except (PeerError, TransportError) as error:
             raise TransportError(
                 f"{name} cannot be reached: {error} (its GPU is {gpu}, this one {self._driver.gpu_id()})"
