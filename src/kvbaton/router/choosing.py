@@ -75,6 +75,11 @@ class Seats:
         if slot is not None:
             self._chooser.give_back(self.pair.decode, slot, self.pair.decode_dp_rank)
 
+    def leave(self) -> None:
+        """Nothing came of it: leave both. Idempotent."""
+        self.leave_prefill()
+        self.leave_decode()
+
 
 @dataclass(frozen=True, slots=True)
 class _Side:

@@ -95,6 +95,47 @@ async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
         assert "gone" not in gate.order
 
 
+def nested(name: str, depth: int) -> bytes:
+    return b'{"prompt":"x","%b":%b%b}' % (name.encode(), b"[" * depth, b"]" * depth)
+
+
+LOOKED_AT_LATE = [
+    b'{"prompt":"x","min_tokens":1E400}',
+    b'{"prompt":"x","min_tokens":"\xff"}',
+    b'{"prompt":"x","priority":1E400}',
+]
+ALMOST_TOO_DEEP = [nested(name, depth) for name in ("min_tokens", "priority", "prompt") for depth in range(930, 1000, 4)]
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_fields_that_are_found_malformed_late_leave_nothing_behind(dispatch: Dispatch) -> None:
+    """Such a request has its seats already, or waits: both must be free again, and the queue must go on."""
+
+    async def test() -> None:
+        gate = Gate()
+        p, d = prefill(decode_well, mode=WRITE, dispatch=dispatch), decode(gate, mode=WRITE, dispatch=dispatch)
+        async with p, d, routing(p, d, max_per_decode=1, local_prefill_chars=1) as router:
+            gate.open.set()
+            for content in LOOKED_AT_LATE + ALMOST_TOO_DEEP:
+                assert b'"bug"' not in (await router.post(content))[2], content[:40]
+            gate.open.clear()
+            first = asyncio.create_task(router.post(BODY))
+            await until(lambda: d.running == 1)
+            others = [asyncio.create_task(router.post(content)) for content in LOOKED_AT_LATE[:2] + ALMOST_TOO_DEEP]
+            last = asyncio.create_task(router.post(BODY))
+            async with asyncio.timeout(20):
+                while await router.metric("kvbaton_router_in_flight_requests") < 3:
+                    await asyncio.sleep(0.01)
+            gate.open.set()
+            assert [(await first)[0], (await last)[0]] == [200, 200]
+            assert not [content for _, _, content in await asyncio.gather(*others) if b'"bug"' in content]
+            await queued(router, 0)
+            assert await router.metric("kvbaton_router_in_flight_requests") == 0
+            assert {one["in_flight"] for one in json.loads((await router.get("/instances"))[2])["live"]} == {0}
+
+    asyncio.run(test())
+
+
 @run
 async def test_short_prompts_are_prefilled_by_decode() -> None:
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d, local_prefill_chars=100) as router:

@@ -265,6 +265,9 @@ class ClientConnection(asyncio.Protocol):
             self._server.handle(self, request)
         except Exception:
             _logger.exception("router: %s %s failed; this is a bug", request.method, request.path)
+            guest, self._guest = self._guest, None
+            if guest is not None:
+                guest.client_gone()
             self.send(error_response(500, "the router failed; its log says why", code="bug"))
 
     def _persistence(self) -> bytes:
