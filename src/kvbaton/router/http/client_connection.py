@@ -174,6 +174,7 @@ class ClientConnection(asyncio.Protocol):
         is_old = parser.get_http_version() == "1.0"
         method = parser.get_method().decode("latin-1")
         request = Request(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
+        self._headers, self._body = {}, []
         if self._request is None:
             self._serve(request)
         elif len(self._ahead) < _MAX_AHEAD:
@@ -259,7 +260,6 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, request: Request) -> None:
         self._request = request
-        self._headers, self._body = {}, []
         self.deadline = None
         try:
             self._server.handle(self, request)
