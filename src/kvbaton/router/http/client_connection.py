@@ -26,6 +26,7 @@ _logger = logging.getLogger(__name__)
 _WRITE_BUFFER_BYTES = 128 * 1024
 _LINGER_S = 1.0
 _MAX_AHEAD = 16
+_HEADER_MARKS = len(b": \r\n")
 _CHUNKED = b"Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n"
 
 
@@ -47,7 +48,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead", "_body", "_body_bytes", "_closing", "_guest", "_head_bytes", "_headers", "_in_head", "_is_receiving",
-        "_max_head_bytes", "_parser", "_refusal", "_request", "_server", "_transport", "_url", "deadline", "stalled_since",
+        "_max_head_bytes", "_parser", "_quiet_bytes", "_refusal", "_request", "_server", "_transport", "_url", "deadline",
+        "stalled_since",
     )  # fmt: skip
 
     def __init__(self, server: HttpServer) -> None:
@@ -63,6 +65,7 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         self._is_receiving = False
         self._head_bytes = 0
+        self._quiet_bytes = 0
         self._body_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
@@ -101,26 +104,28 @@ class ClientConnection(asyncio.Protocol):
             self._guest.client_resumes()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; whatever is wrong with the bytes ends in one 4xx."""
+        """Read on; whatever is wrong with the bytes ends in one 4xx.
+
+        The parser keeps what it cannot tell of yet, the unfinished header or trailer: that is limited, too.
+        """
         if self._closing:
             return
+        self._quiet_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._refuse(400, "upgrading the connection is not possible here")
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is no HTTP request: {error}")
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self._max_head_bytes:
-                self._refuse_head()
+        if self._quiet_bytes > self._max_head_bytes:
+            self._refuse_head()
         if self._refusal is not None:
             self._close_with(self._refusal)
 
     def on_message_begin(self) -> None:
         """A request starts."""
         self._in_head = self._is_receiving = True
-        self._head_bytes = 0
+        self._head_bytes = self._quiet_bytes = 0
         self._body_bytes = 0
         self._url = b""
         self._headers = {}
@@ -131,13 +136,12 @@ class ClientConnection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
         self._url += url
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; trailers are dropped."""
+        self._count_head(len(name) + len(value) + _HEADER_MARKS)
         if self._in_head:
-            self._head_bytes += len(name) + len(value)
-            if self._head_bytes > self._max_head_bytes:
-                self._refuse_head()
             self._headers[name.lower()] = value or b""
 
     def on_headers_complete(self) -> None:
@@ -158,6 +162,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
+        self._quiet_bytes = 0
         self._body_bytes += len(piece)
         if self._body_bytes > self._server.settings.max_body_bytes:
             self._refuse(413, f"the body is too large: more than {self._server.settings.max_body_bytes} bytes")
@@ -293,6 +298,12 @@ class ClientConnection(asyncio.Protocol):
     def _serve_next(self) -> None:
         if self._ahead and self._request is None and self._transport is not None:
             self._serve(self._ahead.popleft())
+
+    def _count_head(self, length: int) -> None:
+        self._quiet_bytes = 0
+        self._head_bytes += length
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse_head()
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"the head of the request is longer than {self._max_head_bytes} bytes")
