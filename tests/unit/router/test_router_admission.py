@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from router_fakes import (
@@ -281,6 +283,42 @@ async def test_the_router_finishes_what_it_has_when_it_is_asked_to_stop() -> Non
         assert content.endswith(b"[DONE]\n\n")
         await asyncio.wait([router.task], timeout=20)
         assert router.task.done()
+
+
+@run
+async def test_a_request_that_is_half_in_is_finished_too() -> None:
+    content = json.dumps(BODY).encode()
+    async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.settings.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content[:9]))
+        await asyncio.sleep(0.1)
+        router.task.cancel()
+        await asyncio.sleep(0.2)
+        writer.write(content[9:])
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+
+
+def test_requests_that_wait_for_a_seat_are_finished_although_nobody_tells_of_instances(tmp_path: Path) -> None:
+    path = tmp_path / "instances.json"
+
+    async def test() -> None:
+        gate = Gate()
+        settings: dict[str, Any] = {"max_per_decode": 1, "expire_after_s": 0.3, "instances_file": path}
+        async with prefill(mode=WRITE) as p, decode(gate, mode=WRITE) as d:
+            path.write_text("[]")
+            async with routing(**settings) as router:
+                path.write_bytes(msgspec.json.encode([one.registration() for one in (p, d)]))
+                while (await router.get("/health"))[0] != 200:
+                    await asyncio.sleep(0.01)
+                requests = [asyncio.create_task(router.post(BODY)) for _ in range(2)]
+                await queued(router, 1)
+                router.task.cancel()
+                await asyncio.sleep(0.8)
+                gate.open.set()
+                assert [(await request)[0] for request in requests] == [200, 200]
+
+    asyncio.run(test())
 
 
 @run

@@ -244,8 +244,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def drain(self) -> None:
-        """Close the connection as soon as no request is being served."""
-        if self._request is None and self._transport is not None and not self._in_head:
+        """Close the connection as soon as no request is being served, or on its way in."""
+        if self._request is None and self._transport is not None and not self._is_receiving:
             self._closing = True
             self._transport.close()
 
