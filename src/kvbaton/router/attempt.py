@@ -178,7 +178,8 @@ class Attempt:
         if not self._is_held or source is None:
             return
         self._is_held = False
-        payload = request_head("DELETE", f"/handoffs/{self._job.transfer_id}", source.http_address, 0)
+        path = f"/handoffs/{self._job.transfer_id}"
+        payload = request_head("DELETE", path, source.http_address, 0, self._job.lines)
         deadline = self._upstream.clock() + _AFTERMATH_S
         self._upstream.start(Call(Nobody(), source, payload, deadline=deadline))
 
