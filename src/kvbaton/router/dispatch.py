@@ -149,6 +149,7 @@ class Exchange:
     _tail = b""
     _has_begun = False
     _is_waiting = False
+    _is_held_back = False
     _is_over = False
 
     def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: Request) -> None:
@@ -175,11 +176,13 @@ class Exchange:
 
     def client_pauses(self) -> None:
         """Hold decode back while the client catches up."""
+        self._is_held_back = True
         if self._attempt is not None:
             self._attempt.pause()
 
     def client_resumes(self) -> None:
         """Go on."""
+        self._is_held_back = False
         if self._attempt is not None:
             self._attempt.resume()
 
@@ -306,6 +309,8 @@ class Exchange:
             self._answer_lines = job.answer_lines(self._client_request_id())
             dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
             self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
+            if self._is_held_back:
+                self._attempt.pause()
             self._attempt.start()
         except BadRequest:
             self._attempt = None

@@ -122,6 +122,8 @@ async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(BODY)
         assert (await answer(reader))[0] == 200
+        old = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Expect: 100-continue\r\n\r\n" + BODY
+        assert (await exchange(router, old))[0] == 200, "HTTP/1.0 knows no interim answer"
 
 
 @run
@@ -303,6 +305,40 @@ async def test_a_slow_reader_holds_decode_back_and_memory_stays_bounded() -> Non
                 taken += len(await reader.read(1 << 20))
             assert written > 20_000_000
         await until(lambda: d.is_idle)
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_who_has_not_read_its_last_answer_holds_the_next_one_back(mode: TransferMode) -> None:
+    written = 0
+
+    async def flood(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal written
+        if not body.get("stream"):
+            return web.Response(body=b"x" * 16_000_000)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(1000):
+            await response.write(b"data: " + b"x" * 65530 + b"\n\n")
+            written += 65538
+        return response
+
+    async def test() -> None:
+        body = b'{"prompt":"hello","stream":true}'
+        async with prefill(mode=mode) as p, decode(flood, mode=mode) as d, routing(p, d) as router:
+            async with raw(router) as (reader, writer):
+                writer.write(REQUEST + b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+                await until(lambda: len(d.seen) == 2)
+                before = -1
+                while before != written:
+                    before = written
+                    await asyncio.sleep(0.3)
+                assert written < 20_000_000, "more was taken than buffers of sockets hold"
+                taken = 0
+                while taken < 60_000_000:
+                    taken += len(await reader.read(1 << 20))
+            await until(lambda: d.is_idle)
+
+    asyncio.run(test())
 
 
 @run

@@ -157,7 +157,8 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
-            if headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
+            waits = headers.get(b"expect", b"").lower() == b"100-continue" and self._parser.get_http_version() != "1.0"
+            if waits and self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
@@ -188,8 +189,10 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(429, f"more than {_MAX_AHEAD} requests were sent ahead of their answers")
 
     def host(self, guest: Guest) -> None:
-        """From now on, tell `guest` what becomes of the client of the current request."""
+        """From now on, tell `guest` what becomes of the client of the current request; it may have earlier answers to read."""
         self._guest = guest
+        if self.stalled_since is not None:
+            guest.client_pauses()
 
     @property
     def is_open(self) -> bool:
