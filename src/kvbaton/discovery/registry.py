@@ -168,6 +168,7 @@ class Registry:
         self._comings: OrderedDict[_Key, tuple[int, float]] = OrderedDict()
         self._expired: deque[Instance] = deque(maxlen=max_instances)
         self._next_sweep = _NEVER
+        self._keeps_silent = False
         self._lock = threading.Lock()
         self.version = 0
         """Another number each time that the live instances may have changed."""
@@ -188,6 +189,11 @@ class Registry:
             if reason is not None:
                 return self._refuse(message, now, reason)
             return self._admit(message, now, earlier)
+
+    def keep_silent(self) -> None:
+        """From now on silence ends nobody: whoever told of the instances has stopped. Goodbyes still do."""
+        with self._lock:
+            self._keeps_silent = True
 
     def expire(self, now: float) -> tuple[Instance, ...]:
         """Forget the instances that have been silent for too long; each of them is returned by one call."""
@@ -256,7 +262,7 @@ class Registry:
         patience_s = self.expire_after_s
         if instance.beat_s:
             patience_s = min(max(patience_s, _MISSED_HEARTBEATS * instance.beat_s), _MOST_PATIENCE * patience_s)
-        return now - instance.last_seen < patience_s
+        return self._keeps_silent or now - instance.last_seen < patience_s
 
     def _drop_expired(self, now: float, at_once: bool = False) -> None:
         """Looking at everybody is done now and then only: a flood of messages must not make each of them dear."""

@@ -66,8 +66,13 @@ class RouterCore:
         self.server.sweep(now)
 
     async def stop(self) -> None:
-        """Finish the requests in flight within the drain's limit, then close everything."""
+        """Finish the requests in flight within the drain's limit, then close everything.
+
+        Those that wait for a seat need the instances, of which nobody may tell any more: the file of them is not read now,
+        and the first of several processes has ended.
+        """
         self.routes.is_draining = True
+        self.registry.keep_silent()
         deadline = asyncio.get_running_loop().create_task(self.server.drain(self.settings.drain_timeout_s))
         while not deadline.done():
             self.sweep(time.monotonic())

@@ -66,6 +66,7 @@ class Attempt:
     _verdict: asyncio.TimerHandle | None = None
     _has_begun = False
     _is_held = False
+    _is_paused = False
     _is_over = False
 
     def __init__(self, owner: Owner, upstream: Upstream, settings: RouterSettings, job: Job, seats: Seats) -> None:
@@ -103,12 +104,14 @@ class Attempt:
         self._release_cache()
 
     def pause(self) -> None:
-        """Take no more of decode's stream for now."""
+        """Take no more of decode's stream for now, or of the one that is to come."""
+        self._is_paused = True
         if self._decode is not None:
             self._decode.pause()
 
     def resume(self) -> None:
         """Go on with decode's stream."""
+        self._is_paused = False
         if self._decode is not None:
             self._decode.resume()
 
@@ -178,7 +181,8 @@ class Attempt:
         if not self._is_held or source is None:
             return
         self._is_held = False
-        payload = request_head("DELETE", f"/handoffs/{self._job.transfer_id}", source.http_address, 0)
+        path = f"/handoffs/{self._job.transfer_id}"
+        payload = request_head("DELETE", path, source.http_address, 0, self._job.lines)
         deadline = self._upstream.clock() + _AFTERMATH_S
         self._upstream.start(Call(Nobody(), source, payload, deadline=deadline))
 
@@ -211,6 +215,8 @@ class Attempt:
             may_stream=True,
             max_bytes=self._settings.max_answer_bytes,
         )
+        if self._is_paused:
+            self._decode.pause()
         self._upstream.start(self._decode)
 
     def _finish(self) -> None:

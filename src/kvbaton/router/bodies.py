@@ -47,11 +47,14 @@ class ClientBody(msgspec.Struct, frozen=True):
     content: bytes | None = None
 
     def batch_size(self) -> int | None:
-        """How many prompts a batch has; None for a single one."""
+        """How many prompts a batch has; None for a single one. Raises BadRequest when it is nested too deeply."""
         for name in ("prompt", "text", "input_ids"):
             value = self.fields.get(name)
             if value is not None and bytes(value).startswith(b"["):
-                items = msgspec.json.decode(value, type=list[msgspec.Raw])
+                try:
+                    items = msgspec.json.decode(value, type=list[msgspec.Raw])
+                except RecursionError:
+                    raise BadRequest(name, f"{name} is nested too deeply") from None
                 return len(items) if items and bytes(items[0])[:1] in (b"[", b'"') else None
         return None
 

@@ -75,6 +75,11 @@ class Seats:
         if slot is not None:
             self._chooser.give_back(self.pair.decode, slot, self.pair.decode_dp_rank)
 
+    def leave(self) -> None:
+        """Nothing came of it: leave both. Idempotent."""
+        self.leave_prefill()
+        self.leave_decode()
+
 
 @dataclass(frozen=True, slots=True)
 class _Side:
@@ -83,6 +88,13 @@ class _Side:
     places: tuple[Candidate, ...]
     cap: float
     aside_until: float
+
+    def is_aside(self, now: float) -> bool:
+        """Whether all of them are put aside."""
+        return self.aside_until > now and all(place.instance.aside_until > now for place in self.places)
+
+
+_Entry = tuple[Pool, _Side, _Side]
 
 
 class _Ranks:
@@ -121,7 +133,7 @@ class Chooser:
         self._ranks: dict[str, _Ranks] = {}
         self._version = -1
         self._turn = 0
-        self._pools: list[tuple[Pool, _Side, _Side]] = []
+        self._pools: list[_Entry] = []
         self._decodes = self._side(())
         self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], Pair] = {}
         self._live: tuple[Instance, ...] = ()
@@ -137,8 +149,7 @@ class Chooser:
         self._pairs.clear()
         self._slots.keep({instance_key(i.registration) for i in self._live}, now, self._loads.of)
         self._pools = [(pool, self._side(pool.prefills), self._side(pool.decodes)) for pool in pools_of(self._live)]
-        decodes = tuple(i for i in self._live if i.type is InstanceType.DECODE)
-        self._decodes = self._side(decodes)
+        self._decodes = self._side(tuple(i for i in self._live if _can_prefill(i)))
         known = {i.http_address for i in self._live}
         self._ranks = {address: counts for address, counts in self._ranks.items() if address in known}
         return True
@@ -159,12 +170,28 @@ class Chooser:
         if not pools:
             return Missing(missing_sides(self._live) or "no instance serves this path; see /instances")
         self._turn += 1
-        pool, prefills, decodes = pools[0] if len(pools) == 1 else self._share(pools)
+        found = self._choose_from(pools[0], wish, now) if len(pools) == 1 else self._choose_among(pools, wish, now)
+        if isinstance(found, Busy) and found.side is InstanceType.PREFILL and self._settings.local_prefill_when_busy:
+            alone = self._alone(wish, now)
+            return found if isinstance(alone, _NO_SEATS) else alone
+        return found
+
+    def _choose_among(self, pools: list[_Entry], wish: Wish, now: float) -> Seats | Missing | Busy:
+        """Seats in the pool whose turn it is, else in another one; those that cannot be reached as a whole come last."""
+        said: Missing | Busy | None = None
+        for entry in sorted(self._share(pools), key=lambda entry: entry[1].is_aside(now) or entry[2].is_aside(now)):
+            found = self._choose_from(entry, wish, now)
+            if isinstance(found, Seats):
+                return found
+            said = found if said is None or isinstance(found, Busy) else said
+        assert said is not None  # noqa: S101
+        return said
+
+    def _choose_from(self, entry: _Entry, wish: Wish, now: float) -> Seats | Missing | Busy:
+        pool, prefills, decodes = entry
         source = self._candidates(prefills, wish, now)
         target = self._candidates(decodes, wish, now)
         if isinstance(source, _NO_SEATS):
-            if isinstance(source, Busy) and self._settings.local_prefill_when_busy and not isinstance(target, _NO_SEATS):
-                return self._alone(wish, now)
             return source
         if isinstance(target, _NO_SEATS):
             return target
@@ -212,10 +239,11 @@ class Chooser:
             pair = self._pairs[key] = Pair(prefill, target.instance, source_rank, target_rank)
         return pair
 
-    def _share(self, pools: list[tuple[Pool, _Side, _Side]]) -> tuple[Pool, _Side, _Side]:
-        """Each pool has as large a share of the requests as it has of the prefill instances."""
-        shares = [entry for entry in pools for _ in entry[0].prefills]
-        return shares[self._turn % len(shares)]
+    def _share(self, pools: list[_Entry]) -> list[_Entry]:
+        """Whose turn it is, and the others; each pool has as large a share of the turns as of the prefill instances."""
+        shares = [index for index, entry in enumerate(pools) for _ in entry[0].prefills]
+        first = shares[self._turn % len(shares)]
+        return pools[first:] + pools[:first]
 
     def _candidates(self, side: _Side, wish: Wish, now: float) -> Sequence[Candidate] | Missing | Busy:
         found: Sequence[Candidate] = side.places
@@ -247,3 +275,8 @@ class Chooser:
         if ranks is None or len(ranks.counts) != size:
             ranks = self._ranks[instance.http_address] = _Ranks([0] * size)
         return ranks.take()
+
+
+def _can_prefill(instance: Instance) -> bool:
+    """Whether it is a decode instance that can do it all; one of SGLang's waits for a bootstrap room that nobody enters."""
+    return instance.type is InstanceType.DECODE and instance.registration.dispatch is Dispatch.HANDOFF

@@ -149,6 +149,7 @@ class Exchange:
     _tail = b""
     _has_begun = False
     _is_waiting = False
+    _is_held_back = False
     _is_over = False
 
     def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: Request) -> None:
@@ -163,7 +164,7 @@ class Exchange:
         try:
             self._body = parse_body(self._request.body)
         except BadRequest as error:
-            self._send(error_response(400, str(error), code="bad_request", param=error.field))
+            self._refuse(error)
             return
         self._place(self._arrived)
 
@@ -175,11 +176,13 @@ class Exchange:
 
     def client_pauses(self) -> None:
         """Hold decode back while the client catches up."""
+        self._is_held_back = True
         if self._attempt is not None:
             self._attempt.pause()
 
     def client_resumes(self) -> None:
         """Go on."""
+        self._is_held_back = False
         if self._attempt is not None:
             self._attempt.resume()
 
@@ -234,7 +237,18 @@ class Exchange:
             self._answer_failure(failure)
 
     def _place(self, now: float) -> bool:
-        """Take seats and start, or wait for some, or answer that there are none. False when a waiting request still waits."""
+        """Take seats and start, or wait for some, or answer that there are none. False when a waiting request still waits.
+
+        A field that is first looked at here, and is malformed, is answered here too: the queue must not hear of it.
+        """
+        try:
+            return self._find_place(now)
+        except BadRequest as error:
+            self._leave_queue()
+            self._refuse(error)
+            return True
+
+    def _find_place(self, now: float) -> bool:
         dispatcher = self._dispatcher
         found = dispatcher.chooser.choose(self._wish(), now)
         if isinstance(found, Seats):
@@ -289,11 +303,19 @@ class Exchange:
             dispatcher.metrics.add("retries")
         if seats.pair.prefill is None:
             dispatcher.metrics.add("local_prefills")
-        job = self._job = new_job(request.path, self._body, seats.pair, dispatcher.forwarded_lines(request), dispatcher.digits)
-        self._answer_lines = job.answer_lines(self._client_request_id())
-        dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
-        self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
-        self._attempt.start()
+        forwarded = dispatcher.forwarded_lines(request)
+        try:
+            job = self._job = new_job(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
+            self._answer_lines = job.answer_lines(self._client_request_id())
+            dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
+            self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
+            if self._is_held_back:
+                self._attempt.pause()
+            self._attempt.start()
+        except BadRequest:
+            self._attempt = None
+            seats.leave()
+            raise
 
     def _client_request_id(self) -> str:
         given = self._request.header(b"x-request-id")
@@ -355,6 +377,9 @@ class Exchange:
             lines += head_lines({"Retry-After": answer.retry_after})
         self._finish()
         self._connection.send_raw(answer.status, answer.content_type, answer.content, lines)
+
+    def _refuse(self, error: BadRequest) -> None:
+        self._send(error_response(400, str(error), code="bad_request", param=error.field))
 
     def _send(self, response: Response) -> None:
         lines = self._answer_lines + head_lines(response.headers)

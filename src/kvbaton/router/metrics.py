@@ -21,7 +21,7 @@ _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/generate", "/v1/models", "/health", "/ready", "/instances", "/metrics",
     "/handoffs", "/handoffs/{transfer_id}", "/", "/page/{name}", "other",
 )  # fmt: skip
-_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "client_closed")
+_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other", "client_closed")
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAUGES = {
     "in_flight_requests": "Completion requests that are not over",
@@ -77,7 +77,7 @@ class RouterMetrics:
         """A request was answered with this status."""
         column = self._answer_columns.get((path, status))
         if column is None:
-            self.count_request(path, f"{status // 100}xx")
+            self.count_request(path, f"{status // 100}xx" if 100 <= status < 600 else "other")
         else:
             self._cells[column] += 1
 

@@ -71,6 +71,8 @@ class _Worker:
     pid: int
     channel: socket.socket
     started: float
+    is_over: bool = False
+    """Whether it has ended and its process id is somebody else's to have."""
 
 
 class _Teller(Registry):
@@ -256,7 +258,8 @@ class _Head:
     def _stop(self, _number: int, _frame: object) -> None:
         if self._stopping:
             for worker in self._workers:
-                os.kill(worker.pid, signal.SIGKILL)
+                if not worker.is_over:
+                    _kill(worker.pid, signal.SIGKILL)
         self._stopping = True
 
     def _end_workers(self) -> None:
@@ -269,6 +272,7 @@ class _Head:
                 if time.monotonic() > give_up_at:
                     _kill(worker.pid, signal.SIGKILL)
                 time.sleep(0.02)
+            worker.is_over = True
             worker.channel.close()
 
 

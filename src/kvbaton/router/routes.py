@@ -122,7 +122,7 @@ class Routes:
         given = request.headers.get(b"authorization", b"")
         return any(hmac.compare_digest(given, key) for key in self._keys)
 
-    async def _models(self, _request: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
         live = self._registry.live(self._clock())
         if not live:
             return error_response(503, missing_sides(live), code="no_instance", headers=_RETRY_AFTER)
@@ -131,7 +131,8 @@ class Routes:
             entries = [{"id": n, "object": "model", "created": self._started, "owned_by": "kvbaton"} for n in names]
             return json_response({"object": "list", "data": entries})
         asked = live[0]
-        answer = await fetch(self._upstream, asked, "/v1/models", _MODELS_TIMEOUT_S, _MODELS_BYTES)
+        lines = self._dispatcher.forwarded_lines(request)
+        answer = await fetch(self._upstream, asked, "/v1/models", _MODELS_TIMEOUT_S, _MODELS_BYTES, lines=lines)
         return Response(answer.status, answer.content, answer.content_type)
 
     def _health(self, _request: Request) -> Response:

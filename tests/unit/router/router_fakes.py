@@ -75,6 +75,7 @@ class FakeInstance:
     bootstrap_port: int = 0
     seen: list[Seen] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    key: str | None = None
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
 
@@ -126,6 +127,8 @@ class FakeInstance:
                 connection.transport.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({}, status=401)
         if request.method == "DELETE":
             self.released.append(request.path)
             return web.json_response({})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from router_fakes import (
@@ -93,6 +95,47 @@ async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
         assert (await first)[0] == 200
         assert (await router.post(BODY))[0] == 200
         assert "gone" not in gate.order
+
+
+def nested(name: str, depth: int) -> bytes:
+    return b'{"prompt":"x","%b":%b%b}' % (name.encode(), b"[" * depth, b"]" * depth)
+
+
+LOOKED_AT_LATE = [
+    b'{"prompt":"x","min_tokens":1E400}',
+    b'{"prompt":"x","min_tokens":"\xff"}',
+    b'{"prompt":"x","priority":1E400}',
+]
+ALMOST_TOO_DEEP = [nested(name, depth) for name in ("min_tokens", "priority", "prompt") for depth in range(930, 1000, 4)]
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_fields_that_are_found_malformed_late_leave_nothing_behind(dispatch: Dispatch) -> None:
+    """Such a request has its seats already, or waits: both must be free again, and the queue must go on."""
+
+    async def test() -> None:
+        gate = Gate()
+        p, d = prefill(decode_well, mode=WRITE, dispatch=dispatch), decode(gate, mode=WRITE, dispatch=dispatch)
+        async with p, d, routing(p, d, max_per_decode=1, local_prefill_chars=1) as router:
+            gate.open.set()
+            for content in LOOKED_AT_LATE + ALMOST_TOO_DEEP:
+                assert b'"bug"' not in (await router.post(content))[2], content[:40]
+            gate.open.clear()
+            first = asyncio.create_task(router.post(BODY))
+            await until(lambda: d.running == 1)
+            others = [asyncio.create_task(router.post(content)) for content in LOOKED_AT_LATE[:2] + ALMOST_TOO_DEEP]
+            last = asyncio.create_task(router.post(BODY))
+            async with asyncio.timeout(20):
+                while await router.metric("kvbaton_router_in_flight_requests") < 3:
+                    await asyncio.sleep(0.01)
+            gate.open.set()
+            assert [(await first)[0], (await last)[0]] == [200, 200]
+            assert not [content for _, _, content in await asyncio.gather(*others) if b'"bug"' in content]
+            await queued(router, 0)
+            assert await router.metric("kvbaton_router_in_flight_requests") == 0
+            assert {one["in_flight"] for one in json.loads((await router.get("/instances"))[2])["live"]} == {0}
+
+    asyncio.run(test())
 
 
 @run
@@ -240,6 +283,42 @@ async def test_the_router_finishes_what_it_has_when_it_is_asked_to_stop() -> Non
         assert content.endswith(b"[DONE]\n\n")
         await asyncio.wait([router.task], timeout=20)
         assert router.task.done()
+
+
+@run
+async def test_a_request_that_is_half_in_is_finished_too() -> None:
+    content = json.dumps(BODY).encode()
+    async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.settings.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content[:9]))
+        await asyncio.sleep(0.1)
+        router.task.cancel()
+        await asyncio.sleep(0.2)
+        writer.write(content[9:])
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+
+
+def test_requests_that_wait_for_a_seat_are_finished_although_nobody_tells_of_instances(tmp_path: Path) -> None:
+    path = tmp_path / "instances.json"
+
+    async def test() -> None:
+        gate = Gate()
+        settings: dict[str, Any] = {"max_per_decode": 1, "expire_after_s": 0.3, "instances_file": path}
+        async with prefill(mode=WRITE) as p, decode(gate, mode=WRITE) as d:
+            path.write_text("[]")
+            async with routing(**settings) as router:
+                path.write_bytes(msgspec.json.encode([one.registration() for one in (p, d)]))
+                while (await router.get("/health"))[0] != 200:
+                    await asyncio.sleep(0.01)
+                requests = [asyncio.create_task(router.post(BODY)) for _ in range(2)]
+                await queued(router, 1)
+                router.task.cancel()
+                await asyncio.sleep(0.8)
+                gate.open.set()
+                assert [(await request)[0] for request in requests] == [200, 200]
+
+    asyncio.run(test())
 
 
 @run

@@ -61,6 +61,10 @@ async def test_models_of_instances_that_did_not_say_are_asked_for() -> None:
     listed = answering(200, '{"object":"list","data":[{"id":"theirs"}]}')
     async with prefill(listed, model="") as p, routing(p) as router:
         assert json.loads((await router.get("/v1/models"))[2])["data"][0]["id"] == "theirs"
+        assert "authorization" not in p.seen[0].headers
+    async with prefill(listed, model="") as p, routing(p, instance_api_key="theirs") as router:
+        assert (await router.get("/v1/models"))[0] == 200
+        assert p.seen[0].headers["authorization"] == "Bearer theirs"
     async with routing(prefill(model="")) as router:
         assert (await router.get("/v1/models"))[0] == 502
 
@@ -234,6 +238,13 @@ async def test_unknown_paths_share_one_label() -> None:
             assert (await router.get(f"/nope/{number}"))[0] == 404
         assert await router.metric('kvbaton_router_requests_total{path="other",status="4xx"}') == 50
         assert b"/nope" not in (await router.get("/metrics"))[2]
+
+
+@run
+async def test_a_status_that_http_does_not_know_is_passed_on_and_counted() -> None:
+    async with prefill() as p, decode(answering(799, "{}")) as d, routing(p, d) as router:
+        assert (await router.post({"prompt": "x"}))[0] == 799
+        assert await router.metric('kvbaton_router_requests_total{path="/v1/completions",status="other"}') == 1
 
 
 @run

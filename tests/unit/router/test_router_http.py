@@ -69,6 +69,27 @@ async def test_requests_on_one_connection_are_answered_in_order() -> None:
 
 
 @run
+async def test_a_request_that_is_half_in_stays_whole_while_earlier_ones_are_served() -> None:
+    gate = asyncio.Event()
+
+    async def hold(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await gate.wait()
+        return await decode_well(request, body)
+
+    p, d = prefill(mode=WRITE), decode(hold, mode=WRITE)
+    key = b"Authorization: Bearer key\r\n\r\n"
+    settings: dict[str, Any] = {"api_keys": ("key",), "headers": {"Authorization": "Bearer key"}}
+    async with p, d, routing(p, d, **settings) as router, raw(router) as (reader, writer):
+        writer.write((HEAD + key + BODY) * 2 + HEAD + key + BODY[:5])
+        await until(lambda: d.running == 1)
+        gate.set()
+        assert [(await answer(reader))[0] for _ in range(2)] == [200, 200]
+        writer.write(BODY[5:])
+        assert (await answer(reader))[0] == 200
+        assert d.seen[2].body["prompt"] == "hello"
+
+
+@run
 async def test_a_request_may_come_byte_by_byte_and_in_chunks() -> None:
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router, raw(router) as (reader, writer):
         for byte in REQUEST:
@@ -101,6 +122,8 @@ async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(BODY)
         assert (await answer(reader))[0] == 200
+        old = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Expect: 100-continue\r\n\r\n" + BODY
+        assert (await exchange(router, old))[0] == 200, "HTTP/1.0 knows no interim answer"
 
 
 @run
@@ -158,7 +181,48 @@ async def test_long_heads_are_refused_whether_in_one_line_or_in_many() -> None:
             status, _, body = await exchange(router, b"GET /health HTTP/1.1\r\n" + head + b"\r\n\r\n")
             assert status == 431
             assert "8192" in json.loads(body)["error"]["message"]
-        assert (await exchange(router, b"GET /" + b"u" * 20000 + b" HTTP/1.1\r\n\r\n"))[0] in (404, 431)
+        assert (await exchange(router, b"GET /" + b"u" * 20000 + b" HTTP/1.1\r\n\r\n"))[0] == 431
+
+
+@pytest.mark.parametrize("piece", [1000, 100_000])
+def test_a_head_is_as_long_in_pieces_as_it_is_in_one(piece: int) -> None:
+    heads = {200: b"A: " + b"x" * 7900, 431: b"A: " + b"x" * 8200}
+
+    async def test() -> None:
+        async with routing(max_head_bytes=8192) as router:
+            for status, head in heads.items():
+                content = b"GET /instances HTTP/1.1\r\n" + head + b"\r\n\r\n"
+                async with raw(router) as (reader, writer):
+                    for start in range(0, len(content), piece):
+                        writer.write(content[start : start + piece])
+                        await writer.drain()
+                        await asyncio.sleep(0)
+                    assert (await answer(reader))[0] == status
+
+    asyncio.run(test())
+
+
+@run
+async def test_the_next_head_may_begin_in_the_same_piece_as_a_long_body() -> None:
+    body = b'{"prompt":"%b"}' % (b"x" * 60000)
+    long = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    p, d = prefill(mode=WRITE), decode(mode=WRITE)
+    async with p, d, routing(p, d, max_head_bytes=8192) as router, raw(router) as (reader, writer):
+        writer.write(long + REQUEST[:30])
+        assert (await answer(reader))[0] == 200
+        writer.write(REQUEST[30:])
+        assert (await answer(reader))[0] == 200
+
+
+@run
+async def test_a_trailer_without_end_is_refused() -> None:
+    chunked = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with routing(max_head_bytes=8192) as router, raw(router) as (reader, writer):
+        writer.write(chunked + b"%x\r\n%b\r\n0\r\nTrailer: " % (len(BODY), BODY))
+        for _ in range(50):
+            writer.write(b"x" * 10_000)
+            await writer.drain()
+        assert (await answer(reader))[0] == 431
 
 
 @run
@@ -241,6 +305,40 @@ async def test_a_slow_reader_holds_decode_back_and_memory_stays_bounded() -> Non
                 taken += len(await reader.read(1 << 20))
             assert written > 20_000_000
         await until(lambda: d.is_idle)
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_who_has_not_read_its_last_answer_holds_the_next_one_back(mode: TransferMode) -> None:
+    written = 0
+
+    async def flood(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal written
+        if not body.get("stream"):
+            return web.Response(body=b"x" * 16_000_000)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(1000):
+            await response.write(b"data: " + b"x" * 65530 + b"\n\n")
+            written += 65538
+        return response
+
+    async def test() -> None:
+        body = b'{"prompt":"hello","stream":true}'
+        async with prefill(mode=mode) as p, decode(flood, mode=mode) as d, routing(p, d) as router:
+            async with raw(router) as (reader, writer):
+                writer.write(REQUEST + b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+                await until(lambda: len(d.seen) == 2)
+                before = -1
+                while before != written:
+                    before = written
+                    await asyncio.sleep(0.3)
+                assert written < 20_000_000, "more was taken than buffers of sockets hold"
+                taken = 0
+                while taken < 60_000_000:
+                    taken += len(await reader.read(1 << 20))
+            await until(lambda: d.is_idle)
+
+    asyncio.run(test())
 
 
 @run

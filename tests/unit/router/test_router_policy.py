@@ -217,6 +217,37 @@ def test_a_busy_prefill_pool_may_be_bypassed() -> None:
     assert pair_of(one.choose(WISH, 0.0)).prefill is None
 
 
+def two_modes(**settings: Any) -> Chooser:
+    return chooser(*(one for kind in InstanceType for mode in TransferMode for one in registrations(kind, 1, mode)), **settings)
+
+
+def test_what_one_mode_cannot_serve_the_other_does() -> None:
+    """A request whose instances of one mode have failed, or are full or out of reach, must not end or wait because of that."""
+    failed = Wish(NOTHING, avoid={"h:9000"})
+    assert {pair.transfer_mode for pair in take(two_modes(), 8, failed)} == {WRITE}
+    one = two_modes(max_per_prefill=1)
+    assert {pair_of(one.choose(WISH, 0.0)).transfer_mode for _ in range(2)} == {READ, WRITE}
+    assert [one.choose(WISH, 0.0) for _ in range(2)] == [Busy(PREFILL)] * 2
+    assert one.choose(failed, 0.0) == Busy(PREFILL)
+    registry = Registry(expire_after_s=1e9)
+    one = Chooser(RouterSettings(), registry, Loads(Board(1, 64), 0, 0), SlotBook(64))
+    for kind in InstanceType:
+        for mode in TransferMode:
+            registry.register(registrations(kind, 1, mode)[0], 0.0)
+    lost = registry.find("h:10100", DECODE)
+    assert lost is not None
+    registry.report_lost(lost, 0.0)
+    assert {pair.transfer_mode for pair in take(one, 8)} == {READ}
+
+
+def test_only_decode_instances_that_can_prefill_are_left_to_do_it() -> None:
+    """One of SGLang's cannot: it would wait for a source."""
+    live = [*registrations(PREFILL, 1, dispatch=Dispatch.BOOTSTRAP), *registrations(DECODE, 1, dispatch=Dispatch.BOOTSTRAP)]
+    one = chooser(*live, max_per_prefill=1, local_prefill_when_busy=True)
+    assert pair_of(one.choose(Wish(NOTHING, local=True), 0.0)).prefill is not None
+    assert one.choose(WISH, 0.0) == Busy(PREFILL)
+
+
 def test_who_failed_is_avoided_and_who_may_have_had_a_part_in_it_is_shunned() -> None:
     one = chooser(*registrations(PREFILL, 2), *registrations(DECODE, 2))
     for pair in take(one, 8, Wish(NOTHING, avoid={"h:9000"}, shun={"h:10000"})):

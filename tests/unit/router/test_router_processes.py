@@ -226,6 +226,22 @@ def test_a_flood_of_registrations_is_dropped_and_no_request_notices(processes: i
         assert memory_kib(router.process.pid) - before < 32 * 1024
 
 
+def test_a_second_signal_ends_what_is_left_at_once() -> None:
+    """Also when some of the processes had nothing to finish and are gone by then."""
+    with group(processes=6, delay_s=60.0) as router, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(router.ask, "/v1/completions", b'{"prompt":"x"}')
+        wait_until(lambda: router.metric("kvbaton_router_in_flight_requests") == 1, "a request is on its way")
+        workers = descendants(router.process.pid)
+        router.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: len(descendants(router.process.pid)) == 1, "the idle ones have ended")
+        is_first_busy = min(workers) in descendants(router.process.pid)
+        wait_until(lambda: is_first_busy or not os.path.exists(f"/proc/{min(workers)}"), "gone")  # noqa: PTH110
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(20) == 0
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)  # noqa: PTH110
+        assert waiting.result(20)[0] == 0
+
+
 def test_a_port_in_use_is_named() -> None:
     with group() as router:
         command = [sys.executable, "-m", "kvbaton.cli.main", "router", "--port", str(router.port), "--processes", "2"]

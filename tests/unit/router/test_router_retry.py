@@ -199,7 +199,7 @@ def test_a_client_that_leaves_while_both_wait_frees_both(mode: TransferMode) -> 
 async def test_what_prefill_holds_is_released_when_nobody_will_come_for_it() -> None:
     """Pull, and no decode instance can be reached: the blocks need not wait for their lease."""
     dead = decode()
-    async with prefill() as p, routing(p, dead) as router:
+    async with prefill(key="theirs") as p, routing(p, dead, instance_api_key="theirs") as router:
         status, headers, _ = await router.post(BODY)
         assert status == 502
         await until(lambda: p.released == [f"/handoffs/{headers['x-kvbaton-transfer']}"])

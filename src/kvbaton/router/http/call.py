@@ -126,6 +126,8 @@ class Call:
         """Send it over a connection that stands."""
         self._connection = connection
         self.was_sent = True
+        if self.is_paused:
+            connection.pause()
 
     def take_piece(self, piece: bytes) -> None:
         """Bytes of the body came."""

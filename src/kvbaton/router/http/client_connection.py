@@ -26,6 +26,7 @@ _logger = logging.getLogger(__name__)
 _WRITE_BUFFER_BYTES = 128 * 1024
 _LINGER_S = 1.0
 _MAX_AHEAD = 16
+_HEADER_MARKS = len(b": \r\n")
 _CHUNKED = b"Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n"
 
 
@@ -47,7 +48,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead", "_body", "_body_bytes", "_closing", "_guest", "_head_bytes", "_headers", "_in_head", "_is_receiving",
-        "_max_head_bytes", "_parser", "_refusal", "_request", "_server", "_transport", "_url", "deadline", "stalled_since",
+        "_max_head_bytes", "_parser", "_quiet_bytes", "_refusal", "_request", "_server", "_transport", "_url", "deadline",
+        "stalled_since",
     )  # fmt: skip
 
     def __init__(self, server: HttpServer) -> None:
@@ -63,6 +65,7 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         self._is_receiving = False
         self._head_bytes = 0
+        self._quiet_bytes = 0
         self._body_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
@@ -101,26 +104,28 @@ class ClientConnection(asyncio.Protocol):
             self._guest.client_resumes()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; whatever is wrong with the bytes ends in one 4xx."""
+        """Read on; whatever is wrong with the bytes ends in one 4xx.
+
+        The parser keeps what it cannot tell of yet, the unfinished header or trailer: that is limited, too.
+        """
         if self._closing:
             return
+        self._quiet_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._refuse(400, "upgrading the connection is not possible here")
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is no HTTP request: {error}")
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self._max_head_bytes:
-                self._refuse_head()
+        if self._quiet_bytes > self._max_head_bytes:
+            self._refuse_head()
         if self._refusal is not None:
             self._close_with(self._refusal)
 
     def on_message_begin(self) -> None:
         """A request starts."""
         self._in_head = self._is_receiving = True
-        self._head_bytes = 0
+        self._head_bytes = self._quiet_bytes = 0
         self._body_bytes = 0
         self._url = b""
         self._headers = {}
@@ -131,13 +136,12 @@ class ClientConnection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
         self._url += url
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; trailers are dropped."""
+        self._count_head(len(name) + len(value) + _HEADER_MARKS)
         if self._in_head:
-            self._head_bytes += len(name) + len(value)
-            if self._head_bytes > self._max_head_bytes:
-                self._refuse_head()
             self._headers[name.lower()] = value or b""
 
     def on_headers_complete(self) -> None:
@@ -153,11 +157,13 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
-            if headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
+            waits = headers.get(b"expect", b"").lower() == b"100-continue" and self._parser.get_http_version() != "1.0"
+            if waits and self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
+        self._quiet_bytes = 0
         self._body_bytes += len(piece)
         if self._body_bytes > self._server.settings.max_body_bytes:
             self._refuse(413, f"the body is too large: more than {self._server.settings.max_body_bytes} bytes")
@@ -174,6 +180,7 @@ class ClientConnection(asyncio.Protocol):
         is_old = parser.get_http_version() == "1.0"
         method = parser.get_method().decode("latin-1")
         request = Request(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
+        self._headers, self._body = {}, []
         if self._request is None:
             self._serve(request)
         elif len(self._ahead) < _MAX_AHEAD:
@@ -182,8 +189,10 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(429, f"more than {_MAX_AHEAD} requests were sent ahead of their answers")
 
     def host(self, guest: Guest) -> None:
-        """From now on, tell `guest` what becomes of the client of the current request."""
+        """From now on, tell `guest` what becomes of the client of the current request; it may have earlier answers to read."""
         self._guest = guest
+        if self.stalled_since is not None:
+            guest.client_pauses()
 
     @property
     def is_open(self) -> bool:
@@ -238,8 +247,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def drain(self) -> None:
-        """Close the connection as soon as no request is being served."""
-        if self._request is None and self._transport is not None and not self._in_head:
+        """Close the connection as soon as no request is being served, or on its way in."""
+        if self._request is None and self._transport is not None and not self._is_receiving:
             self._closing = True
             self._transport.close()
 
@@ -259,12 +268,14 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, request: Request) -> None:
         self._request = request
-        self._headers, self._body = {}, []
         self.deadline = None
         try:
             self._server.handle(self, request)
         except Exception:
             _logger.exception("router: %s %s failed; this is a bug", request.method, request.path)
+            guest, self._guest = self._guest, None
+            if guest is not None:
+                guest.client_gone()
             self.send(error_response(500, "the router failed; its log says why", code="bug"))
 
     def _persistence(self) -> bytes:
@@ -290,6 +301,12 @@ class ClientConnection(asyncio.Protocol):
     def _serve_next(self) -> None:
         if self._ahead and self._request is None and self._transport is not None:
             self._serve(self._ahead.popleft())
+
+    def _count_head(self, length: int) -> None:
+        self._quiet_bytes = 0
+        self._head_bytes += length
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse_head()
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"the head of the request is longer than {self._max_head_bytes} bytes")

@@ -289,11 +289,17 @@ class _Waiter(Nobody):
 
 
 async def fetch(
-    upstream: Upstream, instance: Instance, path: str, timeout_s: float, max_bytes: int, address: str | None = None
+    upstream: Upstream,
+    instance: Instance,
+    path: str,
+    timeout_s: float,
+    max_bytes: int,
+    address: str | None = None,
+    lines: bytes = b"",
 ) -> Answer:
-    """Ask an instance for a page, at `address` if that is not where its API is. Raises PeerError."""
+    """Ask an instance for a page, at `address` if that is not where its API is; `lines` are more headers. Raises PeerError."""
     waiter = _Waiter()
-    payload = request_head("GET", path, address or instance.http_address, 0)
+    payload = request_head("GET", path, address or instance.http_address, 0, lines)
     call = Call(waiter, instance, payload, address=address, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
     upstream.start(call)
     try:
