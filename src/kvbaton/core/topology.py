@@ -212,9 +212,13 @@ def _stage_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
 
 
 def _layer_problem(layouts: Sequence[Layout]) -> str:
-    held = {layer for layout in layouts for layer in layout.layers}
-    missing = sorted(set(range(max(held, default=-1) + 1)) - held)
-    return f"no rank holds layers {numbers_text(missing)}: there is a gap in the layers" if missing else ""
+    """The first gap. Numbers of a peer can be huge: no step is taken for a layer that nobody holds."""
+    held = sorted({layer for layout in layouts for layer in layout.layers})
+    for before, after in itertools.pairwise([-1, *held]):
+        if after - before > 1:
+            missing = f"{before + 1}" if after - before == 2 else f"{before + 1}-{after - 1}"
+            return f"no rank holds layers {missing}: there is a gap in the layers"
+    return ""
 
 
 def _heads_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
@@ -251,8 +255,8 @@ def _split_problem(layouts: Sequence[Layout]) -> str:
         }
         if len(kinds) > 1 and kinds != {(1, 0, group.block_tokens) for group in groups}:
             return f"group {number}: ranks split tokens in {len(kinds)} ways (ranks, turns, block_tokens): {sorted(kinds)}"
-        size = max((split.size for split in splits), default=1)
-        lacking = set(range(size)) - {split.rank for split in splits}
-        if lacking:
-            return f"group {number}: no rank holds the tokens of context-parallel rank {min(lacking)} of {size}"
+        size, held = max((split.size for split in splits), default=1), {split.rank for split in splits}
+        lacking = next(rank for rank in itertools.count() if rank not in held)
+        if lacking < size:
+            return f"group {number}: no rank holds the tokens of context-parallel rank {lacking} of {size}"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Mapping
 
 import msgspec
@@ -174,6 +175,19 @@ class TestInstances:
         first, second = _layouts("pp2")
         found = instance_problem(Shape(pp=2), [first, _with_layers(second, (3, 4))])
         assert "no rank holds layers 2: there is a gap" in found
+
+    def test_a_huge_number_of_a_peer_costs_nothing(self) -> None:
+        """A layer, or a number of context-parallel ranks, that no card can be meant to have is told as a gap at once."""
+        (layout,) = _layouts("tp1")
+        huge = 3_000_000
+        tracemalloc.start()
+        gap = instance_problem(Shape(), [_with_layers(layout, (0, 1, 2, huge))])
+        split = instance_problem(Shape(), [_with_split(layout, TokenSplit(0, huge, 1))])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert gap == f"no rank holds layers 3-{huge - 1}: there is a gap in the layers"
+        assert split == f"group 0: no rank holds the tokens of context-parallel rank 1 of {huge}"
+        assert peak_bytes < 1 << 20
 
     def test_ranks_of_a_stage_that_differ(self) -> None:
         first, second = _layouts("tp2")
