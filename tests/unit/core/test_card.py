@@ -129,6 +129,13 @@ def test_ranks_that_are_not_a_whole_instance_are_refused_by_both() -> None:
         assert other is not mine
 
 
+def test_a_stride_beyond_64_bits_is_refused_though_it_leads_nowhere() -> None:
+    """It has one head, so that its stride is never used; a number that cannot be counted with is still no layout."""
+    ours = _card(ranks=(RankCard(0, layout_of(compact_group(heads=1)), ()),))
+    theirs = _card(ranks=(RankCard(0, layout_of(reshaped(compact_group(heads=1), head_stride=1 << 63)), ()),))
+    assert "can be counted" in str(_refusal(theirs, ours, ours).theirs)
+
+
 def test_a_shape_that_cannot_be_read_is_refused() -> None:
     assert "shape 'odd'" in str(_refusal(_card(shape="odd"), _card(shape="odd"), _card(shape="odd")))
 
