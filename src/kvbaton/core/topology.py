@@ -289,7 +289,5 @@ def _split_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
             size, held = max(group.tokens.size for group in groups), {group.tokens.rank for group in groups}
             lacking = next(rank for rank in itertools.count() if rank not in held)
             if lacking < size:
-                return (
-                    f"stage {pp}: no rank holds the tokens of context-parallel rank {lacking} of {size} of group {number}"
-                )
+                return f"stage {pp}: no rank holds the tokens of context-parallel rank {lacking} of {size} of group {number}"
     return ""
