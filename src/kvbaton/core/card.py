@@ -90,7 +90,11 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
 def check_layouts(source: Card, target: Card) -> Meeting:
     """Which ranks meet; raises Incompatible, the target's value first, for instances that are not whole or do not fit."""
     sources, targets = (tuple(rank.layout for rank in card.ranks) for card in (source, target))
-    return _check_layouts(source.shape, sources, target.shape, targets)
+    meeting = _check_layouts(source.shape, sources, target.shape, targets)
+    here, there = _number_problem(target), _number_problem(source)
+    if here or there:
+        raise Incompatible("the numbers of the ranks", here or "fine", there or "fine")
+    return meeting
 
 
 @lru_cache(maxsize=64)
@@ -102,6 +106,18 @@ def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, target
     for leg in meeting.legs:
         pair_layouts(sources[leg.source], targets[leg.target], leg.share)
     return meeting
+
+
+def _number_problem(card: Card) -> str:
+    """Ranks are reached by their number and meet by their place: both have to be the same."""
+    seen: set[int] = set()
+    for place, rank in enumerate(card.ranks):
+        if rank.rank in seen:
+            return f"rank {rank.rank} is there twice"
+        if rank.rank != place:
+            return f"rank {rank.rank} where rank {place} should be"
+        seen.add(rank.rank)
+    return ""
 
 
 def _instance_problem(shape: str, layouts: tuple[Layout, ...]) -> str:

@@ -203,6 +203,11 @@ class Group(msgspec.Struct, frozen=True):
         reach = sum((axis.count - 1) * axis.stride for axis in self.axes(plane))
         return max(plane.layer_offsets) + reach + plane.element_bytes
 
+    def _most_bytes(self, plane: Plane) -> int:
+        """More than any offset that is ever computed: strides count that lead nowhere, and a cache without blocks."""
+        reach = sum(max(axis.count - 1, 1) * abs(axis.stride) for axis in self.axes(plane))
+        return max(plane.layer_offsets, default=0) + reach + plane.head_bytes
+
     def problem(self, region_bytes: int) -> str:
         """What is wrong with this description of a part of a region of that size; empty when nothing is."""
         return (
@@ -217,10 +222,12 @@ class Group(msgspec.Struct, frozen=True):
         if not self.is_state and (self.page_tokens < 1 or self.block_tokens % self.page_tokens):
             return f"pages of {self.page_tokens} tokens in blocks of {self.block_tokens}"
         split = self.tokens
-        if not (0 <= split.rank < split.size and split.interleave >= 0):
+        if not (0 <= split.rank < split.size and 0 <= split.size * split.interleave <= MAX_REGION_BYTES):
             return f"token split {split.rank} of {split.size} by {split.interleave}"
         if len(set(self.layers)) < len(self.layers):
             return f"a layer twice in {numbers_text(self.layers)}"
+        if min(self.layers, default=0) < 0:
+            return f"layer {min(self.layers)}"
         return ""
 
     def _plane_problem(self, plane: Plane) -> str:
@@ -232,6 +239,8 @@ class Group(msgspec.Struct, frozen=True):
             return f"{plane.name}: {problem}"
         if min(plane.layer_offsets, default=0) < 0:
             return f"{plane.name}: layer_offsets from {min(plane.layer_offsets)}"
+        if (most := self._most_bytes(plane)) > MAX_REGION_BYTES:
+            return f"{plane.name}: offsets and strides of {most} bytes in all, where {MAX_REGION_BYTES} can be counted"
         return (
             "" if _is_nested(self.axes(plane), plane.element_bytes) else f"{plane.name}: strides that overlap or are negative"
         )

@@ -92,6 +92,7 @@ def _share_out(shares: _Shares, where: _Where, sources: Sequence[Group], targets
                 for part, some in _wanted(targets, wanting, plane, layers, atom).items():
                     _assign(shares, where, part, able, some, layers, targets)
     _check_covered(shares, where, sources, targets)
+    _check_storages(shares, where, targets)
 
 
 def _by_split(groups: Sequence[Group]) -> Mapping[TokenSplit, list[int]]:
@@ -155,8 +156,17 @@ def _assign(
         for place, target in enumerate(ranks):
             first = place * len(able) // len(ranks)
             own = able[first : max(first + 1, (place + 1) * len(able) // len(ranks))]
-            for turn, layer in enumerate(sorted(common)):
-                shares[own[turn % len(own)], target, *where, part].add(layer)
+            for turn, together in enumerate(_storages(targets[target], where[1], common)):
+                shares[own[turn % len(own)], target, *where, part].update(together)
+
+
+def _storages(group: Group, plane: int, layers: frozenset[int]) -> list[list[int]]:
+    """These layers, those together that share one memory, so that one source fills it, and fills it once."""
+    storages: dict[int, list[int]] = defaultdict(list)
+    for layer, offset in sorted(zip(group.layers, group.planes[plane].layer_offsets, strict=True)):
+        if layer in layers:
+            storages[offset].append(layer)
+    return list(storages.values())
 
 
 def _check_covered(shares: _Shares, where: _Where, sources: Sequence[Group], targets: Sequence[Group]) -> None:
@@ -177,6 +187,19 @@ def _check_covered(shares: _Shares, where: _Where, sources: Sequence[Group], tar
                 f"{needed} needed",
                 f"{got[rank]} held",
             )
+
+
+def _check_storages(shares: _Shares, where: _Where, targets: Sequence[Group]) -> None:
+    """No two sources fill one memory: layers that share it at the target are in one stage of the sources."""
+    for (_, target, *its, _), layers in shares.items():
+        group = targets[target]
+        if tuple(its) != where or len(layers) == len(group.layers):
+            continue
+        for together in _storages(group, where[1], frozenset(group.layers)):
+            apart = [layer for layer in together if layer not in layers]
+            if 0 < len(apart) < len(together):
+                one, two = sorted((min(set(together) - set(apart)), apart[0]))
+                raise Incompatible(f"layout group {where[0]} memory of layers {one} and {two}", "shared", "apart")
 
 
 def _legs(shares: _Shares) -> list[Leg]:

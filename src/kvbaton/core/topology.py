@@ -188,7 +188,11 @@ def instance_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
         if len(layout.groups) != len(layouts[0].groups):
             return f"rank {number} has {len(layout.groups)} groups where rank 0 has {len(layouts[0].groups)}"
     return (
-        _stage_problem(shape, layouts) or _layer_problem(layouts) or _heads_problem(shape, layouts) or _split_problem(layouts)
+        _stage_problem(shape, layouts)
+        or _layer_problem(layouts)
+        or _heads_problem(shape, layouts)
+        or _kinds_of_split(layouts)
+        or _split_problem(shape, layouts)
     )
 
 
@@ -199,9 +203,8 @@ def _stage_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
         number = shape.number(RankAt(pp=pp))
         layers = layouts[number].layers
         for other in range(number, number + shape.tp * shape.cp):
-            if layouts[other].layers != layers:
-                its = numbers_text(layouts[other].layers)
-                return f"ranks {number} and {other} of stage {pp} hold layers {numbers_text(layers)} and {its}"
+            if problem := _other_layers(layouts[number], layouts[other]):
+                return f"ranks {number} and {other} of stage {pp} hold {problem}"
         if layers and layers in first_of:
             return f"stages {first_of[layers]} and {pp} are the same: both hold layers {numbers_text(layers)}"
         first_of[layers] = pp
@@ -211,24 +214,48 @@ def _stage_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
     return ""
 
 
+def _other_layers(one: Layout, other: Layout) -> str:
+    """Both sets of layers, all in all or of the first group in which two ranks differ; empty when they hold the same."""
+    if one.layers != other.layers:
+        return f"layers {numbers_text(one.layers)} and {numbers_text(other.layers)}"
+    for index, groups in enumerate(zip(one.groups, other.groups, strict=True)):
+        ours, theirs = (sorted(group.layers) for group in groups)
+        if ours != theirs:
+            return f"layers {numbers_text(ours)} and {numbers_text(theirs)} of group {index}"
+    return ""
+
+
 def _layer_problem(layouts: Sequence[Layout]) -> str:
-    held = {layer for layout in layouts for layer in layout.layers}
-    missing = sorted(set(range(max(held, default=-1) + 1)) - held)
-    return f"no rank holds layers {numbers_text(missing)}: there is a gap in the layers" if missing else ""
+    """The first gap. Numbers of a peer can be huge: no step is taken for a layer that nobody holds."""
+    held = sorted({layer for layout in layouts for layer in layout.layers})
+    for before, after in itertools.pairwise([-1, *held]):
+        if after - before > 1:
+            missing = f"{before + 1}" if after - before == 2 else f"{before + 1}-{after - 1}"
+            return f"no rank holds layers {missing}: there is a gap in the layers"
+    return ""
 
 
 def _heads_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
-    """Within each stage, the ranks hold every head of every plane."""
+    """Within each stage, the ranks hold every head of every plane, for every share of the tokens."""
     for pp in range(shape.pp):
         first = shape.number(RankAt(pp=pp))
         stage = layouts[first : first + shape.tp * shape.cp]
         for number, group in enumerate(stage[0].groups):
-            for index, plane in enumerate(group.planes):
-                others = [layout.groups[number] for layout in stage]
-                if any(len(other.planes) != len(group.planes) for other in others):
-                    return f"stage {pp}: ranks differ in the planes of group {number}"
-                if (lack := _missing_head(others, index)) is not None:
-                    return f"stage {pp}: no rank holds head {lack} of {plane.total_heads} of group {number} plane {plane.name}"
+            others = [layout.groups[number] for layout in stage]
+            if any(len(other.planes) != len(group.planes) for other in others):
+                return f"stage {pp}: ranks differ in the planes of group {number}"
+            if problem := _lacking_head(number, others):
+                return f"stage {pp}: {problem}"
+    return ""
+
+
+def _lacking_head(number: int, groups: Sequence[Group]) -> str:
+    for split in sorted({group.tokens for group in groups}, key=msgspec.structs.astuple):
+        holders = [group for group in groups if group.tokens == split]
+        share = f" for the tokens of context-parallel rank {split.rank} of {split.size}" if split.size > 1 else ""
+        for index, plane in enumerate(holders[0].planes):
+            if (lack := _missing_head(holders, index)) is not None:
+                return f"no rank holds head {lack} of {plane.total_heads} of group {number} plane {plane.name}{share}"
     return ""
 
 
@@ -241,9 +268,8 @@ def _missing_head(groups: Sequence[Group], plane: int) -> int | None:
     return reached if reached < groups[0].planes[plane].total_heads else None
 
 
-def _split_problem(layouts: Sequence[Layout]) -> str:
+def _kinds_of_split(layouts: Sequence[Layout]) -> str:
     for number, groups in enumerate(zip(*(layout.groups for layout in layouts), strict=True)):
-        splits = {group.tokens for group in groups}
         kinds = {
             (split.size, split.interleave, 0 if split.interleave else group.block_tokens)
             for group in groups
@@ -251,8 +277,17 @@ def _split_problem(layouts: Sequence[Layout]) -> str:
         }
         if len(kinds) > 1 and kinds != {(1, 0, group.block_tokens) for group in groups}:
             return f"group {number}: ranks split tokens in {len(kinds)} ways (ranks, turns, block_tokens): {sorted(kinds)}"
-        size = max((split.size for split in splits), default=1)
-        lacking = set(range(size)) - {split.rank for split in splits}
-        if lacking:
-            return f"group {number}: no rank holds the tokens of context-parallel rank {min(lacking)} of {size}"
+    return ""
+
+
+def _split_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
+    """Within each stage, the ranks hold every share of the tokens."""
+    for pp in range(shape.pp):
+        first = shape.number(RankAt(pp=pp))
+        stage = layouts[first : first + shape.tp * shape.cp]
+        for number, groups in enumerate(zip(*(layout.groups for layout in stage), strict=True)):
+            size, held = max(group.tokens.size for group in groups), {group.tokens.rank for group in groups}
+            lacking = next(rank for rank in itertools.count() if rank not in held)
+            if lacking < size:
+                return f"stage {pp}: no rank holds the tokens of context-parallel rank {lacking} of {size} of group {number}"
     return ""

@@ -117,6 +117,23 @@ def _check_shapes(settings: VerifySettings, loaded: EngineModel) -> None:
             check_fit(loaded, shapes[0], load_shaped(settings.decode_model), shapes[1])
     elif shapes != (Shape(), Shape()) or settings.decode_model or settings.cache_dtype != CACHE_DTYPES[0]:
         raise ConfigError(f"model {settings.model} has one shape and one type of cache; use a small model such as tiny-gqa8")
+    elif settings.drop not in ("", "all"):
+        raise ConfigError(
+            f"--drop {settings.drop}: of {settings.model} only all can be left out; use a small model such as tiny-gqa8"
+        )
+    _check_lacks_something(settings, loaded.config.layers, shapes[1].ranks)
+
+
+def _check_lacks_something(settings: VerifySettings, layers: int, ranks: int) -> None:
+    """Raise ConfigError for controls that would leave out nothing: they would prove nothing."""
+    if settings.engine == "vllm" and (settings.drop or settings.decode_lacks or settings.decode_cache_dtype):
+        raise ConfigError(
+            "--drop, --decode-lacks and --decode-cache-dtype are controls of the embedded engine; use --drop-writes with vllm"
+        )
+    what, _, number = settings.decode_lacks.partition(":")
+    most = {"layer": layers, "rank": ranks}.get(what, 0)
+    if number and int(number) >= most:
+        raise ConfigError(f"--decode-lacks {settings.decode_lacks}: there are {what}s 0 to {most - 1}; name one of them")
 
 
 def _check_not_refused(rows: list[RequestRow]) -> None:

@@ -10,7 +10,7 @@ from caches import compact_group, layout_of, reshaped
 
 from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.layout import Group
+from kvbaton.core.layout import Group, HeadRange
 from kvbaton.errors import Incompatible
 
 
@@ -111,6 +111,21 @@ def test_every_rank_is_checked(rank: int) -> None:
     assert (refusal.field, refusal.ours, refusal.theirs) == ("layout group 0 (full) plane k head_size", 3, 8)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [((0, 0), "rank 0 is there twice"), ((1, 0), "rank 1 where rank 0 should be"), ((0, 7), "rank 7 where")],
+)
+def test_ranks_that_are_not_numbered_by_their_place_are_refused(numbers: tuple[int, int], words: str) -> None:
+    """Both halves of the heads would be read from one rank."""
+    halves = [layout_of(reshaped(compact_group(heads=1), total_heads=2, heads=(HeadRange(half, 1),))) for half in range(2)]
+    theirs = _card(shape="tp2", ranks=tuple(RankCard(number, half, ()) for number, half in zip(numbers, halves, strict=True)))
+    for source, target in ((theirs, ours := _card()), (ours, theirs)):
+        refusal = _refusal(source, target, ours)
+        assert refusal.field == "the numbers of the ranks"
+        assert words in refusal.theirs
+        assert refusal.ours == "fine"
+
+
 def test_a_layout_difference_names_ours_first_at_the_source_too() -> None:
     ours = _card()
     theirs = _card(ranks=(RankCard(0, layout_of(compact_group(head_size=8)), ()),))
@@ -127,6 +142,13 @@ def test_ranks_that_are_not_a_whole_instance_are_refused_by_both() -> None:
         broken = refusal.theirs if mine is ours else refusal.ours
         assert broken == "stage 0: no rank holds head 1 of 2 of group 0 plane k"
         assert other is not mine
+
+
+def test_a_stride_beyond_64_bits_is_refused_though_it_leads_nowhere() -> None:
+    """It has one head, so that its stride is never used; a number that cannot be counted with is still no layout."""
+    ours = _card(ranks=(RankCard(0, layout_of(compact_group(heads=1)), ()),))
+    theirs = _card(ranks=(RankCard(0, layout_of(reshaped(compact_group(heads=1), head_stride=1 << 63)), ()),))
+    assert "can be counted" in str(_refusal(theirs, ours, ours).theirs)
 
 
 def test_a_shape_that_cannot_be_read_is_refused() -> None:

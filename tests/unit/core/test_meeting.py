@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from instances import Instance, Memory, compact_instance, draw_meet, hand_off, t
 
 from kvbaton.core.layout import Layout, TokenSplit
 from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.pair import pair_layouts
+from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import instance_problem
 from kvbaton.errors import Incompatible
 
@@ -91,6 +94,36 @@ def test_replicas_are_shared_out_over_those_that_need_them() -> None:
 def test_a_target_with_several_replicas_takes_layers_from_them_in_turn() -> None:
     meeting = arrange(compact_instance("tp2", 1).layouts, compact_instance("tp1", 1).layouts)
     assert [sorted(leg.share[0].layers) for leg in meeting.legs] == [[0, 2], [1, 3]]
+
+
+def _sharing(layout: Layout) -> Layout:
+    """The same, with the memory of its first layer for its last one too."""
+    (group,) = layout.groups
+    planes = (
+        msgspec.structs.replace(each, layer_offsets=(*each.layer_offsets[:-1], each.layer_offsets[0])) for each in group.planes
+    )
+    return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(group, planes=tuple(planes)),))
+
+
+def test_layers_that_share_memory_come_from_one_replica_and_are_moved_once() -> None:
+    sources, targets = ([_sharing(each) for each in compact_instance(shape, 1).layouts] for shape in ("tp2", "tp1"))
+    legs = arrange(sources, targets).legs
+    assert [sorted(leg.share[0].layers) for leg in legs] == [[0, 2, 3], [1]]
+    runs = [plan_runs(pair_layouts(sources[leg.source], targets[0], leg.share), ((2, 0),), ((2, 0),), 0, 8) for leg in legs]
+    assert sum(int(each[:, 2].sum()) for each in runs) == 3 * 8 * targets[0].groups[0].token_bytes
+
+
+@pytest.mark.parametrize("shape", ["tp1", "tp2", "pp2", "pp4,tp2"])
+def test_memory_that_only_the_target_shares_between_layers_is_refused_however_many_sources_there_are(shape: str) -> None:
+    sources, targets = compact_instance(shape, 1), [_sharing(each) for each in compact_instance("tp1", 1).layouts]
+    with pytest.raises(Incompatible, match="memory of layers 0 and 3 is 'shared' here and 'apart' there"):
+        _intersect(sources.layouts, targets)
+
+
+def _intersect(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
+    """All that a handshake works out."""
+    for leg in arrange(sources, targets).legs:
+        pair_layouts(sources[leg.source], targets[leg.target], leg.share)
 
 
 def test_ranks_that_have_nothing_to_send_have_no_legs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Mapping
 
 import msgspec
@@ -175,6 +176,19 @@ class TestInstances:
         found = instance_problem(Shape(pp=2), [first, _with_layers(second, (3, 4))])
         assert "no rank holds layers 2: there is a gap" in found
 
+    def test_a_huge_number_of_a_peer_costs_nothing(self) -> None:
+        """A layer, or a number of context-parallel ranks, that no card can be meant to have is told as a gap at once."""
+        (layout,) = _layouts("tp1")
+        huge = 3_000_000
+        tracemalloc.start()
+        gap = instance_problem(Shape(), [_with_layers(layout, (0, 1, 2, huge))])
+        split = instance_problem(Shape(), [_with_split(layout, TokenSplit(0, huge, 1))])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert gap == f"no rank holds layers 3-{huge - 1}: there is a gap in the layers"
+        assert f"no rank holds the tokens of context-parallel rank 1 of {huge}" in split
+        assert peak_bytes < 1 << 20
+
     def test_ranks_of_a_stage_that_differ(self) -> None:
         first, second = _layouts("tp2")
         found = instance_problem(Shape(tp=2), [first, _with_layers(second, (0, 1, 2, 9))])
@@ -188,6 +202,29 @@ class TestInstances:
         (layout,) = _layouts("tp1")
         split = [_with_split(layout, TokenSplit(0, 2, 1)), _with_split(layout, TokenSplit(0, 2, 1))]
         assert "tokens of context-parallel rank 1 of 2" in instance_problem(Shape(cp=2), split)
+
+    def test_tokens_that_nobody_holds_in_one_stage(self) -> None:
+        """The other stage has them; that is no help for these layers."""
+        first, second = _layouts("pp2")
+        ranks = [_with_split(each, TokenSplit(rank, 2, 1)) for each, rank in ((first, 0), (first, 1), (second, 0), (second, 0))]
+        found = instance_problem(Shape(pp=2, cp=2), ranks)
+        assert found == "stage 1: no rank holds the tokens of context-parallel rank 1 of 2 of group 0"
+
+    def test_a_head_that_nobody_holds_for_some_of_the_tokens(self) -> None:
+        first, second = _layouts("tp2")
+        ranks = [_with_split(first, TokenSplit(0, 2, 1)), _with_split(second, TokenSplit(1, 2, 1))]
+        found = instance_problem(Shape(cp=2), ranks)
+        assert "no rank holds head 2 of 4 of group 0 plane k for the tokens of context-parallel rank 0 of 2" in found
+
+    def test_ranks_of_a_stage_that_differ_in_one_group(self) -> None:
+        """Another group has the layer, so that none is missing all in all."""
+        first, second = (msgspec.structs.replace(each, groups=each.groups * 2) for each in _layouts("tp2"))
+        short = _with_layers(second, (0, 1, 2)).groups[0]
+        planes = tuple(msgspec.structs.replace(each, layer_offsets=each.layer_offsets[:3]) for each in short.planes)
+        lacking = msgspec.structs.replace(second, groups=(second.groups[0], msgspec.structs.replace(short, planes=planes)))
+        found = instance_problem(Shape(tp=2), [first, lacking])
+        assert found == "ranks 0 and 1 of stage 0 hold layers 0-3 and 0-2 of group 1"
+        assert instance_problem(Shape(tp=2), [first, second]) == ""
 
     def test_tokens_split_in_two_ways(self) -> None:
         (layout,) = _layouts("tp1")
