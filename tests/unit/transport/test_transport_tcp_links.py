@@ -141,6 +141,20 @@ def test_a_stream_that_stops_is_no_trickle(listener: socket.socket) -> None:
     target.close()
 
 
+@pytest.mark.parametrize("last_words", [b"", b"no reply of ours, at least 24 bytes"])
+def test_an_answer_counts_when_the_connection_ends_right_behind_it(listener: socket.socket, last_words: bytes) -> None:
+    target = make("target")
+    target.connect(SOURCE, endpoint_of(listener))
+    target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
+    with listener.accept()[0] as owner:
+        welcome(owner)
+        take(owner, REQUEST_BYTES + PIECE_BYTES)
+        owner.sendall(pack_reply(Status.OK, 1, 16) + b"x" * 16 + last_words)
+    completion = complete(target)
+    assert (completion.moved_bytes, completion.error) == (16, "")
+    target.close()
+
+
 def test_a_reader_that_takes_little_at_a_time_is_served_to_the_end() -> None:
     source = make("source", bytes(BIG), timeout_s=0.6)
     with dial(source.endpoint()) as reader:
