@@ -267,8 +267,8 @@ class AutoTransport:
                 )
         if endpoint.transport != self.name:
             raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
-        if endpoint.region_bytes <= 0:
-            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0")
+        if not 0 < endpoint.region_bytes < 1 << 63:
+            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
         return False
 
     def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: Choice) -> None:
