@@ -132,8 +132,9 @@ def test_connect_checks_the_endpoint(target: Target, source: Source) -> None:
     other = PeerRank(source.peer.incarnation, 1)
     with pytest.raises(TransportError, match="'pigeon'"):
         connect(other, msgspec.structs.replace(endpoint, transport="pigeon"))
-    with pytest.raises(TransportError, match="region_bytes is 0"):
-        connect(other, msgspec.structs.replace(endpoint, region_bytes=0))
+    for region_bytes in (0, 2**63, 2**64):
+        with pytest.raises(TransportError, match=f"region_bytes is {region_bytes}; it must be above 0 and below"):
+            connect(other, msgspec.structs.replace(endpoint, region_bytes=region_bytes))
     if endpoint.transport == "auto":
         return
     for field in set(endpoint.details) - {"incarnation"}:

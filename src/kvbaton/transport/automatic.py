@@ -47,13 +47,26 @@ class Choice:
         return f"{self.name} ({'; '.join(self.passed_over) or 'the fastest that both ends offer'})"
 
 
+@dataclass(slots=True, eq=False)
+class _Event:
+    """What a batch waits for, and whether that has come: one that failed before says nothing about its way."""
+
+    after: AfterEvent
+    has_come: bool = False
+
+    def __call__(self) -> bool:
+        self.has_come = self.after()
+        return self.has_come
+
+
 @dataclass(frozen=True, slots=True)
 class _Posted:
-    """Where a batch went, and for which peer."""
+    """Where a batch went, for which peer and by which choice: one of an earlier connection says nothing about a later one."""
 
-    name: str
+    choice: Choice
     ticket: Ticket
     peer: PeerRank
+    event: _Event | None
 
 
 class AutoTransport:
@@ -150,11 +163,12 @@ class AutoTransport:
             raise TransportError(
                 f"peer {batch.peer.incarnation!r} rank {batch.peer.rank} is not connected (or was revoked); connect it first"
             )
-        inner_ticket = self._inner[choice.name].post(batch, after)
+        event = _Event(after) if after is not None else None
+        inner_ticket = self._inner[choice.name].post(batch, event)
         with self._lock:
             self._last_ticket += 1
             ticket = Ticket(self._last_ticket)
-            self._tickets[ticket] = _Posted(choice.name, inner_ticket, batch.peer)
+            self._tickets[ticket] = _Posted(choice, inner_ticket, batch.peer, event)
             self._own[(choice.name, inner_ticket)] = ticket
             if (choice.name, inner_ticket) in self._early:
                 self._has_early.set()
@@ -169,6 +183,8 @@ class AutoTransport:
                 ticket = self._own.pop(key)
                 posted = self._tickets.pop(ticket)
                 found.append(Completion(ticket, completion.moved_bytes, completion.error, completion.cancelled))
+                if self._chosen.get(posted.peer) is not posted.choice:
+                    continue
                 if not completion.error:
                     self._proven.add(posted.peer)
                 elif not completion.cancelled and self._may_fall_back(posted):
@@ -186,8 +202,8 @@ class AutoTransport:
         return [(key, self._early.pop(key)) for key in known]
 
     def _may_fall_back(self, posted: _Posted) -> bool:
-        chosen = self._chosen.get(posted.peer)
-        return chosen is not None and chosen.name == posted.name and posted.peer not in self._proven
+        has_begun = posted.event is None or posted.event.has_come
+        return has_begun and posted.peer not in self._proven
 
     def _fall_back(self, peer: PeerRank, error: str) -> None:
         """Reach a peer by the next way behind the chosen one, if there is one; what is in flight to it fails."""
@@ -213,7 +229,7 @@ class AutoTransport:
         with self._lock:
             where = self._tickets.get(ticket)
         if where is not None:
-            self._inner[where.name].cancel(where.ticket)
+            self._inner[where.choice.name].cancel(where.ticket)
 
     def revoke(self, peer: PeerRank) -> None:
         """End all use of `peer`; unknown peers are ignored."""
@@ -251,8 +267,8 @@ class AutoTransport:
                 )
         if endpoint.transport != self.name:
             raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
-        if endpoint.region_bytes <= 0:
-            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0")
+        if not 0 < endpoint.region_bytes < 1 << 63:
+            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
         return False
 
     def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: Choice) -> None:

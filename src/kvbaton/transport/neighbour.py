@@ -31,7 +31,7 @@ class Neighbour:
     def of(cls, endpoint: Endpoint) -> Neighbour:
         """The process that an endpoint names; raises TransportError, naming the field, when it names none."""
         neighbour = cls(detail(endpoint, "host_id", str), detail(endpoint, "pid", int), detail(endpoint, "start_ticks", int))
-        if neighbour.pid <= 0:
+        if not 0 < neighbour.pid < 1 << 31:
             raise TransportError(f"{endpoint.transport} endpoint: pid {neighbour.pid} is not usable; fetch its card again")
         return neighbour
 

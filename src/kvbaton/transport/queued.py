@@ -130,8 +130,8 @@ class QueuedTransport(abc.ABC, Generic[L]):
     def _check(self, peer: PeerRank, endpoint: Endpoint) -> None:
         if endpoint.transport != self.name:
             raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
-        if endpoint.region_bytes <= 0:
-            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0")
+        if not 0 < endpoint.region_bytes < 1 << 63:
+            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
         incarnation = endpoint.details.get("incarnation", "")
         if incarnation and incarnation != peer.incarnation:
             raise TransportError(

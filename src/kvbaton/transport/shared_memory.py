@@ -79,6 +79,11 @@ class SharedMapping:
         try:
             file_bytes = _checked_bytes(opened, f"descriptor {fd} of process {pid}", inode, region_bytes)
             whole = mmap.mmap(opened, file_bytes, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise TransportError(
+                f"the shared memory of process {pid} cannot be mapped ({error}): raise the limit that this process has reached "
+                "(`ulimit -n`, `ulimit -v`, vm.max_map_count), or choose transport tcp"
+            ) from error
         finally:
             os.close(opened)
         with contextlib.suppress(OSError):

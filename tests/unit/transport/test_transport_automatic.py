@@ -34,6 +34,7 @@ from kvbaton.transport.tcp import TcpTransport
 from mori_stand_in import MoriWorld
 
 PEER = PeerRank(Incarnation("source"))
+ONE_RUN = np.array([[0, 0, 8]], np.uint64)
 
 
 def make(incarnation: str) -> AutoTransport:
@@ -132,7 +133,11 @@ def test_what_cannot_be_opened_here_is_left_out_loudly(
 
 
 def read_once(target: AutoTransport) -> str:
-    target.post(Batch(PEER, Direction.READ, np.array([[0, 0, 8]], np.uint64)))
+    target.post(Batch(PEER, Direction.READ, ONE_RUN))
+    return next_error(target)
+
+
+def next_error(target: AutoTransport) -> str:
     assert select.select([target.wakeup_fd], [], [], 10)[0]
     return target.poll()[0].error
 
@@ -232,6 +237,27 @@ def test_a_way_that_has_worked_is_kept(pair: tuple[AutoTransport, AutoTransport]
     source.close()
     assert "PeerLost" in read_once(target)
     assert str(target.choice(PEER)).startswith("local")
+
+
+def test_a_batch_of_an_earlier_connection_says_nothing_about_the_next(pair: tuple[AutoTransport, AutoTransport]) -> None:
+    target, source = pair
+    target.connect(PEER, source.endpoint())
+    target.post(Batch(PEER, Direction.READ, ONE_RUN), after=lambda: False)
+    target.revoke(PEER)
+    target.connect(PEER, source.endpoint())
+    assert "revoked" in next_error(target)
+    assert str(target.choice(PEER)) == "local (the fastest that both ends offer)"
+
+
+def test_an_event_that_fails_says_nothing_about_the_way(pair: tuple[AutoTransport, AutoTransport]) -> None:
+    def fails() -> bool:
+        raise ValueError("not computed")
+
+    target, source = pair
+    target.connect(PEER, source.endpoint())
+    target.post(Batch(PEER, Direction.READ, ONE_RUN), after=fails)
+    assert "not computed" in next_error(target)
+    assert str(target.choice(PEER)) == "local (the fastest that both ends offer)"
 
 
 def test_all_are_closed_though_one_does_not_let_go() -> None:

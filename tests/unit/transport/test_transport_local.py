@@ -86,7 +86,9 @@ def refuse(_pid: int) -> int:
     raise OSError(errno.ENOSYS, "no such call")
 
 
-@pytest.mark.parametrize("details", [{"pid": 0}, {"pid": -1}, {"address": 0}, {"address": 2**64 - 8}, {"address": 4096}])
+@pytest.mark.parametrize(
+    "details", [{"pid": 0}, {"pid": -1}, {"pid": 2**63}, {"address": 0}, {"address": 2**64 - 8}, {"address": 4096}]
+)
 def test_addresses_that_cannot_be_read_are_refused(transport: LocalTransport, details: dict[str, int]) -> None:
     with pytest.raises(TransportError):
         transport.connect(PEER, changed(transport.endpoint(), **details))

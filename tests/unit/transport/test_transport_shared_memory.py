@@ -6,6 +6,7 @@ import fcntl
 import gc
 import mmap
 import os
+import resource
 import socket
 import threading
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_the_mark_comes_and_goes_with_the_transport() -> None:
     assert view.mark == 0
     write_mark(memory.region, 5)
     assert view.mark == 5
+
+
+def test_a_limit_of_this_process_is_named() -> None:
+    """The file can be opened, but not mapped: a mapping has a descriptor of its own."""
+    memory = SharedMemory(4096)
+    mapped(memory)
+    free, limits = os.dup(memory.region.memory_fd), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        with pytest.raises(TransportError, match=r"cannot be mapped.*ulimit -n.*transport tcp"):
+            mapped(memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_another_file_under_the_same_number_is_noticed() -> None:

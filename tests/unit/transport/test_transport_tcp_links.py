@@ -30,12 +30,15 @@ from tcp_rig import (
     welcome,
 )
 
-from kvbaton.transport.base import Batch, Direction, Region, TransportSettings
-from kvbaton.transport.tcp import TcpTransport, server
+from kvbaton.core.handoff import Incarnation
+from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
+from kvbaton.transport.tcp import TcpTransport, link, server
 from kvbaton.transport.tcp.link import TcpLink
+from kvbaton.transport.tcp.sockets import tune
 from kvbaton.transport.tcp.wire import (
     GREETING_BYTES,
     HELLO_BYTES,
+    MAX_PIECES,
     PIECE_BYTES,
     PROOF_BYTES,
     REPLY_BYTES,
@@ -51,6 +54,7 @@ from kvbaton.transport.tcp.wire import (
 )
 from watching import wait_until
 
+OTHER = PeerRank(Incarnation("other"))
 BIG = 32 << 20
 SLOW_BYTES = 2 << 20
 
@@ -139,6 +143,68 @@ def test_a_stream_that_stops_is_no_trickle(listener: socket.socket) -> None:
         owner.sendall(pack_reply(Status.OK, 1, SLOW_BYTES) + b"x" * 1024)
         assert "no progress within 0.3 s" in complete(target).error
     target.close()
+
+
+@pytest.mark.parametrize("last_words", [b"", b"no reply of ours, at least 24 bytes"])
+def test_an_answer_counts_when_the_connection_ends_right_behind_it(listener: socket.socket, last_words: bytes) -> None:
+    target = make("target")
+    target.connect(SOURCE, endpoint_of(listener))
+    target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
+    with listener.accept()[0] as owner:
+        welcome(owner)
+        take(owner, REQUEST_BYTES + PIECE_BYTES)
+        owner.sendall(pack_reply(Status.OK, 1, 16) + b"x" * 16 + last_words)
+    completion = complete(target)
+    assert (completion.moved_bytes, completion.error) == (16, "")
+    target.close()
+
+
+def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have requests that the socket does not take, so the mover is told of both, that it can write, in one turn."""
+
+    def tune_small(sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        tune(sock)
+
+    monkeypatch.setattr(link, "tune", tune_small)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    runs = np.zeros((4 * MAX_PIECES, 3), np.uint64)
+    runs[:, 0] = runs[:, 1] = np.arange(len(runs), dtype=np.uint64) * np.uint64(16)
+    runs[:, 2] = 8
+    target, other = make("target", bytes(16 * len(runs))), make("other", CONTENT)
+    target.connect(SOURCE, endpoint_of(listener, 16 * len(runs)))
+    target.connect(OTHER, other.endpoint())
+    lost = target.post(Batch(SOURCE, Direction.READ, runs))
+    owners = [welcomed(listener), welcomed(listener)]
+    links = target._ledger.links()[0].links
+    wait_until(lambda: all(each.request_count == 2 and each.wants_write for each in links), "both are full of requests")
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def holds_the_mover() -> bool:
+        is_held.set()
+        return may_go_on.wait(20)
+
+    whole = target.post(Batch(OTHER, Direction.READ, ONE_RUN), after=holds_the_mover)
+    assert is_held.wait(20)
+    for owner in owners:
+        owner.close()
+    may_go_on.set()
+    errors: dict[int, str] = {}
+    while len(errors) < 2:
+        assert select.select([target.wakeup_fd], [], [], 20)[0]
+        errors |= {completion.ticket: completion.error for completion in target.poll()}
+    assert errors[lost].startswith("PeerLost")
+    assert errors[whole] == ""
+    target.close()
+    other.close()
+
+
+def welcomed(listener: socket.socket) -> socket.socket:
+    owner = listener.accept()[0]
+    welcome(owner)
+    return owner
 
 
 def test_a_reader_that_takes_little_at_a_time_is_served_to_the_end() -> None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,19 +168,20 @@ class TcpLink:
         if self._outbox:
             del self._outbox[: self.sock.send(self._outbox)]
 
-    def receive(self) -> list[Answer]:
-        """Take what has come, at most a turn's worth, straight into target memory; returns the answers that are complete."""
-        answers: list[Answer] = []
+    def receive(self) -> Iterator[Answer]:
+        """Take what has come, at most a turn's worth, straight into target memory; tells each answer as soon as it is complete.
+
+        An answer may be followed by the end of the connection, and counts all the same.
+        """
         budget = _TURN_BYTES
         try:
             while budget > 0:
                 budget -= self._receive_some()
                 if self._reply is not None and not self._left_bytes:
-                    answers += self._end_reply(self._reply)
+                    yield from self._end_reply(self._reply)
         except BlockingIOError:
             pass
         self._set_low_water()
-        return answers
 
     def _set_low_water(self) -> None:
         """Be woken for a good piece of what is sure to come, not for every packet of it."""

@@ -68,7 +68,7 @@ class TcpMover:
         for peer in self._schedule.links():
             self._feed(peer)
         for key, events in self._selector.select(self._patience_s(time.monotonic())):
-            if isinstance(key.data, TcpLink):
+            if key.data in self._open:  # not when one before it has failed their peer
                 self._drive(key.data, events)
         self._expire(time.monotonic())
 
@@ -114,7 +114,7 @@ class TcpMover:
     def _drive(self, link: TcpLink, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._attempt(link, TcpLink.send)
-        if events & selectors.EVENT_READ and link.state is not LinkState.CLOSED:
+        if events & selectors.EVENT_READ and link in self._open:
             self._attempt(link, self._receive)
         link.deadline = None
         self._watch(link)
