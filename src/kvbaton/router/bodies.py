@@ -57,7 +57,10 @@ class ClientBody(msgspec.Struct, frozen=True):
 
     def priority(self) -> int:
         """The `priority` that the client gives the request; 0 when it gives none, or none that is a number."""
-        value = _value(self.fields, "priority") if "priority" in self.fields else 0
+        try:
+            value = _value(self.fields, "priority") if "priority" in self.fields else 0
+        except BadRequest:
+            return 0
         return value if type(value) is int else 0
 
     def prompt_chars(self) -> int | None:

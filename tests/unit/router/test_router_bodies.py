@@ -209,7 +209,10 @@ def test_a_bootstrap_body_has_a_room_for_each_prompt_and_the_clients_own_rooms_a
     assert json.loads(bootstrap_body(body, "h", None, 9))["bootstrap_port"] is None
 
 
-@pytest.mark.parametrize(("content", "priority"), [(b"{}", 0), (b'{"priority":-3}', -3), (b'{"priority":"x"}', 0)])
+@pytest.mark.parametrize(
+    ("content", "priority"),
+    [(b"{}", 0), (b'{"priority":-3}', -3), (b'{"priority":"x"}', 0), (b'{"priority":1e400}', 0), (b'{"priority":"\xff"}', 0)],
+)
 def test_priority(content: bytes, priority: int) -> None:
     assert parse_body(content).priority() == priority
 
