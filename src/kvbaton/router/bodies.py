@@ -63,6 +63,10 @@ class ClientBody(msgspec.Struct, frozen=True):
             return 0
         return value if type(value) is int else 0
 
+    def searches_beams(self) -> bool:
+        """Whether vLLM makes requests of its own of it, step by step: none of them can be handed over."""
+        return "use_beam_search" in self.fields and bytes(self.fields["use_beam_search"]) == b"true"
+
     def prompt_chars(self) -> int | None:
         """How long the prompt is, in characters as they were sent; None when that says nothing of its length in tokens."""
         names = [name for name in ("prompt", "messages") if name in self.fields]

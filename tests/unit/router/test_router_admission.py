@@ -110,6 +110,18 @@ async def test_a_priority_that_is_no_number_waits_like_any_other() -> None:
 
 
 @run
+async def test_what_vllm_takes_apart_is_computed_by_decode_alone() -> None:
+    """A beam search is many requests inside vLLM, and its answer names no hand-off."""
+    for mode in (READ, WRITE):
+        async with prefill(mode=mode) as p, decode(mode=mode) as d, routing(p, d) as router:
+            beams = {**BODY, "use_beam_search": True, "n": 2}
+            status, headers, _ = await router.post(beams)
+            assert (status, headers["x-kvbaton-mode"]) == (200, "local")
+            assert (p.seen, d.seen[0].body) == ([], beams)
+            assert (await router.post({**beams, "use_beam_search": False}))[1]["x-kvbaton-mode"] != "local"
+
+
+@run
 async def test_short_prompts_are_prefilled_by_decode() -> None:
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d, local_prefill_chars=100) as router:
         status, headers, _ = await router.post({**BODY, "kv_transfer_params": {"remote_host": "6.6.6.6"}})
