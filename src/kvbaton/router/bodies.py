@@ -60,8 +60,15 @@ class ClientBody(msgspec.Struct, frozen=True):
 
     def priority(self) -> int:
         """The `priority` that the client gives the request; 0 when it gives none, or none that is a number."""
-        value = _value(self.fields, "priority") if "priority" in self.fields else 0
+        try:
+            value = _value(self.fields, "priority") if "priority" in self.fields else 0
+        except BadRequest:
+            return 0
         return value if type(value) is int else 0
+
+    def searches_beams(self) -> bool:
+        """Whether vLLM makes requests of its own of it, step by step: none of them can be handed over."""
+        return "use_beam_search" in self.fields and bytes(self.fields["use_beam_search"]) == b"true"
 
     def prompt_chars(self) -> int | None:
         """How long the prompt is, in characters as they were sent; None when that says nothing of its length in tokens."""
@@ -92,7 +99,7 @@ def _check_what_differs(fields: Fields) -> bool:
     Whether a stream is wanted.
     """
     if "max_tokens" in fields:
-        _check_count(fields, "max_tokens")
+        _check_count(fields, "max_tokens", 0 if _only_scores(fields) else 1)
     if "max_completion_tokens" in fields:
         _check_count(fields, "max_completion_tokens")
     if "stream_options" in fields:
@@ -100,14 +107,19 @@ def _check_what_differs(fields: Fields) -> bool:
     return "stream" in fields and bool(_check_kind(fields, "stream", bool, "true or false"))
 
 
-def _check_count(fields: Fields, name: str) -> None:
+def _only_scores(fields: Fields) -> bool:
+    """Whether the client wants its prompt back, as those do that want its logprobs and no answer."""
+    return "echo" in fields and _value(fields, "echo") is True
+
+
+def _check_count(fields: Fields, name: str, least: int = 1) -> None:
     value = _value(fields, name)
     if value is None:
         return
     if type(value) is not int:
         raise BadRequest(name, f"{name} is {_shown(value)}; it must be a whole number")
-    if value < 1:
-        raise BadRequest(name, f"{name} is {value}; it must be at least 1")
+    if value < least:
+        raise BadRequest(name, f"{name} is {value}; it must be at least {least}")
 
 
 def _check_kind(fields: Fields, name: str, kind: type, words: str) -> Any:

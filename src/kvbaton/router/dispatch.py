@@ -266,8 +266,8 @@ class Exchange:
     def _wish(self) -> Wish:
         assert self._body is not None  # noqa: S101
         limit = self._dispatcher.settings.local_prefill_chars
-        is_local = False
-        if limit:
+        is_local = self._body.searches_beams()
+        if limit and not is_local:
             chars = self._body.prompt_chars()
             is_local = chars is not None and chars < limit
         way = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None

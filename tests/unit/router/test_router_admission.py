@@ -139,6 +139,32 @@ def test_fields_that_are_found_malformed_late_leave_nothing_behind(dispatch: Dis
 
 
 @run
+async def test_a_priority_that_is_no_number_waits_like_any_other() -> None:
+    gate = Gate()
+    async with prefill(mode=WRITE) as p, decode(gate, mode=WRITE) as d, routing(p, d, max_per_decode=1) as router:
+        first = asyncio.create_task(router.post({"prompt": "first"}))
+        await until(lambda: len(d.seen) == 1)
+        second = asyncio.create_task(router.post(b'{"prompt":"second","priority":1e400}'))
+        await queued(router, 1)
+        gate.open.set()
+        assert [(await request)[0] for request in (first, second)] == [200, 200]
+        await queued(router, 0)
+        assert await router.metric("kvbaton_router_in_flight_requests") == 0
+
+
+@run
+async def test_what_vllm_takes_apart_is_computed_by_decode_alone() -> None:
+    """A beam search is many requests inside vLLM, and its answer names no hand-off."""
+    for mode in (READ, WRITE):
+        async with prefill(mode=mode) as p, decode(mode=mode) as d, routing(p, d) as router:
+            beams = {**BODY, "use_beam_search": True, "n": 2}
+            status, headers, _ = await router.post(beams)
+            assert (status, headers["x-kvbaton-mode"]) == (200, "local")
+            assert (p.seen, d.seen[0].body) == ([], beams)
+            assert (await router.post({**beams, "use_beam_search": False}))[1]["x-kvbaton-mode"] != "local"
+
+
+@run
 async def test_short_prompts_are_prefilled_by_decode() -> None:
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d, local_prefill_chars=100) as router:
         status, headers, _ = await router.post({**BODY, "kv_transfer_params": {"remote_host": "6.6.6.6"}})

@@ -108,6 +108,19 @@ def test_an_answer_of_no_tokens_is_refused_before_anything_is_computed(name: str
     assert caught.value.field == name
 
 
+def test_a_prompt_that_is_only_scored_needs_no_answer() -> None:
+    """The decode instance is asked as the client asks, the prefill instance for the one token that it has to compute."""
+    body = parse_body(b'{"prompt":"x","echo":true,"logprobs":1,"max_tokens":0}')
+    assert json.loads(decode_body(body, _PARAMS))["max_tokens"] == 0
+    assert json.loads(prefill_body(body, _PARAMS))["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("content", [b'{"echo":true,"max_tokens":-1}', b'{"echo":false,"max_tokens":0}'])
+def test_echo_excuses_nothing_else(content: bytes) -> None:
+    with pytest.raises(BadRequest, match="max_tokens is"):
+        parse_body(content)
+
+
 @pytest.mark.parametrize("value", [1, 0, "true", []])
 def test_stream_must_be_a_truth_value(value: object) -> None:
     with pytest.raises(BadRequest, match="stream"):
@@ -196,7 +209,10 @@ def test_a_bootstrap_body_has_a_room_for_each_prompt_and_the_clients_own_rooms_a
     assert json.loads(bootstrap_body(body, "h", None, 9))["bootstrap_port"] is None
 
 
-@pytest.mark.parametrize(("content", "priority"), [(b"{}", 0), (b'{"priority":-3}', -3), (b'{"priority":"x"}', 0)])
+@pytest.mark.parametrize(
+    ("content", "priority"),
+    [(b"{}", 0), (b'{"priority":-3}', -3), (b'{"priority":"x"}', 0), (b'{"priority":1e400}', 0), (b'{"priority":"\xff"}', 0)],
+)
 def test_priority(content: bytes, priority: int) -> None:
     assert parse_body(content).priority() == priority
 

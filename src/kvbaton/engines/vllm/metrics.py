@@ -30,6 +30,8 @@ _NOW = {
     "quarantined_blocks": "Blocks that wait until nobody can write to them any more",
     "peers": "Peers whose cards are known",
 }
+_LATEST = {"multiprocess_mode": "mostrecent"}
+"""With several API servers vLLM tells one of them after each step: what the others were told last is no longer so."""
 
 
 class KVBatonStats(KVConnectorStats):
@@ -66,8 +68,8 @@ class KVBatonMetrics(KVConnectorPromMetrics):
         self._failures = counter("vllm:kvbaton_handoff_failures", failures, [*labelnames, "side", "cause"])
         self._bytes = counter("vllm:kvbaton_moved_bytes", "Bytes of landed hand-offs", labelnames)
         self._grown = {name: counter(f"vllm:kvbaton_{name}", text, labelnames) for name, text in _COUNTED.items()}
-        self._live = gauge("vllm:kvbaton_handoffs_live", "Hand-offs under way, by side", [*labelnames, "side"])
-        self._gauges = {name: gauge(f"vllm:kvbaton_{name}", text, labelnames) for name, text in _NOW.items()}
+        self._live = gauge("vllm:kvbaton_handoffs_live", "Hand-offs under way, by side", [*labelnames, "side"], **_LATEST)
+        self._gauges = {name: gauge(f"vllm:kvbaton_{name}", text, labelnames, **_LATEST) for name, text in _NOW.items()}
         self._seconds = {
             name: histogram(f"vllm:kvbaton_{name}econds", text, labelnames, buckets=_SECONDS) for name, text in _TIMES.items()
         }

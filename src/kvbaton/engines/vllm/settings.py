@@ -129,6 +129,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
             raise ConfigError(f"{_WHERE}: unknown key {key!r}; {_hint(key)}")
     if "control_port" not in extra_config:
         raise ConfigError(f"{_WHERE}: control_port is missing; give a port on which other instances reach this one")
+    for key, choices in (("mode", tuple(Mode)), ("integrity", tuple(Integrity))):
+        if key in extra_config and extra_config[key] not in choices:
+            raise ConfigError(f"{_WHERE}: {key} is {extra_config[key]!r}; known are {', '.join(choices)}")
     try:
         settings = msgspec.convert(dict(extra_config), ConnectorSettings)
     except msgspec.ValidationError as error:
