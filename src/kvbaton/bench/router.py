@@ -56,8 +56,8 @@ def _measure(bench: RouterBench, tool: LoadTool, routers: Sequence[Running], ser
                 before = router.cpu_s()
                 driven = tool.drive(router.port, case.clients, bench.seconds, case.kind, bench.prompt_bytes)
                 _note(series, router.contender, case, driven, router.cpu_s() - before)
-                if driven.errors and router.contender.processes:
-                    problems.append(f"{series_name(case, router.contender)}: {driven.errors} errors")
+                if router.contender.processes:
+                    problems += _found_wrong(series_name(case, router.contender), driven)
     return problems
 
 
@@ -78,7 +78,13 @@ def _crowd(bench: RouterBench, tool: LoadTool, router: Running, series: Series, 
     series[f"{name}, per second"] = [driven.per_second]
     series[f"{name}, KiB per stream"] = [(most - before) / MANY]
     series[f"{name}, errors"] = [float(driven.errors)]
-    return [f"{name}: {driven.errors} errors"] if driven.errors and router.contender.processes else []
+    return _found_wrong(name, driven) if router.contender.processes else []
+
+
+def _found_wrong(name: str, driven: Driven) -> list[str]:
+    """Errors; and silence, which would otherwise pass for an answer within 0 ms."""
+    found = [f"{name}: {driven.errors} errors"] if driven.errors else []
+    return found if driven.requests else [*found, f"{name}: no request was answered in time; give it more --seconds"]
 
 
 def _note(series: Series, contender: Contender, case: Case, driven: Driven, cpu_s: float) -> None:

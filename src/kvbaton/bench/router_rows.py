@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class RouterBench:
 
     def __post_init__(self) -> None:
         for name in ("rounds", "seconds", "prompt_bytes"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
         for name in ("clients", "processes"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from kvbaton.bench.report import BenchReport
-from kvbaton.bench.router import RouterBench, run_router_bench
+from kvbaton.bench.router import RouterBench, _measure, run_router_bench
+from kvbaton.bench.router_contenders import Driven, LoadTool, Running
 from kvbaton.bench.router_plot import plot_router_bench
 from kvbaton.bench.router_rows import contenders_of, many_name, rows, series_name
 from kvbaton.discovery.messages import TransferMode
@@ -55,6 +57,15 @@ def test_goals_take_the_better_of_ours_and_what_is_added_to_a_bare_instance() ->
     assert found["2048 streams at once, pull, kvbaton, 2 processes, KiB per stream"].ratio == 0.5
 
 
+def test_a_router_that_answers_nobody_is_a_problem_and_not_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = RouterBench((1,), (1,), rounds=1)
+    ours = next(each for each in contenders_of(bench, TransferMode.READ) if each.processes)
+    monkeypatch.setattr(LoadTool, "drive", lambda *_: Driven(0, 0, 1.0, 0.0, 0.0, 0.0))
+    problems = _measure(bench, LoadTool(Path("nothing")), [Running(ours, 1, os.getpid())], {}, print)
+    assert len(problems) == len(list(bench.cases()))
+    assert all("no request was answered" in problem for problem in problems)
+
+
 def test_it_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures are not tested: matplotlib is not installed")
     bench = RouterBench()
@@ -66,7 +77,14 @@ def test_it_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "option"), [({"rounds": 0}, "--rounds"), ({"clients": ()}, "--clients"), ({"processes": (0,)}, "--processes")]
+    ("settings", "option"),
+    [
+        ({"rounds": 0}, "--rounds"),
+        ({"clients": ()}, "--clients"),
+        ({"processes": (0,)}, "--processes"),
+        ({"seconds": float("nan")}, "--seconds"),
+        ({"seconds": float("inf")}, "--seconds"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], option: str) -> None:
     with pytest.raises(ConfigError, match=option):
