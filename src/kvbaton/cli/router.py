@@ -125,6 +125,7 @@ def router(
     """
     from kvbaton.cli.running import raise_open_files, run_server, set_up_logging, settle_memory
     from kvbaton.config import is_loopback, parse_trust
+    from kvbaton.core.addresses import in_url
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
     from kvbaton.router.processes import run_processes
@@ -139,7 +140,7 @@ def router(
         transfer_mode=None if transfer_mode == "auto" else TransferMode(transfer_mode),
         instances_file=instances_file,
         processes=processes,
-        api_keys=tuple(filter(None, os.environ.get(_API_KEY_VARIABLE, "").split(","))),
+        api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
         cluster_key=parse_trust(cluster_key_file).key,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
@@ -156,5 +157,15 @@ def router(
     raise_open_files()
     settle_memory()
     if processes > 1:
-        return run_processes(settings, lambda: log.info("router on http://%s:%d, %d processes", host, port, processes))
-    return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", host, port)))
+        return run_processes(settings, lambda: log.info("router on http://%s:%d, %d processes", in_url(host), port, processes))
+    return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", in_url(host), port)))
+
+
+def _api_keys(value: str) -> tuple[str, ...]:
+    """The keys of a list; one without any key in it must not let everybody in."""
+    from kvbaton.errors import ConfigError
+
+    keys = tuple(filter(None, value.split(",")))
+    if value and not keys:
+        raise ConfigError(f"{_API_KEY_VARIABLE} is {value!r}, which holds no key; put one in, or unset it to let everybody in")
+    return keys

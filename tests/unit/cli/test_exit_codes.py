@@ -55,6 +55,19 @@ def test_an_unknown_option_is_refused_by_name(refusal: Refusal, command: str) ->
     assert "--bogus" in refusal(command, "--bogus")
 
 
+@pytest.mark.parametrize("command", ["engine", "handoff", "plan", "router", "serve", "wire"])
+def test_a_place_for_results_that_is_not_there_is_refused_before_they_are_measured(refusal: Refusal, command: str) -> None:
+    said = refusal("bench", command, "--out", "/nowhere/at/all.json")
+    assert "--out is '/nowhere/at/all.json'" in said
+    assert "/nowhere/at is no directory" in said
+
+
+def test_keys_that_are_none_let_nobody_in(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a list whose parts were not set."""
+    monkeypatch.setenv("KVBATON_API_KEY", ",")
+    assert "KVBATON_API_KEY is ','" in refusal("router")
+
+
 def test_an_unknown_command_is_refused_by_name(refusal: Refusal) -> None:
     assert "frobnicate" in refusal("frobnicate")
 
