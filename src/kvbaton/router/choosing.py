@@ -7,7 +7,7 @@ each seat once, when its part is over.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -139,6 +139,8 @@ class Chooser:
         self._live: tuple[Instance, ...] = ()
         self.freed = False
         """Set when a seat was left; whoever keeps requests waiting looks at it and unsets it."""
+        self.on_freed: Callable[[], None] = _nothing
+        """Called each time that a seat was left."""
 
     def refresh(self, now: float) -> bool:
         """Take in what the registry has learned; whether anything has changed."""
@@ -208,6 +210,7 @@ class Chooser:
         ranks = self._ranks.get(instance.http_address)
         if dp_rank is not None and ranks is not None:
             ranks.give(dp_rank)
+        self.on_freed()
 
     def _seated(self, wish: Wish, pool: Pool, sources: Sequence[Candidate], targets: Sequence[Candidate]) -> Seats:
         shift = self._turn // pool.period
@@ -275,6 +278,10 @@ class Chooser:
         if ranks is None or len(ranks.counts) != size:
             ranks = self._ranks[instance.http_address] = _Ranks([0] * size)
         return ranks.take()
+
+
+def _nothing() -> None:
+    """Nobody waits."""
 
 
 def _can_prefill(instance: Instance) -> bool:

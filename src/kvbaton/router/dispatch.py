@@ -61,6 +61,7 @@ class Dispatcher:
         self.settings = settings
         self.registry = registry
         self.chooser = chooser
+        chooser.on_freed = self.wake_waiting
         self.upstream = upstream
         self.metrics = metrics
         self.routed = routed
@@ -97,7 +98,6 @@ class Dispatcher:
         """An exchange is over."""
         self._in_flight -= 1
         self.metrics.add("in_flight_requests", -1)
-        self.wake_waiting()
 
     def wake_waiting(self) -> None:
         """Let waiting requests go on soon, when a seat was left."""

@@ -23,6 +23,7 @@ from router_fakes import (
 )
 
 from kvbaton.discovery.messages import Dispatch, TransferMode
+from kvbaton.router.dispatch import Dispatcher
 
 READ, WRITE = TransferMode.READ, TransferMode.WRITE
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
@@ -60,6 +61,23 @@ async def test_requests_beyond_a_cap_wait_for_their_turn_by_priority() -> None:
         assert [(await request)[0] for request in requests] == [200] * 4
         assert gate.order == ["first", "urgent", "normal", "later"]
         await queued(router, 0)
+
+
+@pytest.mark.parametrize("mode", [READ, WRITE])
+def test_a_seat_that_prefill_has_left_is_taken_at_once(mode: TransferMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when decode is done, or when the router looks round the next time, which here it does not."""
+
+    async def test() -> None:
+        gate = Gate()
+        p, d = prefill(mode=mode), decode(gate, mode=mode)
+        async with p, d, routing(p, d, max_per_prefill=1) as router:
+            monkeypatch.setattr(Dispatcher, "sweep", lambda *_: None)
+            requests = [asyncio.create_task(router.post(BODY)) for _ in range(8)]
+            await until(lambda: len(p.seen) == 8)
+            gate.open.set()
+            assert {(await request)[0] for request in requests} == {200}
+
+    asyncio.run(test())
 
 
 @run
