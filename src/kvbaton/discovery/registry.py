@@ -243,10 +243,11 @@ class Registry:
             self._live[standing.http_address, standing.type] = fresh
             self.version += 1
 
-    def find(self, http_address: str, kind: InstanceType) -> Instance | None:
-        """The instance of that type at that address, as it was last heard of; it may have been silent for too long."""
+    def find(self, http_address: str, kind: InstanceType, now: float | None = None) -> Instance | None:
+        """The instance of that type at that address, as it was last heard of. Only with `now` must it still be live."""
         with self._lock:
-            return self._live.get((http_address, kind))
+            known = self._live.get((http_address, kind))
+            return None if known is None or (now is not None and not self._is_alive(known, now)) else known
 
     def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
         """The instances that may be used, in the order they came; all, or those of one type."""

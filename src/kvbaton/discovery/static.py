@@ -75,8 +75,7 @@ class StaticInstances:
 
     def _keep(self, listed: Registration, now: float) -> None:
         """An instance that speaks for itself knows better than the list."""
-        key = (listed.http_address, listed.type)
-        known = next((i for i in self._registry.live(now, listed.type) if (i.http_address, i.type) == key), None)
+        known = self._registry.find(listed.http_address, listed.type, now)
         outcome = self._registry.register(listed if known is None else known.registration, now)
         if isinstance(outcome, Refused) and outcome.is_new:
             name = f"{listed.type.word} instance {listed.http_address}"

@@ -45,6 +45,18 @@ def test_the_listed_are_live_for_as_long_as_somebody_looks(path: Path) -> None:
         assert ports(registry, tenth / 10) == [8101, 8201]
 
 
+def test_a_long_list_is_not_gone_through_for_each_of_its_instances(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them would take seconds, every second, of the loop that serves requests."""
+    write(path, [entry(8101 + number) for number in range(50)])
+    registry = Registry()
+    static = StaticInstances(path, registry)
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "live", None)
+        for now in (0.0, 2.0, 9.0):
+            static.refresh(now)
+    assert len(registry.live(9.0)) == 50
+
+
 def test_a_change_is_seen(path: Path) -> None:
     write(path, [entry(8101), entry(8102)])
     registry = Registry()
