@@ -67,7 +67,7 @@ def verify(
     decode
         how many decode instances.
     max_tokens
-        tokens per answer.
+        tokens per answer, at least 2: the first one says nothing of the cache that was handed over.
     longest_prompt
         prompt lengths are drawn from 1 to this many tokens, log-uniformly.
     seed

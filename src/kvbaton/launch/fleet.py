@@ -27,6 +27,7 @@ _POLL_S = 0.1
 _KILL_AFTER_S = 10.0
 _TIDY_S = 3.0
 _KEPT_LINES = 40
+_LATE_LINES = 5
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks this host itself, whatever proxy the environment names for the world outside."""
@@ -106,7 +107,10 @@ class Fleet:
                     on_healthy(running.part.name)
             if waiting and time.monotonic() > give_up_at:
                 names = ", ".join(running.part.name for running in waiting)
-                raise LocalError(f"not healthy after {timeout_s:g} s: {names}; their logs are in {self.log_directory}")
+                said = "".join(
+                    f"\n  {each.part.name}: {line}" for each in waiting for line in list(each.last_lines)[-_LATE_LINES:]
+                )
+                raise LocalError(f"not healthy after {timeout_s:g} s: {names}; their last lines:{said or ' none'}")
             if waiting:
                 time.sleep(_POLL_S)
 

@@ -35,6 +35,7 @@ __all__ = ["VerifySettings", "run_verify"]
 
 _HEALTHY_WITHIN_S = {"embedded": 180.0, "vllm": 900.0}
 _REQUEST_S = 900.0
+_FEWEST_TOKENS = 2
 _REFUSAL = "incompatible peer"
 
 
@@ -86,6 +87,11 @@ class _Servers:
 def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Callable[[RequestRow], None]) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
     check_writes(settings.transport, settings.handoff.unfenced_writes)
+    if settings.max_tokens < _FEWEST_TOKENS:
+        raise ConfigError(
+            f"--max-tokens is {settings.max_tokens}; it must be at least {_FEWEST_TOKENS}: the first token is the prefill "
+            "instance's own, and says nothing of the cache that was handed over"
+        )
     loaded = find_model(settings.model, progress=say)
     _check_shapes(settings, loaded)
     context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)

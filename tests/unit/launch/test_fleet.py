@@ -85,11 +85,18 @@ def test_the_last_lines_are_few(fleet: Fleet) -> None:
     assert len(str(caught.value).splitlines()) < 50
 
 
-def test_a_part_that_never_answers_is_named_with_its_logs(fleet: Fleet) -> None:
-    fleet.start(_server("well"))
+def test_a_part_that_never_answers_is_named_with_its_last_lines_because_its_logs_go_with_it(fleet: Fleet) -> None:
     fleet.start(_server("ill", status=503))
-    with pytest.raises(LocalError, match=r"not healthy after 1\.5 s: ill; their logs are in .*kvbaton-"):
-        fleet.wait_healthy(1.5)
+    log = fleet.log_directory / "ill.log"
+    wait_until(lambda: log.exists() and "ready" in log.read_text(), "its line is in the log")
+    with pytest.raises(LocalError, match=r"not healthy after 0\.5 s: ill; their last lines:\n  ill: ready$"):
+        fleet.wait_healthy(0.5)
+
+
+def test_a_part_that_never_answers_and_says_nothing_is_named(fleet: Fleet) -> None:
+    fleet.start(_part("silent", SLEEP))
+    with pytest.raises(LocalError, match=r"not healthy after 0\.5 s: silent; their last lines: none$"):
+        fleet.wait_healthy(0.5)
 
 
 def test_a_part_that_answers_nonsense_is_not_healthy(fleet: Fleet) -> None:

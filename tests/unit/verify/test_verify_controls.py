@@ -18,6 +18,10 @@ REFUSED = {
         "--drop layer:1: of tiny only all",
     ),
     "a state that it does not have": (VerifySettings(model="tiny", drop="conv"), "--drop conv: of tiny only all"),
+    "one token, which nobody decodes": (
+        VerifySettings(model="tiny", drop_writes=True, max_tokens=1),
+        "--max-tokens is 1; it must be at least 2",
+    ),
     "vllm leaves out": (VerifySettings(model="tiny", engine="vllm", drop="all"), "use --drop-writes with vllm"),
     "vllm dtype": (VerifySettings(model="tiny", engine="vllm", decode_cache_dtype="float16"), "use --drop-writes with vllm"),
     "vllm lacks": (VerifySettings(model="tiny", engine="vllm", decode_lacks="layer:0"), "use --drop-writes with vllm"),
