@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ def engine(
     from kvbaton.bench.engine import run_engine_bench
     from kvbaton.errors import ConfigError
 
+    _check_files(out)
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
     _check_places(out)
@@ -102,6 +104,7 @@ def handoff(
     from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
     from kvbaton.core.handoff import Integrity, Mode
 
+    _check_files(out)
     kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
     bench = HandoffBench(
         _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
@@ -147,6 +150,7 @@ def plan(
     """
     from kvbaton.bench.plan import PlanBench, ensure_plan_peers, run_plan_bench
 
+    _check_files(out)
     if peers and not (vllm and sglang):
         own = ensure_plan_peers(_progress)
         vllm, sglang = vllm or own[0], sglang or own[1]
@@ -211,6 +215,7 @@ def serve(
     """
     from kvbaton.bench.serve import ServeBench, run_serve_bench
 
+    _check_files(out, plot)
     if engine == "vllm" or peer is not None:
         return _serve_vllm(model, transport, mode, peer or "", _numbers(lengths, "--lengths"), rounds, plot, out, json)
     bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
@@ -256,10 +261,8 @@ def router(
     """
     from kvbaton.bench.router import RouterBench, run_router_bench
     from kvbaton.bench.router_plot import plot_router_bench
-    from kvbaton.bench.vllm.plot import check_can_plot
 
-    if plot is not None:
-        check_can_plot()
+    _check_files(out, plot)
     bench = RouterBench(
         _numbers(clients, "--clients"), _numbers(processes, "--processes"), rounds, seconds, prompt_bytes, peers
     )
@@ -282,12 +285,10 @@ def _serve_vllm(
     out: Path | None,
     json: bool,
 ) -> int:
-    from kvbaton.bench.vllm.plot import check_can_plot, plot_vllm_bench
+    from kvbaton.bench.vllm.plot import plot_vllm_bench
     from kvbaton.bench.vllm.serve import VllmServeBench, run_vllm_bench
     from kvbaton.core.handoff import Mode
 
-    if plot is not None:
-        check_can_plot()
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
     bench = VllmServeBench(model, transport, modes, peer, lengths, rounds)
     _check_places(out, plot)
@@ -348,6 +349,7 @@ def wire(
     json
         print one JSON object instead of a table.
     """
+    _check_files(out, plot)
     if transport == "cuda":
         _check_reads(direction)
         from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
@@ -356,8 +358,11 @@ def wire(
         _check_places(out, plot)
         return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
     from kvbaton.bench.wire import WireBench, draw, run_wire_bench, subjects_of
+    from kvbaton.errors import ConfigError
     from kvbaton.transport.base import Direction
 
+    if plot is not None and plot.suffix not in ("", ".png", ".svg"):
+        raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
@@ -367,6 +372,20 @@ def wire(
     if plot is not None:
         draw(report, plot)
     return _finish("wire", report, bench.described(), out, json)
+
+
+def _check_files(out: Path | None, plot: Path | None = None) -> None:
+    """Raise ConfigError when results could not be kept or drawn: better before they are measured than after."""
+    from kvbaton.bench.vllm.plot import check_can_plot
+    from kvbaton.errors import ConfigError
+
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ConfigError(
+                f"{option} is {str(path)!r}, which cannot be written; name a file in a directory that you can write"
+            )
+    if plot is not None:
+        check_can_plot()
 
 
 def _check_reads(direction: str) -> None:

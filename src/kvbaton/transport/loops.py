@@ -89,7 +89,7 @@ def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | N
     """The loops, from `directory` (by default a cache of this user) or compiled into it; None, with the reason in the log."""
     try:
         return Loops(_library(directory or _cache(), compiler))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
         _log.info("no loops in C over runs (%s); install a C compiler to make short runs faster", error)
         return None
 

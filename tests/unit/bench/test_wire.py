@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -90,7 +92,8 @@ def test_what_only_reads_is_not_asked_to_write() -> None:
         WireBench(subjects=("local", "memcpy"), direction=Direction.WRITE)
     told: list[str] = []
     bench = WireBench((64 * KIB,), (MIB,), (1,), subjects=("tcp", "nixl"), rounds=1, idle_s=0.0, direction=Direction.WRITE)
-    run_wire_bench(bench, told.append)
+    with contextlib.suppress(ConfigError):  # without NIXL nothing is left
+        run_wire_bench(bench, told.append)
     assert "tcp is left out: it only reads, the owner of the target memory copies" in told
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from pathlib import Path
@@ -166,3 +167,28 @@ def test_a_peer_to_compare_with_makes_vllm_the_engine(refusal: Refusal, monkeypa
     monkeypatch.setattr("kvbaton.bench.vllm.serve.available_memory_bytes", lambda: 1)
     assert "7 vLLM servers at once need" in refusal("bench", "serve", "--peer", "nixl")
     assert "3 vLLM servers at once need" in refusal("bench", "serve", "--engine", "vllm", "--mode", "push")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--peers", "0"], "peers is 0; .*1 to 64"),
+        (["--peers", "1,-1"], "peers is 1, -1; .*1 to 64"),
+        (["--peers", "65"], "peers is 65; .*1 to 64"),
+        (["--blocks", "4,0"], "block_bytes is 4096, 0 .*above 0"),
+        (["--out", "missing/wire.json"], "--out is 'missing/wire.json', which cannot be written"),
+        (["--plot", "missing/wire"], "--plot is 'missing/wire', which cannot be written"),
+        (["--plot", "wire-0.1"], "--plot is 'wire-0.1'; its suffix must be"),
+    ],
+)
+def test_what_bench_wire_cannot_do_is_said_before_it_measures(refusal: Refusal, options: list[str], words: str) -> None:
+    assert re.search(words, refusal("bench", "wire", *options))
+
+
+@pytest.mark.parametrize("options", [["--transport", "nixl"], ["--direction", "write"]])
+def test_a_bench_wire_that_measured_nothing_is_not_all_well(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    for library in ("nixl", "nixl._api", "mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert "could be measured here" in refusal("bench", "wire", *options, "--blocks", "4", "--batch-mib", "1", "--idle", "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pwd
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,16 @@ def test_without_a_compiler_there_is_no_loop_and_the_log_says_so(tmp_path: Path,
         assert load_loops(tmp_path, compiler="false") is None
     assert "there is no no-such-compiler" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_home_directory_there_are_no_loops(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a container whose user is in no list of users."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with caplog.at_level(logging.INFO, "kvbaton.transport"):
+        assert load_loops() is None
+    assert "home directory" in caplog.text
 
 
 @pytest.mark.skipif(LOOPS is None, reason="needs a C compiler")

@@ -35,6 +35,7 @@ PEER_OF = {
 }
 """What each of our transports is held against."""
 
+_MOST_PEERS = 64
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -57,6 +58,11 @@ class WireBench:
                 raise ConfigError(f"unknown subject {name!r}; known are {', '.join((*OURS, *RAW))}")
         if self.direction is Direction.WRITE and not set(self.subjects) & set(WRITERS):
             raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(WRITERS)}")
+        if min(self.block_bytes) < 1 or not 1 <= min(self.peers) <= max(self.peers) <= _MOST_PEERS:
+            raise ConfigError(
+                f"block_bytes is {', '.join(map(str, self.block_bytes))} and peers is {', '.join(map(str, self.peers))}; "
+                f"blocks must have a size above 0, and peers must be 1 to {_MOST_PEERS}"
+            )
         if self.rounds < 1 or min(self.batch_bytes) < min(self.block_bytes) * max(self.peers):
             raise ConfigError(
                 f"rounds is {self.rounds}, the smallest of batch_bytes is {min(self.batch_bytes)}; there must be a round, and "
@@ -118,7 +124,10 @@ class _Entry:
 
 
 def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchReport:
-    """Measure every subject that can run here; those that cannot are told to `progress`, with the reason."""
+    """Measure every subject that can run here; those that cannot are told to `progress`, with the reason.
+
+    Raises ConfigError when there is none.
+    """
     tell = progress or (lambda _: None)
     rows: list[BenchRow] = []
     rounds: list[dict[str, list[float]]] = [{} for _ in range(bench.rounds)]
@@ -130,6 +139,8 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
                 problems += _measure(bench, point, entries, rounds)
                 rows += _rows(bench, point, entries, rounds)
             rows += _idle(bench, peers, entries)
+    if not rows:
+        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above say what each needs")
     return BenchReport(rows, describe_hardware(), rounds, problems)
 
 
@@ -253,7 +264,7 @@ def _rows(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[d
 
 def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]:
     """The share of a core that each subject's peers use while nothing happens, and that all of this side use together."""
-    if bench.idle_s <= 0:
+    if bench.idle_s <= 0 or not entries:
         return []
     before = {entry.name: sum(_spent_s(peer.pid) for peer in entry.peers) for entry in entries}
     here = time.process_time()
