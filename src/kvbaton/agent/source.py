@@ -209,10 +209,14 @@ class SourceSide(SourceEffects):
         self._end_by(record, SourceEvent.STOP_ASKED, _end_here(stop.outcome), f"the target {stop.outcome}: {stop.reason}")
 
     def _stop_whole(self, sender: Incarnation, stop: Stop) -> None:
-        """A target has refused a request as a whole: nobody comes for anything of its transfer id, now or later."""
+        """A target has refused a request as a whole: nobody comes for anything of its transfer id, now or later.
+
+        What has ended here before is no news: it is what came of that request, not what a later one of the same id is about.
+        """
         transfer_id, reason = stop.key.transfer_id, f"the target {stop.outcome}: {stop.reason}"
         earlier, verdict = self._declined_whole.get(transfer_id), _end_here(stop.outcome)
         taken = set() if earlier is None or earlier.until < self._clock() else earlier.taken
+        taken |= {key for _, key, _ in self._ended if key.transfer_id == transfer_id}
         declined = Declined("", reason, self._clock() + self._limits.defer_timeout, taken)
         self._declined_whole.add(transfer_id, declined)
         for record in [record for key, record in self.live.items() if key.transfer_id == transfer_id]:

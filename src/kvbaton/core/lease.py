@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from kvbaton.core.handoff import Incarnation
@@ -73,6 +74,9 @@ class Tombstones(Generic[KeyT, ValueT]):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def __iter__(self) -> Iterator[KeyT]:
+        return iter(self._ends)
 
     def add(self, key: KeyT, end: ValueT) -> None:
         """Remember how `key` ended; a later end of the same key replaces it."""

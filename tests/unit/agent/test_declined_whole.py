@@ -73,6 +73,23 @@ def test_those_that_come_later_end_at_once_each_of_them_once() -> None:
     assert two.live() == {*KEYS, OTHER}, "a second request of that transfer id is not the one that was refused"
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_had_ended_before_is_not_meant_when_it_is_asked_for_again(is_held: bool) -> None:
+    """vLLM tells of a request whose load failed as of one that it never took: its hand-off is over then, on both sides."""
+    two = Two()
+    two.expect(KEYS[0])
+    if is_held:
+        two.source.coordinator.offer(Offer(KEYS[0], BLOCKS, TOKENS, AUX))
+        two.net.pass_time(LIMITS.defer_timeout + 1)
+    else:
+        two.source.coordinator.cancel(KEYS[0], Side.SOURCE)
+    assert two.ended() == {KEYS[0]}
+    two.refuse()
+    two.expect(*KEYS)
+    assert two.live() == {KEYS[0]}
+    assert two.ended() == set(KEYS), "those of which nothing was known are not awaited by anybody"
+
+
 def test_the_word_is_forgotten_after_defer_timeout() -> None:
     two = Two()
     two.refuse()
