@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import uvloop
@@ -36,7 +36,7 @@ from kvbaton.router.board import Board, Loads
 from kvbaton.router.metrics import COLUMNS, GAUGES, write_messages
 from kvbaton.router.routed import Rings
 from kvbaton.router.settings import RouterSettings
-from kvbaton.router.slots import SlotBook, instance_key
+from kvbaton.router.slots import InstanceKey, SlotBook, instance_key
 
 __all__ = ["run_processes"]
 
@@ -47,6 +47,7 @@ _SWEEP_S = 0.1
 _TELL_AGAIN_S = 0.5
 _RESTART_S = 0.5
 _MAX_MESSAGE = 65536
+_MOST_MISSED = 4096
 _READY = b"ready"
 
 
@@ -73,6 +74,8 @@ class _Worker:
     started: float
     is_over: bool = False
     """Whether it has ended and its process id is somebody else's to have."""
+    missed: dict[InstanceKey, Registration] = field(default_factory=dict)
+    """What it has not been told because it did not keep up: of each instance the last word."""
 
 
 class _Teller(Registry):
@@ -164,6 +167,7 @@ class _Head:
             self._slots.keep(live, now, self._loads.of)
             self._told = {key: told for key, told in self._told.items() if key in live}
         self._count_messages(listener)
+        self._tell_missed()
         self._replace_dead(registry, now)
 
     def _count_messages(self, listener: Listener) -> None:
@@ -180,12 +184,30 @@ class _Head:
                 self._send_to(worker, message)
 
     def _send_to(self, worker: _Worker, message: Registration) -> None:
-        self._send(worker, _News(self._slots.slot_of(instance_key(message)), encode_registration(message)))
+        key = instance_key(message)
+        worker.missed.pop(key, None)
+        was_sent = self._send(worker, _News(self._slots.slot_of(key), encode_registration(message)))
+        if not was_sent and len(worker.missed) < _MOST_MISSED:
+            worker.missed[key] = message
 
-    def _send(self, worker: _Worker, news: _News | _Held) -> None:
-        """A worker that does not keep up misses a heartbeat; the next one comes soon."""
-        with contextlib.suppress(OSError):
+    def _send(self, worker: _Worker, news: _News | _Held) -> bool:
+        """False when the worker does not keep up. One that is dead is replaced, and its successor told everything."""
+        try:
             worker.channel.send(msgspec.msgpack.encode(news))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _tell_missed(self) -> None:
+        """A long list of instances comes at once, each time: who is at its end must not always be the one that is left out."""
+        with self._lock:
+            for worker in self._workers:
+                for key, message in list(worker.missed.items()):
+                    self._send_to(worker, message)
+                    if key in worker.missed:
+                        break
 
     def _hear_workers(self, registry: Registry) -> None:
         """For a moment, hear what workers say about instances."""

@@ -226,6 +226,16 @@ def test_a_flood_of_registrations_is_dropped_and_no_request_notices(processes: i
         assert memory_kib(router.process.pid) - before < 32 * 1024
 
 
+def test_every_process_knows_every_instance_of_a_long_list(tmp_path: Path) -> None:
+    """More than what a worker's socket holds at once."""
+    path = tmp_path / "instances.json"
+    listed = [registration(kind, 10_000 + number) for number, kind in enumerate([*InstanceType] * 500)]
+    path.write_bytes(msgspec.json.encode(listed))
+    with group("--instances-file", str(path)) as router:
+        asked = "/instances"
+        wait_until(lambda: {len(json.loads(router.ask(asked)[1])["live"]) for _ in range(8)} == {1002}, "all know all", 40)
+
+
 def test_a_second_signal_ends_what_is_left_at_once() -> None:
     """Also when some of the processes had nothing to finish and are gone by then."""
     with group(processes=6, delay_s=60.0) as router, ThreadPoolExecutor(1) as pool:
