@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.discovery.messages import Dispatch, InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.router.board import Loads
-from kvbaton.router.policy import Candidate, Pair, Pool, RouteRequest, make_policy, missing_sides, pools_of
+from kvbaton.router.policy import Candidate, Pair, Pool, RouteRequest, least_from, make_policy, missing_sides, pools_of
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook, instance_key
 
@@ -107,9 +107,7 @@ class _Ranks:
     def take(self) -> int:
         """The rank with the fewest; of equal ones each in turn, counted per instance so that no rank is left out."""
         self._turn += 1
-        least = min(self.counts)
-        equals = [rank for rank, count in enumerate(self.counts) if count == least]
-        rank = equals[self._turn % len(equals)]
+        rank = least_from(self.counts, self._turn)
         self.counts[rank] += 1
         return rank
 

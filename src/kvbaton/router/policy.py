@@ -29,6 +29,7 @@ __all__ = [
     "PrefixAffinity",
     "RoundRobin",
     "RouteRequest",
+    "least_from",
     "make_policy",
     "missing_sides",
     "pools_of",
@@ -128,6 +129,17 @@ class RoundRobin:
         return candidates[turn % len(candidates)]
 
 
+def least_from(loads: Sequence[int], turn: int) -> int:
+    """Where the least load is; of equal ones the first from that place on whose turn it is.
+
+    The turn goes round all places. Round the equal ones it would fall into step with requests that end in turn, too, and pass
+    some by for ever.
+    """
+    least = min(loads)
+    first = turn % len(loads)
+    return next((place for place in range(first, len(loads)) if loads[place] == least), loads.index(least))
+
+
 class LeastLoaded:
     """The one with the fewest requests; of equal ones, each in turn."""
 
@@ -136,9 +148,7 @@ class LeastLoaded:
         if len(candidates) == 1:
             return candidates[0]
         loads = [candidate.load for candidate in candidates]
-        least = min(loads)
-        equals = [candidate for candidate, load in zip(candidates, loads, strict=True) if load == least]
-        return equals[turn % len(equals)]
+        return candidates[least_from(loads, turn)]
 
 
 class PrefixAffinity:

@@ -128,6 +128,29 @@ def test_least_loaded_prefers_the_one_with_the_least() -> None:
     assert {RoundRobin().choose(NOTHING, candidates(3, 1, 2), turn).slot for turn in range(9)} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("in_turn", [True, False], ids=["ends in turn", "ends at random"])
+@pytest.mark.parametrize("at_once", range(1, 9))
+@pytest.mark.parametrize("count", range(2, 7))
+def test_nobody_is_passed_by_however_many_requests_are_there_at_once(count: int, at_once: int, in_turn: bool) -> None:
+    """Requests that all take as long end in the order they came: turns must not fall into step with that."""
+    live = [*registrations(PREFILL, count), *registrations(DECODE, 1, dp_size=count)]
+    one, generator = chooser(*live), random.Random(7)
+    here: list[Seats] = []
+    sources, ranks = Counter[str](), Counter[int | None]()
+    for _ in range(100 * count):
+        if len(here) == at_once:
+            gone = here.pop(0 if in_turn else generator.randrange(at_once))
+            gone.leave_prefill()
+            gone.leave_decode()
+        found = one.choose(WISH, 0.0)
+        assert isinstance(found, Seats)
+        here.append(found)
+        sources[addresses(found.pair)[0]] += 1
+        ranks[found.pair.decode_dp_rank] += 1
+    assert len(sources) == len(ranks) == count
+    assert min(*sources.values(), *ranks.values()) >= 60
+
+
 def asking(prompt: str, session: str | None = None) -> RouteRequest:
     return RouteRequest({"prompt": msgspec.Raw(msgspec.json.encode(prompt))}, session)
 
