@@ -61,7 +61,7 @@ class Routes:
         self._clock = clock
         self._started = int(time.time())
         self._page = _load_page()
-        self._keys = [f"Bearer {key}".encode() for key in settings.api_keys]
+        self._keys = [key.encode() for key in settings.api_keys]
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages: dict[str, Page] = {
             "/v1/models": self._models,
@@ -119,8 +119,8 @@ class Routes:
         return self._show_page if name in self._page else None
 
     def _is_known(self, request: Request) -> bool:
-        given = request.headers.get(b"authorization", b"")
-        return any(hmac.compare_digest(given, key) for key in self._keys)
+        scheme, _, given = request.headers.get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and any(hmac.compare_digest(given.strip(), key) for key in self._keys)
 
     async def _models(self, request: Request) -> Response:
         live = self._registry.live(self._clock())

@@ -223,7 +223,8 @@ async def test_keys_are_asked_for_and_not_passed_on() -> None:
                 status, headers, content = await router.post(BODY, path, headers=header)
                 assert (status, json.loads(content)["error"]["code"]) == (401, "invalid_api_key")
                 assert headers["www-authenticate"] == "Bearer"
-        assert (await router.post(BODY, headers={"Authorization": "Bearer secret"}))[0] == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            assert (await router.post(BODY, headers={"Authorization": f"{scheme} secret"}))[0] == 200
         assert (await router.get("/health"))[0] == 200
         assert await router.metric("kvbaton_router_unauthorized_total") == 9
     for seen in (*p.seen, *d.seen):
