@@ -51,7 +51,6 @@ def engine(
     _check_files(out)
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
-    _check_places(out)
     report = run_engine_bench(model, rounds, _progress)
     return _finish("engine", report, {"model": model, "rounds": rounds}, out, json)
 
@@ -109,7 +108,6 @@ def handoff(
     bench = HandoffBench(
         _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
     )
-    _check_places(out)
     return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), out, json)
 
 
@@ -155,7 +153,6 @@ def plan(
         own = ensure_plan_peers(_progress)
         vllm, sglang = vllm or own[0], sglang or own[1]
     bench = PlanBench(tokens, layers, rounds, vllm=vllm, sglang=sglang)
-    _check_places(out)
     return _finish("plan", run_plan_bench(bench, _progress), bench.described(), out, json)
 
 
@@ -219,7 +216,6 @@ def serve(
     if engine == "vllm" or peer is not None:
         return _serve_vllm(model, transport, mode, peer or "", _numbers(lengths, "--lengths"), rounds, plot, out, json)
     bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
-    _check_places(out, plot)
     return _finish("serve", run_serve_bench(bench, _progress), bench.described(), out, json)
 
 
@@ -266,7 +262,6 @@ def router(
     bench = RouterBench(
         _numbers(clients, "--clients"), _numbers(processes, "--processes"), rounds, seconds, prompt_bytes, peers
     )
-    _check_places(out, plot)
     report = run_router_bench(bench, _progress)
     if plot is not None:
         for path in plot_router_bench(report, bench, plot):
@@ -291,7 +286,6 @@ def _serve_vllm(
 
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
     bench = VllmServeBench(model, transport, modes, peer, lengths, rounds)
-    _check_places(out, plot)
     report = run_vllm_bench(bench, _progress)
     if plot is not None:
         for path in plot_vllm_bench(report, bench.lengths, bench.variants, plot):
@@ -355,7 +349,6 @@ def wire(
         from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
 
         on_gpu = CudaWireBench(tokens, rounds)
-        _check_places(out, plot)
         return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
     from kvbaton.bench.wire import WireBench, draw, run_wire_bench, subjects_of
     from kvbaton.errors import ConfigError
@@ -367,7 +360,6 @@ def wire(
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
     bench = WireBench(sizes, batches, counts, layout, subjects_of(transport), rounds, idle, Direction(direction))
-    _check_places(out, plot)
     report = run_wire_bench(bench, _progress)
     if plot is not None:
         draw(report, plot)
@@ -406,15 +398,6 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 def _progress(line: str) -> None:
     Console(stderr=True).print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
-
-
-def _check_places(out: Path | None, plot: Path | None = None) -> None:
-    """A file that cannot be written must be found out before anything is measured, not when it is to be kept."""
-    from kvbaton.errors import ConfigError
-
-    for option, path in (("--out", out), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{option} is {str(path)!r}, and {path.parent} is no directory; make it, or name another file")
 
 
 def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None, json: bool) -> int:

@@ -58,9 +58,7 @@ def test_an_unknown_option_is_refused_by_name(refusal: Refusal, command: str) ->
 
 @pytest.mark.parametrize("command", ["engine", "handoff", "plan", "router", "serve", "wire"])
 def test_a_place_for_results_that_is_not_there_is_refused_before_they_are_measured(refusal: Refusal, command: str) -> None:
-    said = refusal("bench", command, "--out", "/nowhere/at/all.json")
-    assert "--out is '/nowhere/at/all.json'" in said
-    assert "/nowhere/at is no directory" in said
+    assert "--out is '/nowhere/at/all.json'" in refusal("bench", command, "--out", "/nowhere/at/all.json")
 
 
 def test_keys_that_are_none_let_nobody_in(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
