@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -21,8 +21,10 @@ import pytest
 from router_fakes import free_port
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode, encode_registration
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode, decode_registration, encode_registration
 from kvbaton.discovery.zmtp import encode_frame
+from kvbaton.router.processes import _Head, _News, _Teller, _Worker
+from kvbaton.router.settings import RouterSettings
 from watching import descendants, wait_until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
@@ -226,14 +228,35 @@ def test_a_flood_of_registrations_is_dropped_and_no_request_notices(processes: i
         assert memory_kib(router.process.pid) - before < 32 * 1024
 
 
-def test_every_process_knows_every_instance_of_a_long_list(tmp_path: Path) -> None:
-    """More than what a worker's socket holds at once."""
-    path = tmp_path / "instances.json"
-    listed = [registration(kind, 10_000 + number) for number, kind in enumerate([*InstanceType] * 500)]
-    path.write_bytes(msgspec.json.encode(listed))
-    with group("--instances-file", str(path)) as router:
-        asked = "/instances"
-        wait_until(lambda: {len(json.loads(router.ask(asked)[1])["live"]) for _ in range(8)} == {1002}, "all know all", 40)
+def test_a_worker_hears_later_what_it_had_no_room_for() -> None:
+    """A long list of instances is more than its socket holds at once."""
+    settings = RouterSettings(processes=2)
+    head = _Head(settings)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setblocking(False)
+        head._workers = [_Worker(0, 0, ours, 0.0)]
+        registry = _Teller(settings, head._tell)
+        listed = [registration(kind, 10_000 + number) for number, kind in enumerate([*InstanceType] * 500)]
+        for one in listed:
+            registry.register(one, 0.0)
+        assert head._workers[0].missed, "the socket holds it all; this shows nothing"
+        registry.register(msgspec.structs.replace(listed[-1], bye=True), 0.0)
+        heard: list[Registration] = []
+        while fresh := list(_heard(theirs)):
+            heard += fresh
+            head._tell_missed()
+    assert {one.http_address for one in heard} == {one.http_address for one in listed}
+    assert [one.bye for one in heard if one.http_address == listed[-1].http_address] == [True]
+
+
+def _heard(channel: socket.socket) -> Iterator[Registration]:
+    with suppress(BlockingIOError):
+        while True:
+            message = decode_registration(msgspec.msgpack.decode(channel.recv(65536), type=_News).frame)
+            assert isinstance(message, Registration)
+            yield message
 
 
 def test_a_second_signal_ends_what_is_left_at_once() -> None:
