@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import cyclopts
 from cyclopts import App
@@ -46,7 +47,10 @@ def make_app() -> App:
 
 
 def main() -> None:
-    """Run one command and exit with its code; every failure is one clear line on standard error."""
+    """Run one command and exit with its code; every failure is one clear line on standard error.
+
+    A mistake of our own is told with its traceback. It must not exit as Python does: 1 says that something was found.
+    """
     console = Console(stderr=True)
     try:
         code = make_app()(sys.argv[1:], print_error=True, exit_on_error=False, error_console=console)
@@ -58,6 +62,9 @@ def main() -> None:
         sys.exit(COULD_NOT_RUN)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+        sys.exit(COULD_NOT_RUN)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.config import HandoffSettings
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.engines.embedded.weights import default_cache_dir, locate_model
+from kvbaton.errors import ConfigError
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.vllm import VllmOptions
 from kvbaton.launch.vllm_environment import VLLM_VERSION, ensure_environment
@@ -26,7 +27,12 @@ def ready_vllm(
     cluster_key: str | None = None,
     version: str = VLLM_VERSION,
 ) -> VllmOptions:
-    """Install vLLM and convert the model where that was not done before; then nothing takes long."""
+    """Install vLLM and convert the model where that was not done before; then nothing takes long.
+
+    Raises ConfigError for a way of handing over that the connector does not have.
+    """
+    if handoff.aux_way is not DEFAULT_HANDOFF.aux_way:
+        raise ConfigError(f"--aux-way is {handoff.aux_way}; with vLLM it is {DEFAULT_HANDOFF.aux_way}, leave it out")
     cache_dir = default_cache_dir()
     environment = ensure_environment(cache_dir, say, version)
     path = ensure_model(locate_model(model, cache_dir), environment, say)

@@ -95,6 +95,8 @@ def run_verify(settings: VerifySettings, say: Callable[[str], None], on_row: Cal
     loaded = find_model(settings.model, progress=say)
     _check_shapes(settings, loaded)
     context = min(loaded.config.context_tokens, MAX_MODEL_TOKENS if settings.engine == "vllm" else 1 << 30)
+    if settings.max_tokens >= context:
+        raise ConfigError(f"--max-tokens is {settings.max_tokens}; the context has {context} tokens, leave some to the prompt")
     longest = min(settings.longest_prompt, context - settings.max_tokens)
     if longest < settings.longest_prompt:
         say(f"prompts have at most {longest} tokens, so that they fit into the model's context")

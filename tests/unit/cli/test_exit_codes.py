@@ -51,6 +51,17 @@ def test_help_and_version_are_all_well(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert all(command in shown for command in ("up", "verify", "serve", "router", "bench"))
 
 
+def test_a_mistake_of_our_own_is_not_taken_for_something_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("math domain error")
+
+    monkeypatch.setattr("kvbaton.verify.run.run_verify", fail)
+    assert _exit_code(monkeypatch, "verify", "--drop-writes") == 2
+    assert "math domain error" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["up", "verify", "serve", "router"])
 def test_an_unknown_option_is_refused_by_name(refusal: Refusal, command: str) -> None:
     assert "--bogus" in refusal(command, "--bogus")
