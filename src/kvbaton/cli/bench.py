@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbaton.cli.options import EngineName, TransportName
+from kvbaton.cli.running import end_like_ctrl_c
 
 if TYPE_CHECKING:
     from kvbaton.bench.report import BenchReport, Setting
@@ -48,7 +49,7 @@ def engine(
     from kvbaton.bench.engine import run_engine_bench
     from kvbaton.errors import ConfigError
 
-    _check_files(out)
+    _begin(out)
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
     report = run_engine_bench(model, rounds, _progress)
@@ -103,7 +104,7 @@ def handoff(
     from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
     from kvbaton.core.handoff import Integrity, Mode
 
-    _check_files(out)
+    _begin(out)
     kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
     bench = HandoffBench(
         _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
@@ -148,7 +149,7 @@ def plan(
     """
     from kvbaton.bench.plan import PlanBench, ensure_plan_peers, run_plan_bench
 
-    _check_files(out)
+    _begin(out)
     if peers and not (vllm and sglang):
         own = ensure_plan_peers(_progress)
         vllm, sglang = vllm or own[0], sglang or own[1]
@@ -212,7 +213,7 @@ def serve(
     """
     from kvbaton.bench.serve import ServeBench, run_serve_bench
 
-    _check_files(out, plot)
+    _begin(out, plot)
     if engine == "vllm" or peer is not None:
         return _serve_vllm(model, transport, mode, peer or "", _numbers(lengths, "--lengths"), rounds, plot, out, json)
     bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
@@ -258,7 +259,7 @@ def router(
     from kvbaton.bench.router import RouterBench, run_router_bench
     from kvbaton.bench.router_plot import plot_router_bench
 
-    _check_files(out, plot)
+    _begin(out, plot)
     bench = RouterBench(
         _numbers(clients, "--clients"), _numbers(processes, "--processes"), rounds, seconds, prompt_bytes, peers
     )
@@ -343,7 +344,7 @@ def wire(
     json
         print one JSON object instead of a table.
     """
-    _check_files(out, plot)
+    _begin(out, plot)
     if transport == "cuda":
         _check_reads(direction)
         from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
@@ -366,8 +367,11 @@ def wire(
     return _finish("wire", report, bench.described(), out, json)
 
 
-def _check_files(out: Path | None, plot: Path | None = None) -> None:
-    """Raise ConfigError when results could not be kept or drawn: better before they are measured than after."""
+def _begin(out: Path | None, plot: Path | None = None) -> None:
+    """Raise ConfigError when results could not be kept or drawn: better before they are measured than after.
+
+    From now on a signal ends the command as Ctrl-C does.
+    """
     from kvbaton.bench.vllm.plot import check_can_plot
     from kvbaton.errors import ConfigError
 
@@ -378,6 +382,7 @@ def _check_files(out: Path | None, plot: Path | None = None) -> None:
             )
     if plot is not None:
         check_can_plot()
+    end_like_ctrl_c()
 
 
 def _check_reads(direction: str) -> None:

@@ -13,13 +13,19 @@ from typing import Any
 
 import uvloop
 
-__all__ = ["raise_open_files", "run_server", "set_up_logging", "settle_memory"]
+__all__ = ["end_like_ctrl_c", "raise_open_files", "run_server", "set_up_logging", "settle_memory"]
 
 
 def set_up_logging(verbose: bool = False) -> None:
     """Log to standard error, one line per event."""
     level = logging.DEBUG if verbose else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+
+
+def end_like_ctrl_c() -> None:
+    """Let SIGTERM and SIGHUP end this command as Ctrl-C does: what it has started is stopped, and its files are removed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 def raise_open_files(wanted: int = 65536) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.core.addresses import in_url
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def up(
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
     common = (model, served, transport, handoff_settings(handoff), cluster_key)
     parts = _instances(engine, (prefill, decode), common, ports, discovery_port, say)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    end_like_ctrl_c()
     if engine == "vllm":
         say(f"starting {prefill + decode} vLLM servers; that takes one to two minutes, and about 2.5 GB of memory each")
     started = time.monotonic()
@@ -136,11 +135,6 @@ def _watch(fleet: Any, console: Console) -> int:
         console.print(f"  {death.name} | {line}", markup=False, highlight=False, style="dim")
     time.sleep(_LAST_WORDS_S)
     return 1
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    del number, frame
-    raise KeyboardInterrupt
 
 
 def _show_line(console: Console, name: str, line: str, verbose: bool) -> None:

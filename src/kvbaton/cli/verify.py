@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.running import end_like_ctrl_c
 
 if TYPE_CHECKING:
     from kvbaton.verify.report import Report, RequestRow
@@ -123,6 +124,7 @@ def verify(
         decode_lacks=decode_lacks,
         handoff=handoff_settings(handoff),
     )
+    end_like_ctrl_c()
     report = _run(settings)
     if json:
         _print_json(report)

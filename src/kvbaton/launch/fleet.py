@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ _KILL_AFTER_S = 10.0
 _TIDY_S = 3.0
 _KEPT_LINES = 40
 _LATE_LINES = 5
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks this host itself, whatever proxy the environment names for the world outside."""
@@ -77,18 +78,19 @@ class Fleet:
     def start(self, part: Part) -> None:
         """Start one process; it dies with this one, however this one ends."""
         environment = {**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(
-            list(part.command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        self._running.append(_Running(part, process, self.log_directory / f"{part.name}.log", self._on_line))
+        with _signals_wait():
+            process = subprocess.Popen(
+                list(part.command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            self._running.append(_Running(part, process, self.log_directory / f"{part.name}.log", self._on_line))
 
     def pid(self, name: str) -> int:
         """The process id of a part."""
@@ -168,6 +170,23 @@ class _Running:
                 self.last_lines.append(line.rstrip("\n"))
                 if self._on_line is not None and not self.is_ending:
                     self._on_line(self.part.name, line.rstrip("\n"))
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let signals that end this process wait until the body is done: what they raise in the hooks of a fork is lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    for each in heard:
+        signal.raise_signal(each)
 
 
 def _end_session(leader: int, give_up_at: float) -> None:
