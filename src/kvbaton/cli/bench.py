@@ -344,6 +344,10 @@ def wire(
     json
         print one JSON object instead of a table.
     """
+    from kvbaton.errors import ConfigError
+
+    if plot is not None and plot.suffix not in ("", ".png", ".svg"):
+        raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     _begin(out, plot)
     if transport == "cuda":
         _check_reads(direction)
@@ -352,11 +356,8 @@ def wire(
         on_gpu = CudaWireBench(tokens, rounds)
         return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
     from kvbaton.bench.wire import WireBench, draw, run_wire_bench, subjects_of
-    from kvbaton.errors import ConfigError
     from kvbaton.transport.base import Direction
 
-    if plot is not None and plot.suffix not in ("", ".png", ".svg"):
-        raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")

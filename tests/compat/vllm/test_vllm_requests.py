@@ -49,6 +49,8 @@ SHAPES: dict[str, dict[str, object]] = {
     "prompt logprobs": {"prompt": prompt_of(40, seed=3), "prompt_logprobs": 1},
     "one token": {"prompt": prompt_of(60, seed=4), "max_tokens": 1},
     "first token ends the text": {"prompt": prompt_of(60, seed=13), "logit_bias": {END_OF_TEXT: 100}},
+    "beam search": {"prompt": prompt_of(70, seed=14), "use_beam_search": True, "n": 3},
+    "only scores": {"prompt": prompt_of(70, seed=15), "echo": True, "logprobs": 1, "max_tokens": 0},
 }
 
 

@@ -110,6 +110,7 @@ def test_an_instance_ends_with_its_input_and_on_request() -> None:
         process.gauges()
     process.end()
     with BareProcess("other", settings) as other:
+        assert other.here.pid == other.pid
         assert other.cpu_s() > 0
     with pytest.raises(ProcessLookupError):
         os.kill(other.pid, 0)
