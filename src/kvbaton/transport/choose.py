@@ -16,6 +16,7 @@ from kvbaton.transport.local import LocalTransport
 from kvbaton.transport.mooncake import MooncakeTransport
 from kvbaton.transport.mori import MoriTransport
 from kvbaton.transport.nixl import NixlTransport
+from kvbaton.transport.open_files import files_left
 from kvbaton.transport.tcp import TcpTransport
 
 __all__ = ["AUTO", "TRANSPORTS", "check_writes", "open_transport"]
@@ -34,6 +35,7 @@ AUTO = "auto"
 
 _log = logging.getLogger("kvbaton.transport")
 
+_FILES_TO_OPEN = 48
 _CAN_WRITE = ("mooncake", "mori", "nixl")
 _MOVE_GPU_MEMORY = frozenset({"cuda", "mori"})
 _GPU_FASTEST_FIRST = ("cuda",)
@@ -51,10 +53,12 @@ def check_writes(name: str, unfenced_writes: bool) -> None:
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
     """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name.
 
+    It is refused, too, where this process may hardly open a file any more: nothing is then left half open.
     What the variable KVBATON_TRANSPORT_SETTINGS says about libraries is added to `settings`.
     """
     settings = with_library_settings(settings, os.environ.get(LIBRARY_SETTINGS_VARIABLE, ""))
     check_writes(name, settings.unfenced_writes)
+    _check_files_left(name)
     if name == AUTO:
         return _open_auto(region, settings)
     if name not in TRANSPORTS:
@@ -62,6 +66,15 @@ def open_transport(name: str, region: Region, settings: TransportSettings) -> Tr
     if not region.view and name not in _MOVE_GPU_MEMORY:
         raise ConfigError(f"transport {name} moves main memory, and the region is GPU memory; choose transport cuda")
     return TRANSPORTS[name](region, settings)
+
+
+def _check_files_left(name: str) -> None:
+    left, limit = files_left()
+    if left < _FILES_TO_OPEN:
+        raise ConfigError(
+            f"transport {name} needs up to {_FILES_TO_OPEN} file descriptors to open, and {left} of {limit} are left; "
+            "raise `ulimit -n`"
+        )
 
 
 def _open_auto(region: Region, settings: TransportSettings) -> Transport:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import threading
+
 import pytest
 
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import TRANSPORTS, check_writes, open_transport
+from kvbaton.transport.open_files import files_left
 
 
 @pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"cuda", "mooncake", "mori", "nixl"}))
@@ -14,6 +18,21 @@ def test_a_name_opens_its_transport(name: str) -> None:
     transport = open_transport(name, Region.of(bytearray(8)), TransportSettings())
     assert (transport.name, transport.endpoint().transport, transport.endpoint().region_bytes) == (name, name, 8)
     transport.close()
+
+
+@pytest.mark.parametrize("name", ["auto", "local", "tcp"])
+def test_nothing_is_opened_where_descriptors_would_run_out(name: str) -> None:
+    left, most = files_left()
+    threads = threading.active_count()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - left + 12, hard))
+    try:
+        with pytest.raises(ConfigError, match=f"transport {name} needs up to .* descriptors to open, and 1. of .*ulimit -n"):
+            open_transport(name, Region.of(bytearray(8)), TransportSettings())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert files_left()[0] >= left
+    assert threading.active_count() <= threads
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-import resource
 import secrets
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.open_files import files_left
 from kvbaton.transport.peer_mover import Look
 
 __all__ = ["NixlAgent", "NixlPeer", "Side", "has_many_files_left"]
@@ -47,7 +45,7 @@ class NixlAgent:
                 f"transport nixl needs the package nixl, which cannot be imported ({error}): pip install torch, then nixl"
             ) from error
         _keep_quiet()
-        left, limit = _files_left()
+        left, limit = files_left()  # UCX ends the process when there is none left
         if left < _FILES_PER_AGENT:
             raise TransportError(
                 f"{left} of {limit} file descriptors are left, NIXL needs {_FILES_PER_AGENT} for an agent; raise `ulimit -n`"
@@ -273,15 +271,8 @@ def _words(error: Exception) -> str:
 
 def has_many_files_left() -> bool:
     """Whether this process has opened less than a quarter of the files that it may: then a peer may have several agents."""
-    left, limit = _files_left()
+    left, limit = files_left()
     return 4 * left >= 3 * limit
-
-
-def _files_left() -> tuple[int, int]:
-    """How many files this process may still open, and how many in all. UCX ends the process when there is none left."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = sys.maxsize if limit == resource.RLIM_INFINITY else limit
-    return most - sum(1 for _ in Path("/proc/self/fd").iterdir()), most
 
 
 def _keep_quiet() -> None:
