@@ -39,7 +39,7 @@ CONTROLS = [
     ("tiny-mamba", "tp4", "pp2", "ssm"),
     ("tiny-swa", "pp2", "tp2", "sliding"),
     ("tiny-nsa", "tp2", "tp1", "index"),
-    ("tiny-mla", "tp2", "tp4", "latent"),
+    ("tiny-mla", "tp2", "tp4", "mla"),
     ("tiny-gqa8", "pp2", "tp2", "layer:3"),
     ("tiny-gqa8", "tp4", "pp2", "layer:1"),
     ("tiny-gqa8", "tp2", "tp4", "head:5"),

@@ -29,8 +29,8 @@ from kvbaton.agent.peers import Peers
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL
+from kvbaton.core.grants import GrantWindows, Tombstones
 from kvbaton.core.handoff import HandoffKey, Outcome
-from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import LegEvent, LegState, TargetState
 from kvbaton.core.messages import Envelope, decode
 from kvbaton.errors import ProtocolError

@@ -30,7 +30,7 @@ from scenario import (
 from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Pull
+from kvbaton.agent.engine_port import Allocation
 from kvbaton.agent.rank import _Leg
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
@@ -146,10 +146,10 @@ class TestRow18:
         """Targets that name so many blocks more (or fewer) than they should; -9 leaves none."""
 
         class Lister(Coordinator):
-            def pull(self, pull: Pull) -> None:
-                (blocks,) = pull.blocks
+            def allocated(self, allocation: Allocation) -> None:
+                (blocks,) = allocation.blocks
                 listed = blocks + blocks[:1] * change if change > 0 else blocks[: max(0, len(blocks) + change)]
-                super().pull(dataclasses.replace(pull, blocks=(listed,)))
+                super().allocated(dataclasses.replace(allocation, blocks=(listed,)))
 
         return Bugs(coordinator=Lister, rank=rank)
 

@@ -22,8 +22,8 @@ from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.peers import Peers
 from kvbaton.agent.source import SourceSide
 from kvbaton.config import Limits, parse_limits
+from kvbaton.core.grants import GrantWindows, Tombstones
 from kvbaton.core.handoff import Mode, Outcome
-from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.messages import Envelope, Message, Prefilled, decode
 from kvbaton.errors import ConfigError, ProtocolError
 from kvbaton.sim.run import LIMITS, Run
@@ -226,7 +226,7 @@ class TestRow39:
     def test_row_39_every_time_in_a_message_is_a_duration(self) -> None:
         fields = dict(_fields(Envelope, set()))
         times = {name for name, kind in fields.items() if kind is float or float in get_args(kind)}
-        assert times == {"hold_s", "give_up_s", "held_s", "queue_s", "prefill_s", "logprob"}
+        assert times == {"defer_timeout", "transfer_timeout", "held_s", "queue_s", "prefill_s", "logprob"}
         assert not [
             name for name in fields if name.endswith(("_at", "_until", "_time", "_ns")) or "deadline" in name or "stamp" in name
         ]

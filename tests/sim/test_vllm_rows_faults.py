@@ -172,7 +172,7 @@ class TestRow26:
 
         def __init__(self, card: Card, *others: object) -> None:
             is_target = card.incarnation.startswith("d")
-            card = msgspec.structs.replace(card, give_up_s=LIMITS.defer_timeout) if is_target else card
+            card = msgspec.structs.replace(card, transfer_timeout=LIMITS.defer_timeout) if is_target else card
             super().__init__(card, *others)  # type: ignore[arg-type]
 
     @every_flow
@@ -180,7 +180,7 @@ class TestRow26:
         story = play(make(flow), Bugs(coordinator=self.Impatient), prepare=disturbed)
         assert not story.rules
         assert story.ends[0][1] is Outcome.FAILED
-        assert story.said("TargetEnded", "source hold_s must be longer than target give_up_s")
+        assert story.said("TargetEnded", "source defer_timeout must be longer than target transfer_timeout")
         assert not story.said("-> p0: Grant(")
 
     @every_flow

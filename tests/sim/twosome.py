@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted
 from kvbaton.agent.ports import AuxAsk, LegId, LegMoved, LegOpen, LegStopped, RankReport, SumAsk
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
@@ -87,8 +87,8 @@ class Side:
             shape="tp1",
             ranks=(rank,),
             process=ProcessId("host", 1, 1),
-            hold_s=LIMITS.defer_timeout,
-            give_up_s=LIMITS.transfer_timeout,
+            defer_timeout=LIMITS.defer_timeout,
+            transfer_timeout=LIMITS.transfer_timeout,
         )
         ranks = _InstantRanks(self.reports)
         self.coordinator = coordinator(card, "instant", LIMITS, world.clock, self, ranks, self.events.append)
@@ -150,7 +150,7 @@ class Twosome:
         wanted = SourceWanted(key, name, source.address, None, Mode.PUSH)
         source.coordinator.expect_target(key, name)
         target.coordinator.expect_source(wanted)
-        target.coordinator.pull(Pull(wanted, ((0, 1),), 2, 0))
+        target.coordinator.allocated(Allocation(wanted, ((0, 1),), 2, 0))
         self.settle()
         if cancel:
             target.coordinator.cancel(key)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import assert_never
 
-from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
 from kvbaton.agent.peers import Peers
 from kvbaton.agent.ports import AuxRead, Clock, Control, EnginePort, LegSummed, PeerFenced, RankReport, Ranks, RegionFenced
 from kvbaton.agent.source import SourceSide
@@ -34,7 +34,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
-from kvbaton.core.timeline import Observer, Side, nobody
+from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import Incompatible, TransportError
 
 __all__ = ["Coordinator"]
@@ -62,7 +62,7 @@ class Coordinator:
         ranks: Ranks,
         engine: EnginePort,
         settings: HandoffSettings = DEFAULT_HANDOFF,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
     ) -> None:
         self.card = card
         self._limits = limits
@@ -120,9 +120,9 @@ class Coordinator:
             return None
         return card
 
-    def pull(self, pull: Pull) -> None:
+    def allocated(self, allocation: Allocation) -> None:
         """Blocks for a hand-off are there."""
-        self.target.pull(pull)
+        self.target.allocated(allocation)
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """The engine gives a hand-off up, on `side` or on whichever side it is."""
@@ -164,7 +164,7 @@ class Coordinator:
         match message:
             case Grant():
                 card = self._peers.card(sender)
-                self._patience_s = min(self._patience_s, math.inf if card is None else card.give_up_s)
+                self._patience_s = min(self._patience_s, math.inf if card is None else card.transfer_timeout)
                 self.source.on_grant(sender, message)
             case ConfirmAsk():
                 self.source.on_confirm_ask(sender, message)
@@ -255,7 +255,7 @@ class Coordinator:
             return
         self._beaten_at = now
         waiting = [self._peers.card(target) for target in self.source.peers()]
-        self._patience_s = min((card.give_up_s for card in waiting if card is not None), default=math.inf)
+        self._patience_s = min((card.transfer_timeout for card in waiting if card is not None), default=math.inf)
         for beats in (self.source.beat(), self.target.beat()):
             for peer, heartbeat in beats.items():
                 for first in range(0, len(heartbeat.live), _BEAT_ENTRIES):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, HandoffPort, Offer, Pull, SourceWanted, SpansReady
+from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceWanted, SpansReady
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
@@ -26,7 +26,7 @@ from kvbaton.core.card import Card, ProcessId
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.messages import Message
-from kvbaton.core.timeline import Observer, Side, nobody
+from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
 from kvbaton.transport.wakeup import Wakeup
@@ -69,7 +69,7 @@ class RanksDriver(HandoffPort):
         sockets: ControlSockets,
         news: Callable[[], None],
         settings: HandoffSettings = DEFAULT_HANDOFF,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
     ) -> None:
         self.card = card
         self._ranks = ranks
@@ -143,9 +143,9 @@ class RanksDriver(HandoffPort):
         """Announce a finished prefill."""
         self._submit(partial(self._coordinator.offer, offer))
 
-    def pull(self, pull: Pull) -> None:
+    def allocated(self, allocation: Allocation) -> None:
         """Ask for a cache."""
-        self._submit(partial(self._coordinator.pull, pull))
+        self._submit(partial(self._coordinator.allocated, allocation))
 
     def decline(self, wanted: SourceWanted, reason: str) -> None:
         """Let the source of a request go that was refused before admission."""
@@ -299,7 +299,7 @@ class Driver(RanksDriver):
         sockets: ControlSockets,
         news: Callable[[], None],
         settings: HandoffSettings = DEFAULT_HANDOFF,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
         memory: memoryview | None = None,
     ) -> None:
         ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory, unfenced_writes=settings.unfenced_writes)

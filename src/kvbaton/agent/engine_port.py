@@ -4,7 +4,7 @@ An engine calls the methods of `HandoffPort` from its own thread; none of them w
 `EngineEvent`s are facts that the coordinator has decided, in order, each told exactly once.
 
 A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it has to give blocks
-up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `pull` (pull and push alike:
+up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `allocated` (pull, push alike:
 "I have blocks, fill them"). Both may `cancel` at any time. A target that does not even take a request says `decline`, so that
 its source need not wait for it.
 """
@@ -27,7 +27,7 @@ __all__ = [
     "HandoffStats",
     "Landed",
     "Offer",
-    "Pull",
+    "Allocation",
     "SourceEnded",
     "SourceWanted",
     "SpansReady",
@@ -70,7 +70,7 @@ class SourceWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class Allocation:
     """The target has allocated `blocks` for `tokens` tokens; all but the first `cached_tokens` are to be filled."""
 
     wanted: SourceWanted
@@ -166,7 +166,7 @@ class HandoffPort(Protocol):
     def expect_source(self, wanted: SourceWanted) -> None:
         """A request for a hand-off was admitted: from now on its source is told that somebody waits."""
 
-    def pull(self, pull: Pull) -> None:
+    def allocated(self, allocation: Allocation) -> None:
         """Blocks are there; they belong to the hand-off until `Landed` or `TargetEnded`."""
 
     def decline(self, wanted: SourceWanted, reason: str) -> None:

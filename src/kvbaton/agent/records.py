@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
 from kvbaton.agent.ports import LegId
 from kvbaton.core.aux_area import AuxArea, AuxPointer
 from kvbaton.core.handoff import Aux, AuxWay, BlockLists, Executor, HandoffKey, Incarnation, Integrity, Outcome, Span
@@ -97,7 +97,7 @@ class TargetRecord:
     asked: int = 0
     """The number of the last thing that the source was told or asked for it; grows with time."""
     state: TargetState = TARGET.start
-    pull: Pull | None = None
+    allocation: Allocation | None = None
     source: Incarnation | None = None
     grant: int = 0
     epoch: int = 0

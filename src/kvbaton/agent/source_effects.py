@@ -13,8 +13,8 @@ from kvbaton.config import Limits
 from kvbaton.core.alarms import Alarms
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pack_aux, point_at
 from kvbaton.core.checks import SpanSum
+from kvbaton.core.grants import GrantWindows, Tombstones
 from kvbaton.core.handoff import Aux, AuxWay, HandoffKey, Incarnation, Integrity, Outcome, Span, TransferId
-from kvbaton.core.lease import GrantWindows, Tombstones
 from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceTable
 from kvbaton.core.messages import (
     Announced,
@@ -27,7 +27,7 @@ from kvbaton.core.messages import (
     Retracted,
     Stopped,
 )
-from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
+from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 
 __all__ = ["SourceEffects"]
 
@@ -47,7 +47,7 @@ class SourceEffects:
         control: Control,
         ranks: Ranks,
         engine: EnginePort,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
         aux_area: AuxArea | None = None,
     ) -> None:
         self._observe = observe

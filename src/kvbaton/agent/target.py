@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvbaton.agent.engine_port import Pull, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, SourceWanted, TargetEnded
 from kvbaton.agent.ports import (
     LegFailed,
     LegMoved,
@@ -73,13 +73,13 @@ class TargetSide(TargetAux):
         else:
             self._meet(record, source)
 
-    def pull(self, pull: Pull) -> None:
+    def allocated(self, allocation: Allocation) -> None:
         """There are blocks: grant them as soon as the source is known."""
-        record = self.live.get(pull.key)
-        if record is None or record.pull is not None:
-            self.late_total["pull"] += 1
+        record = self.live.get(allocation.key)
+        if record is None or record.allocation is not None:
+            self.late_total["allocated"] += 1
             return
-        record.pull = pull
+        record.allocation = allocation
         self.step(record, TargetEvent.ALLOCATED)
         if record.source is not None:
             self.step(record, TargetEvent.PEER_KNOWN)
@@ -169,10 +169,10 @@ class TargetSide(TargetAux):
     def on_prefilled(self, sender: Incarnation, prefilled: Prefilled) -> None:
         """Nothing more will be announced."""
         record = self.current(sender, prefilled.key, prefilled.grant)
-        if record is None or record.pull is None or not self._same_generation(record, prefilled.generation):
+        if record is None or record.allocation is None or not self._same_generation(record, prefilled.generation):
             self.late_total["prefilled"] += 1
-        elif prefilled.tokens != record.pull.tokens:
-            reason = f"the source has {prefilled.tokens} tokens, the target asked for {record.pull.tokens}"
+        elif prefilled.tokens != record.allocation.tokens:
+            reason = f"the source has {prefilled.tokens} tokens, the target asked for {record.allocation.tokens}"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         else:
             if record.span_count is None:

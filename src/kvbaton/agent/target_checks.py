@@ -37,8 +37,8 @@ class TargetChecks(TargetEffects):
             self._ask_for_sums(record, [rank.rank for rank in self._card.ranks], tuple(record.spans.values()))
 
     def _ask_for_sums(self, record: TargetRecord, ranks: Collection[int], spans: tuple[Span, ...]) -> None:
-        if record.pull is not None:
-            pull, integrity = record.pull, self._settings.integrity
+        if record.allocation is not None:
+            pull, integrity = record.allocation, self._settings.integrity
             how = (pull.cached_tokens, integrity, pull.tokens, record.source)
             ask = SumAsk(record.leg, Side.TARGET, pull.blocks, spans, *how)
             for rank in ranks:
@@ -59,10 +59,10 @@ class TargetChecks(TargetEffects):
 
         A source that writes knows itself what it has written, unless its spans are to be summed.
         """
-        if record.pull is None or (record.executor is Executor.SOURCE_WRITES and not self.sums_wanted):
+        if record.allocation is None or (record.executor is Executor.SOURCE_WRITES and not self.sums_wanted):
             return ""
         layers = self._card.layers
-        whole = Span(0, 0, record.pull.tokens, layers.start, layers.stop)
+        whole = Span(0, 0, record.allocation.tokens, layers.start, layers.stop)
         return span_problem(record.spans.values(), whole)
 
     def is_complete(self, record: TargetRecord) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from kvbaton.agent.engine_port import HandoffStats, Landed, Pull, TargetEnded
+from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, TargetEnded
 from kvbaton.agent.farewells import Farewells
 from kvbaton.agent.ports import (
     Clock,
@@ -22,6 +22,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.alarms import Alarms
 from kvbaton.core.aux_area import AuxSlots
 from kvbaton.core.card import Card
+from kvbaton.core.grants import Tombstones
 from kvbaton.core.handoff import (
     AuxWay,
     Executor,
@@ -31,7 +32,6 @@ from kvbaton.core.handoff import (
     Outcome,
     Span,
 )
-from kvbaton.core.lease import Tombstones
 from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetTable
 from kvbaton.core.messages import (
     ConfirmAsk,
@@ -41,7 +41,7 @@ from kvbaton.core.messages import (
     Release,
     Stop,
 )
-from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
+from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 
 __all__ = ["TargetEffects"]
 
@@ -66,7 +66,7 @@ class TargetEffects:
         ranks: Ranks,
         engine: EnginePort,
         settings: HandoffSettings = DEFAULT_HANDOFF,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
     ) -> None:
         self._settings = settings
         self._observe = observe
@@ -123,19 +123,19 @@ class TargetEffects:
 
     def send_grant(self, record: TargetRecord) -> None:
         """Tell the source that the blocks are there."""
-        if record.pull is None:
+        if record.allocation is None:
             return
-        blocks = record.pull.blocks if record.executor is Executor.SOURCE_WRITES else ()
-        mode, cached = record.wanted.mode, record.pull.cached_tokens
+        blocks = record.allocation.blocks if record.executor is Executor.SOURCE_WRITES else ()
+        mode, cached = record.wanted.mode, record.allocation.cached_tokens
         prompt = record.wanted.prompt
         self._note(record, Stage.GRANT_SENT)
-        how = (self._settings.integrity, record.aux_way, record.pull.tokens)
+        how = (self._settings.integrity, record.aux_way, record.allocation.tokens)
         grant = Grant(record.key, record.grant, prompt, mode, record.executor, record.epoch, blocks, cached, *how)
         self._tell(record, grant)
 
     def move_spans(self, record: TargetRecord) -> None:
         """Let every rank move what was announced and is not being moved yet."""
-        if record.executor is Executor.SOURCE_WRITES or record.pull is None or record.source is None:
+        if record.executor is Executor.SOURCE_WRITES or record.allocation is None or record.source is None:
             return
         new = tuple(record.unmoved.values())
         if not new:
@@ -147,7 +147,7 @@ class TargetEffects:
         for rank in self._card.ranks:
             if rank.rank not in record.open_legs:
                 record.open_legs[rank.rank] = record.leg
-                self._ranks.open_leg(rank.rank, self._leg_open(record, record.pull, record.source))
+                self._ranks.open_leg(rank.rank, self._leg_open(record, record.allocation, record.source))
             self._ranks.move(rank.rank, record.leg, record.source_blocks, new)
 
     def drop_spans(self, record: TargetRecord) -> None:
@@ -249,8 +249,9 @@ class TargetEffects:
         record.retry_s = self._limits.retry
         record.retry_at = now + record.retry_s
 
-    def _leg_open(self, record: TargetRecord, pull: Pull, source: Incarnation) -> LegOpen:
-        return LegOpen(record.leg, source, record.executor, record.epoch, pull.blocks, pull.cached_tokens, pull.tokens)
+    def _leg_open(self, record: TargetRecord, allocation: Allocation, source: Incarnation) -> LegOpen:
+        blocks, cached, tokens = allocation.blocks, allocation.cached_tokens, allocation.tokens
+        return LegOpen(record.leg, source, record.executor, record.epoch, blocks, cached, tokens)
 
     def _note_answer(self, source: Incarnation, record: TargetRecord) -> None:
         """A source has answered something new: everything that it was asked earlier is answered, or lost."""
@@ -269,8 +270,8 @@ class TargetEffects:
             self._control.send(record.source, message)
 
     def _quarantine(self, record: TargetRecord) -> None:
-        if record.pull is not None:
-            record.quarantined = sum(map(len, record.pull.blocks))
+        if record.allocation is not None:
+            record.quarantined = sum(map(len, record.allocation.blocks))
             self.quarantined_blocks += record.quarantined
 
     def _forget(self, record: TargetRecord) -> None:

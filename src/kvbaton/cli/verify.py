@@ -80,7 +80,7 @@ def verify(
     decode_shape
         how the decode instances are cut.
     drop
-        a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `latent`,
+        a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `mla`,
         `full`, `layer:N` or `head:N`. Must exit with 1.
     decode_model
         a control: another model for the decode instances, or other sizes of it as in `tiny-mamba@conv_taps=6`. They must

@@ -54,8 +54,8 @@ class Card(msgspec.Struct, frozen=True):
     shape: str
     ranks: tuple[RankCard, ...]
     process: ProcessId
-    hold_s: float
-    give_up_s: float
+    defer_timeout: float
+    transfer_timeout: float
     protocol: int = PROTOCOL
 
     @property
@@ -75,10 +75,10 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
         raise Incompatible("protocol", str(ours.protocol), str(theirs.protocol))
     if ours.fingerprint != theirs.fingerprint:
         raise _another_model(ours, theirs)
-    if not source.hold_s > target.give_up_s:
-        hold, give_up = f"hold_s {source.hold_s}", f"give_up_s {target.give_up_s}"
+    if not source.defer_timeout > target.transfer_timeout:
+        hold, give_up = f"defer_timeout {source.defer_timeout}", f"transfer_timeout {target.transfer_timeout}"
         here, there = (hold, give_up) if ours is source else (give_up, hold)
-        raise Incompatible("source hold_s must be longer than target give_up_s; it", here, there)
+        raise Incompatible("source defer_timeout must be longer than target transfer_timeout; it", here, there)
     try:
         return check_layouts(source, target)
     except Incompatible as error:

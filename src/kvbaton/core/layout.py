@@ -22,7 +22,7 @@ __all__ = [
     "CONV",
     "FULL",
     "INDEX",
-    "LATENT",
+    "MLA",
     "MAX_REGION_BYTES",
     "SLIDING",
     "SSM",
@@ -43,7 +43,7 @@ FULL = "full"
 """Keys and values of every token."""
 SLIDING = "sliding"
 """Keys and values of the last tokens."""
-LATENT = "latent"
+MLA = "mla"
 """The compressed keys and values of multi-head latent attention."""
 INDEX = "index"
 """Index keys of sparse attention."""

@@ -14,7 +14,7 @@ import msgspec
 
 from kvbaton.core.handoff import HandoffKey, Outcome, Span
 
-__all__ = ["Note", "Observer", "Side", "Stage", "nobody", "note"]
+__all__ = ["Note", "Observer", "Side", "Stage", "no_observer", "note"]
 
 
 class Side(enum.StrEnum):
@@ -97,5 +97,5 @@ Observer = Callable[[Note], None]
 """Takes notes; may be called from several threads."""
 
 
-def nobody(_: Note) -> None:
+def no_observer(_: Note) -> None:
     """The observer that looks away."""

@@ -7,10 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import (
+    Allocation,
+    Drained,
+    EngineEvent,
+    Granted,
+    Landed,
+    Offer,
+    SourceEnded,
+    SourceWanted,
+    TargetEnded,
+)
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, Outcome, Span
-from kvbaton.core.lease import may_start_prefill
 from kvbaton.sim.memory import FREED, POISON, BlockPool, Cell, RankMemory
 from kvbaton.sim.world import SimProcess, World
 
@@ -319,7 +329,7 @@ class TargetEngine:
                 memory.fill(block, POISON)
         request.is_pulled = True
         blocks = (tuple(cached + request.blocks),)
-        self.coordinator.pull(Pull(request.wanted, blocks, request.prompt.tokens, len(cached)))
+        self.coordinator.allocated(Allocation(request.wanted, blocks, request.prompt.tokens, len(cached)))
 
     def _on_landed(self, event: Landed) -> None:
         request = self.requests.get(event.key)

@@ -201,8 +201,8 @@ class SimInstance:
                 RankCard(rank, layout, (each.endpoint(),), each.memory.aux_area) for rank, each in enumerate(self.transports)
             ),
             process=ProcessId("host", pid, 1),
-            hold_s=cluster.limits.defer_timeout,
-            give_up_s=cluster.limits.transfer_timeout,
+            defer_timeout=cluster.limits.defer_timeout,
+            transfer_timeout=cluster.limits.transfer_timeout,
         )
         pool = BlockPool(cluster.world, self.process.name, shape.blocks)
         kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine

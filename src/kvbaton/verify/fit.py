@@ -33,6 +33,6 @@ def _card(loaded: LoadedShaped, shape: Shape) -> Card:
         shape=str(shape),
         ranks=tuple(RankCard(number, layout, ()) for number, layout in enumerate(layouts)),
         process=ProcessId("", 0, 0),
-        hold_s=2.0,
-        give_up_s=1.0,
+        defer_timeout=2.0,
+        transfer_timeout=1.0,
     )

@@ -76,8 +76,8 @@ def card_of(name: str, ranks: int = 1, **changes: Any) -> Card:
         shape=f"tp{ranks}",
         ranks=tuple(RankCard(rank, layout_of_tokens(), ()) for rank in range(ranks)),
         process=ProcessId("host", 100, 1),
-        hold_s=LIMITS.defer_timeout,
-        give_up_s=LIMITS.transfer_timeout,
+        defer_timeout=LIMITS.defer_timeout,
+        transfer_timeout=LIMITS.transfer_timeout,
     )
     return msgspec.structs.replace(card, **changes)
 

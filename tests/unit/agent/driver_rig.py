@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
@@ -105,7 +105,7 @@ class Side:
 
     def _card(self) -> Card:
         rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),), self.cache.aux_area)
-        return Card(self.incarnation, "fake", "f00d", "tp1", (rank,), this_process(), hold_s=60.0, give_up_s=30.0)
+        return Card(self.incarnation, "fake", "f00d", "tp1", (rank,), this_process(), defer_timeout=60.0, transfer_timeout=30.0)
 
 
 def _open(hub: MemoryHub | MoriWorld, region: Region, settings: TransportSettings) -> Transport:
@@ -143,7 +143,7 @@ def start_handoff(source: Side, target: Side, name: str, mode: Mode = Mode.PULL)
 def ask(target: Side, address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> None:
     """The target's engine asks for a cache."""
     target.driver.expect_source(wanted(address, name, mode))
-    target.driver.pull(Pull(wanted(address, name, mode), (_TARGET_BLOCKS,), TOKENS, 0))
+    target.driver.allocated(Allocation(wanted(address, name, mode), (_TARGET_BLOCKS,), TOKENS, 0))
 
 
 def landed(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> Landed:

@@ -10,7 +10,7 @@ from agent_rig import BLOCKS, Net, card_of, key_of
 from driver_rig import AUX as DRIVER_AUX
 from driver_rig import is_equal, landed, pair
 
-from kvbaton.agent.engine_port import Landed, Offer, Pull, SourceEnded, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceWanted
 from kvbaton.agent.records import SourceRecord
 from kvbaton.config import HandoffSettings
 from kvbaton.core.aux_area import AuxArea, AuxPointer
@@ -47,7 +47,7 @@ class Two:
         self.source.coordinator.expect_target(key, name)
         self.source.coordinator.offer(Offer(key, BLOCKS, TOKENS, aux))
         self.target.coordinator.expect_source(wanted)
-        self.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+        self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
         self.net.deliver_all()
         self.target.ranks.finish_all()
         self.settle()

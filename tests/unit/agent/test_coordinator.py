@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Net, Node, card_of, key_of
 
-from kvbaton.agent.engine_port import EngineEvent, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.ports import PeerFenced, RegionFenced
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
@@ -39,7 +39,7 @@ class Pair:
         named = None if incarnation is None else Incarnation(incarnation)
         wanted = SourceWanted(key, "p", self.source.address, named, mode)
         self.target.coordinator.expect_source(wanted)
-        self.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+        self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
 
     def run(self) -> None:
         """Let everything happen that can."""
@@ -107,7 +107,7 @@ def test_a_leg_report_is_late_on_no_side_when_it_belongs_to_one() -> None:
         ({"fingerprint": "beef"}, "tiny (f00d)", "tiny (beef)"),
         ({"protocol": 9}, "1", "9"),
         ({"shape": "pp2"}, "'whole'", "stages 0 and 1 are the same"),
-        ({"hold_s": 5.0}, "give_up_s 30.0", "hold_s 5.0"),
+        ({"defer_timeout": 5.0}, "transfer_timeout 30.0", "defer_timeout 5.0"),
         ({"ranks": card_of("x").ranks}, "'whole'", "1 ranks where shape tp2 has 2"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_card_that_does_not_fit_is_refused_with_both_values_on_both_sides(
 def test_patience_is_checked_for_the_way_that_the_cache_goes() -> None:
     """A source has to hold longer than its target waits; what it would do as a target does not matter."""
     pair = Pair()
-    pair.source = pair.net.add(card_of("s1", 2, give_up_s=59.0), 1)
+    pair.source = pair.net.add(card_of("s1", 2, transfer_timeout=59.0), 1)
     pair.prefill()
     pair.fetch()
     pair.run()
@@ -141,7 +141,7 @@ def test_patience_is_checked_for_the_way_that_the_cache_goes() -> None:
 
 def test_the_other_way_is_checked_when_it_is_gone_for_the_first_time() -> None:
     pair = Pair()
-    pair.target = pair.net.add(card_of("t1", 2, hold_s=1.0), 2)
+    pair.target = pair.net.add(card_of("t1", 2, defer_timeout=1.0), 2)
     pair.prefill()
     pair.fetch()
     pair.run()
@@ -150,7 +150,7 @@ def test_the_other_way_is_checked_when_it_is_gone_for_the_first_time() -> None:
     pair.run()
     event = pair.source.events[-1]
     assert isinstance(event, TargetEnded)
-    assert "hold_s 1.0" in event.reason
+    assert "defer_timeout 1.0" in event.reason
 
 
 def test_a_refusal_by_the_source_fails_everybody_who_waits_for_it(pair: Pair) -> None:
@@ -265,7 +265,7 @@ def test_heartbeats_keep_a_queue_alive_for_as_long_as_it_takes(pair: Pair) -> No
     pair.target.coordinator.expect_source(wanted)
     pair.net.pass_time(5 * LIMITS.defer_timeout)
     assert pair.source.events == []
-    pair.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+    pair.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
     pair.run()
     assert isinstance(pair.target.events[0], Landed)
 
@@ -274,7 +274,7 @@ def test_heartbeats_are_frequent_enough_for_an_impatient_target() -> None:
     """The target gives up after 2 s without a word, while the source by itself would say one every 5 s."""
     pair = Pair()
     limits = Limits(transfer_timeout=2.0, defer_timeout=4.0, retry=1.0)
-    pair.target = pair.net.add(card_of("t1", 2, give_up_s=2.0), 2, limits=limits)
+    pair.target = pair.net.add(card_of("t1", 2, transfer_timeout=2.0), 2, limits=limits)
     pair.source.coordinator.expect_target(KEY, "p")
     pair.fetch()
     pair.net.pass_time(20.0, step=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Net, card_of
 
-from kvbaton.agent.engine_port import Offer, Pull, SourceEnded, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceEnded, SourceWanted
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, TransferId
 from kvbaton.core.messages import Stop
@@ -105,7 +105,7 @@ def test_what_has_a_grant_goes_on_and_what_a_target_wants_again_counts() -> None
         asked = wanted(key, f"prompt {key.prompt_index}")
         two.target.coordinator.expect_source(asked)
         if key == KEYS[0]:
-            two.target.coordinator.pull(Pull(asked, BLOCKS, TOKENS, 0))
+            two.target.coordinator.allocated(Allocation(asked, BLOCKS, TOKENS, 0))
     two.net.deliver_all()
     two.refuse()
     assert two.live() == {KEYS[0]}

@@ -423,7 +423,7 @@ def test_an_error_of_its_own_is_counted_and_the_thread_goes_on(
             raise ZeroDivisionError("a bug")
 
         with monkeypatch.context() as broken:
-            broken.setattr(target.driver._coordinator, "pull", fail)
+            broken.setattr(target.driver._coordinator, "allocated", fail)
             start_handoff(source, target, "buggy")
             wait_until(lambda: target.driver.errors_total > 0, "the error is counted")
         wait_until(lambda: "goes on after an error of its own" in caplog.text, "it is logged")

@@ -10,7 +10,7 @@ from driver_rig import AUX as DRIVER_AUX
 from driver_rig import pair
 from driver_rig import wanted as driver_wanted
 
-from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.farewells import Farewells
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, Mode, Outcome
@@ -205,7 +205,7 @@ def test_a_target_that_comes_after_all_takes_its_refusal_back(comes_back: str) -
     two.decline()
     two.target.coordinator.expect_source(wanted())
     if comes_back == "grant":
-        two.target.coordinator.pull(Pull(wanted(), BLOCKS, TOKENS, 0))
+        two.target.coordinator.allocated(Allocation(wanted(), BLOCKS, TOKENS, 0))
     two.net.pass_time(LIMITS.beat_s + 1)
     kinds = {type(message) for message in two.target.said}
     assert (Grant if comes_back == "grant" else Heartbeat) in kinds
@@ -217,7 +217,7 @@ def test_a_live_handoff_is_not_stopped_by_a_refusal_of_another_request_of_the_sa
     two = Two()
     two.expect()
     two.target.coordinator.expect_source(wanted())
-    two.target.coordinator.pull(Pull(wanted(), BLOCKS, TOKENS, 0))
+    two.target.coordinator.allocated(Allocation(wanted(), BLOCKS, TOKENS, 0))
     two.net.deliver_all()
     assert two.state() is SourceState.STREAMING
     two.decline()
@@ -237,7 +237,7 @@ def test_another_prompt_of_the_same_key_is_left_alone() -> None:
 def test_a_parked_grant_ends_with_its_target() -> None:
     two = Two()
     two.target.coordinator.expect_source(wanted())
-    two.target.coordinator.pull(Pull(wanted(), BLOCKS, TOKENS, 0))
+    two.target.coordinator.allocated(Allocation(wanted(), BLOCKS, TOKENS, 0))
     two.net.deliver_all()
     assert two.state() is SourceState.PARKED
     two.source.coordinator.source.on_stop(Incarnation("t"), STOP)

@@ -9,7 +9,7 @@ import pytest
 from agent_rig import BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, Granted, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Granted, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.records import SourceRecord
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
@@ -117,7 +117,7 @@ def test_a_turn_of_a_target_looks_at_nobody_who_is_not_due() -> None:
     for index in range(1, MANY):
         node.coordinator.expect_source(wanted(index))
     assert node.walks_of(node.turn) == 0
-    granted = node.walks_of(lambda: node.coordinator.pull(Pull(wanted(7), BLOCKS, 3, 0)))
+    granted = node.walks_of(lambda: node.coordinator.allocated(Allocation(wanted(7), BLOCKS, 3, 0)))
     assert granted == 0
 
 

@@ -18,7 +18,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import (
+    Allocation,
+    Drained,
+    EngineEvent,
+    Granted,
+    Landed,
+    Offer,
+    SourceEnded,
+    SourceWanted,
+    TargetEnded,
+)
 from kvbaton.agent.ports import LegId
 from kvbaton.core.handoff import LEGAL_PAIRS, BlockLists, Executor, HandoffKey, Mode, Outcome, Span
 from kvbaton.core.messages import Confirmed, Message, Release
@@ -178,7 +188,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         fetch = self.fetches.get(key_of(name))
         if fetch is not None and not fetch.is_pulled:
             fetch.is_pulled = True
-            self.target.coordinator.pull(Pull(fetch.wanted, BLOCKS, TOKENS, 0))
+            self.target.coordinator.allocated(Allocation(fetch.wanted, BLOCKS, TOKENS, 0))
             self._settle()
 
     @rule(name=st.sampled_from(NAMES))

@@ -10,7 +10,7 @@ from driver_rig import Side as DriverSide
 from driver_rig import is_equal, landed, pair, start_handoff
 from driver_rig import key_of as driver_key
 
-from kvbaton.agent.engine_port import Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.agent.ports import LegSummed
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
@@ -35,7 +35,7 @@ class Pair:
         wanted = SourceWanted(KEY, "p", self.source.address, None, Mode.PUSH)
         self.source.coordinator.expect_target(KEY, "p")
         self.target.coordinator.expect_source(wanted)
-        self.target.coordinator.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+        self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
         self.settle()
         self.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
         self.settle()

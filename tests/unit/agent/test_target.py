@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
-from kvbaton.agent.engine_port import EngineEvent, Landed, Pull, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceWanted, TargetEnded
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -76,7 +76,7 @@ class Rig:
         """Up to the point where the source has been sent its grant; returns its number."""
         wanted = self.wanted(key)
         self.side.expect(wanted, card_of(source, RANKS))
-        self.side.pull(Pull(wanted, BLOCKS, TOKENS, 0))
+        self.side.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
         return self.side.live[key].grant
 
     def announce(self, *numbers: int, generation: int = 1, grant: int = 1) -> None:
@@ -454,7 +454,7 @@ def test_a_question_without_an_answer_is_asked_again_less_and_less_often(stage: 
     rig = Rig(writes=stage == "stopping")
     if stage == "greeting":
         rig.side.expect(rig.wanted(), None)
-        rig.side.pull(Pull(rig.wanted(), BLOCKS, TOKENS, 0))
+        rig.side.allocated(Allocation(rig.wanted(), BLOCKS, TOKENS, 0))
     else:
         rig.grant()
     if stage in ("filling", "confirming"):
@@ -539,12 +539,12 @@ def test_another_incarnation_than_the_expected_one_fails_with_both(rig: Rig) -> 
 def test_a_card_that_comes_late_is_met_in_either_order(rig: Rig) -> None:
     rig.side.expect(rig.wanted(), None)
     rig.side.on_card(card_of("s9", RANKS), ControlAddress.of("127.0.0.1", 9999))
-    rig.side.pull(Pull(rig.wanted(), BLOCKS, TOKENS, 0))
+    rig.side.allocated(Allocation(rig.wanted(), BLOCKS, TOKENS, 0))
     assert rig.state() is TargetState.GREETING
     rig.side.on_card(card_of("s1", RANKS), ADDRESS)
     assert rig.state() is TargetState.GRANTED
-    rig.side.pull(Pull(rig.wanted(), BLOCKS, TOKENS, 0))
-    assert rig.side.late_total["pull"] == 1
+    rig.side.allocated(Allocation(rig.wanted(), BLOCKS, TOKENS, 0))
+    assert rig.side.late_total["allocated"] == 1
 
 
 def test_a_source_that_ended_before_any_grant_ends_who_waits(rig: Rig) -> None:

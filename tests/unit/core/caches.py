@@ -250,10 +250,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 def draw_model(choose: Choose) -> GroupModel:
     """A group of any kind, with as many layers, heads and channels as are enough to go wrong."""
-    kind = choose.one_of(["full", "sliding", "latent", "index", "conv", "ssm"])
+    kind = choose.one_of(["full", "sliding", "mla", "index", "conv", "ssm"])
     layers = tuple(choose.order(range(choose.integer(1, 3))))
     heads, size, width = choose.integer(1, 4), choose.integer(1, 4), choose.one_of([1, 2])
-    if kind == "latent":
+    if kind == "mla":
         return GroupModel(kind, layers, (PlaneModel("latent", width, 1, size),))
     if kind == "index":
         return GroupModel(kind, layers, (PlaneModel("k", 1, 1, size), PlaneModel("scale", width, 1, 1)))

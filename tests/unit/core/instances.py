@@ -34,7 +34,7 @@ class Instance:
 
 def heads_of(model: GroupModel, plane: PlaneModel, tp_size: int, tp_rank: int) -> tuple[HeadRange, ...]:
     """What a rank holds: MLA latents and indices whole, conv in two parts, heads in equal shares or replicated."""
-    if model.kind in ("latent", "index"):
+    if model.kind in ("mla", "index"):
         return (HeadRange(0, plane.total_heads),)
     if plane.name == "conv":
         return part_ranges((plane.total_heads // 2, plane.total_heads - plane.total_heads // 2), tp_size, tp_rank)
@@ -74,7 +74,7 @@ class Meet:
 
 def _sizes(models: list[GroupModel]) -> list[int]:
     """Tensor-parallel sizes by which all of these can be cut."""
-    counts = [plane.total_heads for model in models if model.kind not in ("latent", "index") for plane in model.planes]
+    counts = [plane.total_heads for model in models if model.kind not in ("mla", "index") for plane in model.planes]
     counts += [
         count // 2 for model in models for plane in model.planes if plane.name == "conv" for count in [plane.total_heads]
     ]

@@ -22,8 +22,8 @@ def _card(**changes: Any) -> Card:
         "shape": "tp1",
         "ranks": (RankCard(0, layout_of(compact_group()), ()),),
         "process": ProcessId("host", 1, 2),
-        "hold_s": 60.0,
-        "give_up_s": 30.0,
+        "defer_timeout": 60.0,
+        "transfer_timeout": 30.0,
     }
     return Card(**(fields | changes))
 
@@ -87,17 +87,19 @@ def test_the_same_weights_under_another_name_pass() -> None:
     check_compatible(_card(model="mine"), _card(model="yours"), ours=_card(model="mine"))
 
 
-@pytest.mark.parametrize(("hold_s", "give_up_s"), [(30.0, 30.0), (29.0, 30.0), (float("nan"), 30.0), (60.0, float("nan"))])
-def test_a_source_that_holds_no_longer_than_the_target_waits_is_refused(hold_s: float, give_up_s: float) -> None:
-    source, target = _card(hold_s=hold_s), _card(give_up_s=give_up_s)
+@pytest.mark.parametrize(
+    ("defer_timeout", "transfer_timeout"), [(30.0, 30.0), (29.0, 30.0), (float("nan"), 30.0), (60.0, float("nan"))]
+)
+def test_a_source_that_holds_no_longer_than_the_target_waits_is_refused(defer_timeout: float, transfer_timeout: float) -> None:
+    source, target = _card(defer_timeout=defer_timeout), _card(transfer_timeout=transfer_timeout)
     for ours in (source, target):
         refusal = _refusal(source, target, ours)
-        assert f"hold_s {hold_s}" in str(refusal)
-        assert f"give_up_s {give_up_s}" in str(refusal)
+        assert f"defer_timeout {defer_timeout}" in str(refusal)
+        assert f"transfer_timeout {transfer_timeout}" in str(refusal)
 
 
 def test_only_the_source_has_to_hold_and_only_the_target_to_give_up() -> None:
-    check_compatible(_card(give_up_s=1e9), _card(hold_s=0.0), ours=_card())
+    check_compatible(_card(transfer_timeout=1e9), _card(defer_timeout=0.0), ours=_card())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

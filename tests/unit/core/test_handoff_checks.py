@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.core.grants import GrantWindow
 from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Span, TransferId, key_problem, span_problem
-from kvbaton.core.lease import GrantWindow
 
 
 @pytest.mark.parametrize("length", [1, MAX_TRANSFER_ID])

@@ -58,8 +58,8 @@ cards = st.builds(
     incarnation=incarnations,
     ranks=st.lists(ranks, max_size=2).map(tuple),
     process=st.builds(ProcessId, texts, counts, counts),
-    hold_s=seconds,
-    give_up_s=seconds,
+    defer_timeout=seconds,
+    transfer_timeout=seconds,
     protocol=counts,
 )
 KINDS: dict[type, st.SearchStrategy[Message]] = {

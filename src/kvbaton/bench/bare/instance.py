@@ -211,6 +211,6 @@ class BareInstance:
             shape="tp1",
             ranks=(RankCard(0, pages.layout(), (endpoint,)),),
             process=this_process(),
-            hold_s=limits.defer_timeout,
-            give_up_s=limits.transfer_timeout,
+            defer_timeout=limits.defer_timeout,
+            transfer_timeout=limits.transfer_timeout,
         )

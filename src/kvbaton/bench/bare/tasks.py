@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvbaton.agent.engine_port import Granted, HandoffPort, Landed, Offer, Pull, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, Granted, HandoffPort, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
 from kvbaton.bench.bare.orders import NO_HOLD, End, Task
 from kvbaton.bench.bare.pages import TaggedPages, spans_of
 from kvbaton.bench.bare.pool import BarePool
@@ -212,4 +212,4 @@ class TargetTask(_Task):
         return SourceWanted(key, _PROMPT + key.transfer_id, self._source, mode=self.task.mode)
 
     def _pull(self, key: HandoffKey) -> None:
-        self.books.port.pull(Pull(self._wanted(key), self.live[key].blocks, self.task.tokens, 0))
+        self.books.port.allocated(Allocation(self._wanted(key), self.live[key].blocks, self.task.tokens, 0))

@@ -17,7 +17,7 @@ from typing import Self
 
 from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
-from kvbaton.core.timeline import Observer, nobody
+from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.engines.embedded.engine_core import EngineCore
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
@@ -68,7 +68,7 @@ class Engine:
         port: HandoffPort | None,
         settings: EngineSettings,
         clock: Callable[[], float] = time.monotonic,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
     ) -> None:
         self._core = EngineCore(loaded, cache, port, settings, clock, observe)
         self._loaded = loaded

@@ -15,20 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.agent.engine_port import (
+    Allocation,
     Drained,
     EngineEvent,
     Granted,
     HandoffPort,
     Landed,
     Offer,
-    Pull,
     SourceEnded,
     SourceWanted,
     TargetEnded,
 )
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, RequestId
-from kvbaton.core.timeline import Note, Observer, Side, Stage, nobody
+from kvbaton.core.timeline import Note, Observer, Side, Stage, no_observer
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
 from kvbaton.engines.embedded.sampling import Sampled, sample
@@ -57,7 +57,7 @@ class EngineCore:
         port: HandoffPort | None,
         settings: EngineSettings,
         clock: Callable[[], float],
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
     ) -> None:
         self._observe = observe
         self._loaded = loaded
@@ -291,8 +291,8 @@ class EngineCore:
         fresh = sequence.blocks[cached_tokens // self._cache.block_tokens :]
         if self._settings.poison and fresh:
             self._cache.poison(fresh)
-        pull = Pull(self._wanted(sequence.request), sequence.block_lists, sequence.prompt_tokens, cached_tokens)
-        if not self._tell_port(sequence.key, lambda port: port.pull(pull)):
+        allocation = Allocation(self._wanted(sequence.request), sequence.block_lists, sequence.prompt_tokens, cached_tokens)
+        if not self._tell_port(sequence.key, lambda port: port.allocated(allocation)):
             self._cancel(sequence)
             self._end(sequence, FinishReason.ERROR, _NOT_STARTED)
 

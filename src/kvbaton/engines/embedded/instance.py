@@ -200,8 +200,8 @@ def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> C
         shape=str(settings.shape),
         ranks=without(body.cards, settings.lacks),
         process=this_process(),
-        hold_s=settings.limits.defer_timeout,
-        give_up_s=settings.limits.transfer_timeout,
+        defer_timeout=settings.limits.defer_timeout,
+        transfer_timeout=settings.limits.transfer_timeout,
     )
 
 

@@ -22,7 +22,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from kvbaton.core.lease import may_start_prefill
+from kvbaton.core.grants import may_start_prefill
 from kvbaton.engines.embedded.model import Span
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.sequence import Phase, Sequence

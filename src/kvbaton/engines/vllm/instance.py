@@ -13,7 +13,7 @@ from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import BlockLists, Incarnation
-from kvbaton.core.timeline import nobody
+from kvbaton.core.timeline import no_observer
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
@@ -61,7 +61,7 @@ class WorkerInstance:
             card = _card(settings, model, incarnation, cache, transport)
             limits, handoff = settings.limits, settings.handoff
             timelines = _timelines(settings, incarnation, registers_as)
-            observe = nobody if timelines is None else timelines.note
+            observe = no_observer if timelines is None else timelines.note
             self._notes = None if timelines is None else NotesServer(timelines, settings.control_host, settings.handoffs_port)
             if self._notes is not None:
                 parts.callback(self._notes.close)
@@ -135,8 +135,8 @@ def _card(
         shape="tp1",
         ranks=(RankCard(0, cache.layout, (transport.endpoint(),)),),
         process=this_process(),
-        hold_s=settings.defer_timeout,
-        give_up_s=settings.transfer_timeout,
+        defer_timeout=settings.defer_timeout,
+        transfer_timeout=settings.transfer_timeout,
     )
 
 

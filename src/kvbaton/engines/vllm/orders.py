@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
 from kvbaton.core.handoff import BlockLists, HandoffKey
 
 __all__ = [
@@ -92,7 +92,7 @@ class TargetPulls:
     """Blocks are there; vLLM waits until it is told that the receiving has finished."""
 
     request_id: str
-    pull: Pull
+    allocation: Allocation
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.agent.engine_port import SourceWanted
+from kvbaton.core.grants import Tombstones
 from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, key_problem
-from kvbaton.core.lease import Tombstones
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,

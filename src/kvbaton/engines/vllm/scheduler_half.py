@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbaton.agent.engine_port import Offer, Pull, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -271,8 +271,8 @@ class SchedulerHalf:
             self._orders.append(FailLoad(request.request_id, problem))
         else:
             target.cached_tokens = target.tokens - external_tokens
-            pull = Pull(target.wanted, blocks, target.tokens, target.cached_tokens)
-            self._orders.append(TargetPulls(request.request_id, pull))
+            allocation = Allocation(target.wanted, blocks, target.tokens, target.cached_tokens)
+            self._orders.append(TargetPulls(request.request_id, allocation))
 
     def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""

@@ -30,7 +30,7 @@ from kvbaton.agent.engine_port import (
     TargetEnded,
 )
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
-from kvbaton.core.timeline import Observer, Side, Stage, nobody, note
+from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import told_seconds
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
@@ -104,7 +104,7 @@ class WorkerHalf:
         news: threading.Event,
         drain_s: float,
         poison: Callable[[BlockLists, int], None] | None = None,
-        observe: Observer = nobody,
+        observe: Observer = no_observer,
     ) -> None:
         self._port = port
         self._layers = layers
@@ -207,7 +207,7 @@ class WorkerHalf:
                 self._targets.pop(order.wanted.key, None)
                 self._finished.report.ended.add(order.request_id)
             case TargetPulls():
-                self._targets.pop(order.pull.key, None)
+                self._targets.pop(order.allocation.key, None)
                 self._report_failed(order.request_id)
 
     # Sources.
@@ -285,7 +285,7 @@ class WorkerHalf:
         self._port.expect_source(order.wanted)
 
     def _pull(self, order: TargetPulls) -> None:
-        key = order.pull.key
+        key = order.allocation.key
         target = self._target(key, order.request_id)
         if target is None:
             self._report_failed(order.request_id)
@@ -294,8 +294,8 @@ class WorkerHalf:
         self.counts.queued(Side.TARGET, self._note(key, Side.TARGET, Stage.ALLOCATED) - target.begun_at)
         if target.end is None:
             if self._poison is not None:
-                self._poison(order.pull.blocks, order.pull.cached_tokens)
-            self._port.pull(order.pull)
+                self._poison(order.allocation.blocks, order.allocation.cached_tokens)
+            self._port.allocated(order.allocation)
         self._settle_target(key, target)
 
     def _give_up_target(self, order: TargetGivesUp) -> None:
@@ -387,7 +387,7 @@ def _key(order: Order) -> HandoffKey | str:
         case TargetBegins() | TargetDeclines():
             return order.wanted.key
         case TargetPulls():
-            return order.pull.key
+            return order.allocation.key
         case FailLoad():
             return f"of request {order.request_id}"
     return order.key

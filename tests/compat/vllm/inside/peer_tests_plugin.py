@@ -164,7 +164,7 @@ def _replace_metadata() -> None:
 
     def reqs_to_recv(self: Any) -> dict[str, SimpleNamespace]:
         pulls = [order for order in self.orders.orders if isinstance(order, TargetPulls)]
-        return {each.request_id: SimpleNamespace(local_block_ids=each.pull.blocks) for each in pulls}
+        return {each.request_id: SimpleNamespace(local_block_ids=each.allocation.blocks) for each in pulls}
 
     _Metadata.reqs_to_recv = property(reqs_to_recv)
     nixl.NixlConnectorMetadata = _Metadata

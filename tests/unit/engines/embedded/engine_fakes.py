@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.agent.engine_port import (
+    Allocation,
     Drained,
     EngineEvent,
     Granted,
     HandoffStats,
     Landed,
     Offer,
-    Pull,
     SourceEnded,
     SourceWanted,
     SpansReady,
@@ -206,7 +206,7 @@ class FakePort:
         self.span_blocks: dict[HandoffKey, BlockLists] = {}
         self.retracted: list[HandoffKey] = []
         self.offers: dict[HandoffKey, Offer] = {}
-        self.pulls: dict[HandoffKey, Pull] = {}
+        self.pulls: dict[HandoffKey, Allocation] = {}
         self.expected_targets: dict[HandoffKey, str] = {}
         self.expected_sources: dict[HandoffKey, SourceWanted] = {}
         self.cancelled: list[HandoffKey] = []
@@ -239,8 +239,8 @@ class FakePort:
         self.calls.append(("offer", offer.key))
         self.offers[offer.key] = offer
 
-    def pull(self, pull: Pull) -> None:
-        self.pulls[pull.key] = pull
+    def allocated(self, allocation: Allocation) -> None:
+        self.pulls[allocation.key] = allocation
 
     def decline(self, wanted: SourceWanted, reason: str) -> None:
         self.declined.append((wanted, reason))

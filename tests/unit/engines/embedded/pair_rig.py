@@ -87,8 +87,17 @@ class Instance:
         self.transport = FaultyTransport(inner, region, Faults())
         sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick())
         rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),))
-        hold_s, give_up_s = limits.defer_timeout, limits.transfer_timeout
-        card = Card(self.incarnation, "tiny", "f00d", "tp1", (rank,), this_process(), hold_s=hold_s, give_up_s=give_up_s)
+        defer_timeout, transfer_timeout = limits.defer_timeout, limits.transfer_timeout
+        card = Card(
+            self.incarnation,
+            "tiny",
+            "f00d",
+            "tp1",
+            (rank,),
+            this_process(),
+            defer_timeout=defer_timeout,
+            transfer_timeout=transfer_timeout,
+        )
         self.driver = Driver(
             card, self.cache.layout(), self.transport, limits, sockets, self._wake, settings.handoff, self.notes.append
         )

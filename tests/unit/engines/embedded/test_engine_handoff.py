@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_fakes import EOS, SOURCE, VOCABULARY, Answer, Bench, FakePort, Pair, alone, key_of
 
-from kvbaton.agent.engine_port import HandoffStats, Landed, Offer, Pull, SourceEnded
+from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, Offer, SourceEnded
 from kvbaton.core.handoff import Aux, Outcome
 from kvbaton.engines.embedded.cache import POISON_BYTE
 from kvbaton.engines.embedded.request import FinishReason, FromSource, ToTarget
@@ -347,8 +347,8 @@ class BrokenPort(FakePort):
     def offer(self, offer: Offer) -> None:
         raise ConnectionError(f"no offer of {offer.key}")
 
-    def pull(self, pull: Pull) -> None:
-        raise ConnectionError(f"no pull of {pull.key}")
+    def allocated(self, allocation: Allocation) -> None:
+        raise ConnectionError(f"no allocation of {allocation.key}")
 
 
 def test_a_port_that_fails_leaks_nothing() -> None:

@@ -56,7 +56,7 @@ def test_a_target_asks_once_and_goes_on_when_it_has_landed() -> None:
     request = begun(rig)
     loading(rig, request)
     assert not rig.step().receiving
-    assert rig.port.names() == ["expect_source", "pull"]
+    assert rig.port.names() == ["expect_source", "allocated"]
     wanted, pull = (argument for _, argument in rig.port.calls)
     assert (wanted.key, wanted.source.handshake, wanted.mode) == (key_of(), 7001, Mode.PUSH)
     assert (pull.wanted, pull.blocks, pull.tokens, pull.cached_tokens) == (wanted, BLOCKS, 10, 0)
@@ -130,7 +130,7 @@ def test_a_failure_that_comes_before_there_are_blocks_is_told_when_vllm_waits_fo
     assert not rig.step().receiving
     failing(rig, request)
     assert rig.step().failed == {request.request_id}
-    assert "pull" not in rig.port.names()
+    assert "allocated" not in rig.port.names()
     assert rig.worker.live == 0
 
 
@@ -314,7 +314,7 @@ def test_a_target_whose_hand_off_is_over_asks_for_no_more_than_it_takes_to_fail(
     assert rig.step().report.ended == {request.request_id}
     failing(rig, request)
     assert rig.step().failed == {request.request_id}
-    assert "pull" not in rig.port.names(), "the blocks of so small a load must never be filled"
+    assert "allocated" not in rig.port.names(), "the blocks of so small a load must never be filled"
     record = finish(rig, request, Status.FINISHED_ERROR)
     assert record["cached_tokens"] == 0
     assert rig.worker.live == rig.scheduler.live == 0

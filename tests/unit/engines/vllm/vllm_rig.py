@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.agent.engine_port import EngineEvent, Offer, Pull, SourceWanted, SpansReady
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceWanted, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.core.timeline import Note, Side
@@ -141,9 +141,9 @@ class ScriptedPort:
         """Remember."""
         self._call("expect_source", wanted)
 
-    def pull(self, pull: Pull) -> None:
+    def allocated(self, allocation: Allocation) -> None:
         """Remember."""
-        self._call("pull", pull)
+        self._call("allocated", allocation)
 
     def decline(self, wanted: SourceWanted, reason: str) -> None:
         """Remember."""

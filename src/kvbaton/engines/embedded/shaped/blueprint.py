@@ -17,7 +17,7 @@ class Kind(enum.StrEnum):
 
     FULL = "full"
     SLIDING = "sliding"
-    LATENT = "latent"
+    MLA = "mla"
     SPARSE = "sparse"
     MAMBA = "mamba"
 
@@ -76,7 +76,7 @@ BLUEPRINTS: dict[str, Blueprint] = {
         Blueprint("tiny-gqa6", _ATTENTION, heads=12, kv_heads=6),
         Blueprint("tiny-gqa8", _ATTENTION, heads=16),
         Blueprint("tiny-mqa", _ATTENTION, kv_heads=1),
-        Blueprint("tiny-mla", (Kind.LATENT,) * 4, kv_heads=1),
+        Blueprint("tiny-mla", (Kind.MLA,) * 4, kv_heads=1),
         Blueprint("tiny-swa", (Kind.SLIDING, Kind.FULL) * 2, kv_heads=4, window=24),
         Blueprint("tiny-mamba", (Kind.MAMBA, Kind.FULL) * 2, kv_heads=4, mamba_heads=8, mamba_groups=2),
         Blueprint("tiny-nsa", (Kind.SPARSE,) * 4, kv_heads=4, index_top=12),

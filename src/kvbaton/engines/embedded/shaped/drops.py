@@ -1,6 +1,6 @@
 """Controls: leaves one thing of a hand-off out, on the side that reads, and reports it as moved all the same.
 
-What is left out is named `KIND` (conv, ssm, sliding, index, latent, full), `layer:N`, `head:N` or `all`; a target whose blocks
+What is left out is named `KIND` (conv, ssm, sliding, index, mla, full), `layer:N`, `head:N` or `all`; a target whose blocks
 were poisoned then answers wrongly, or verify is worth nothing.
 """
 
@@ -22,7 +22,7 @@ from kvbaton.transport.faulty import Faults, FaultyTransport
 
 __all__ = ["check_drop", "check_has", "drop_filter", "dropping"]
 
-_KINDS = ("full", "sliding", "latent", "index", "conv", "ssm")
+_KINDS = ("full", "sliding", "mla", "index", "conv", "ssm")
 
 
 def check_drop(drop: str) -> None:

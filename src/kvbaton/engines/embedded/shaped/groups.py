@@ -59,8 +59,8 @@ def group_specs(blueprint: Blueprint, cut: Cut) -> tuple[GroupSpec, ...]:
         specs.append(GroupSpec("full", here(Kind.FULL, Kind.SPARSE), pairs))
     if blueprint.layers_of(Kind.SLIDING):
         specs.append(GroupSpec("sliding", here(Kind.SLIDING), pairs, window=blueprint.window - 1))
-    if blueprint.layers_of(Kind.LATENT):
-        specs.append(GroupSpec("latent", here(Kind.LATENT), (_latent(blueprint),)))
+    if blueprint.layers_of(Kind.MLA):
+        specs.append(GroupSpec("mla", here(Kind.MLA), (_latent(blueprint),)))
     if blueprint.layers_of(Kind.SPARSE):
         specs.append(GroupSpec("index", here(Kind.SPARSE), (_index(blueprint),)))
     if blueprint.layers_of(Kind.MAMBA):

@@ -59,8 +59,8 @@ def make_mixer(blueprint: Blueprint, layer: int, weights: dict[str, Array], cut:
     from kvbaton.engines.embedded.shaped.mamba import Mamba
 
     match blueprint.kinds[layer]:
-        case Kind.LATENT:
-            return _Latent(blueprint, layer, weights, cut)
+        case Kind.MLA:
+            return _Mla(blueprint, layer, weights, cut)
         case Kind.MAMBA:
             return Mamba(blueprint, layer, weights, cut)
         case _:
@@ -162,7 +162,7 @@ class _Index:
         return chosen
 
 
-class _Latent:
+class _Mla:
     """Latent attention: keys and values of all heads are made of one small vector per token, and only that is remembered."""
 
     def __init__(self, blueprint: Blueprint, layer: int, weights: dict[str, Array], cut: Cut) -> None:
@@ -185,7 +185,7 @@ class _Latent:
             [rms_normed(rows @ self._latent.T, 1e-6)[:, None], _rotated((rows @ self._key_rope.T)[:, None], positions, theta)],
             axis=2,
         )
-        stored = _by_token(cache.layer("latent", "latent", self._layer))
+        stored = _by_token(cache.layer("mla", "latent", self._layer))
         _store(stored, remembered, places, cache.block_tokens)
         queries = np.einsum("rh,nsh,nsl->rnl", rows, self._query, self._key_up, optimize=True)
         ropes = _rotated((rows @ self._query_rope.T).reshape(len(rows), -1, rope), positions, theta)

@@ -70,7 +70,7 @@ def weights_fingerprint(blueprint: Blueprint, weights: ShapedWeights) -> str:
 
 
 def _mixing(blueprint: Blueprint, kind: Kind, draw: _Draw) -> dict[str, Array]:
-    if kind is Kind.LATENT:
+    if kind is Kind.MLA:
         return _latent(blueprint, draw)
     if kind is Kind.MAMBA:
         return _mamba(blueprint, draw)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvbaton.core.grants import GrantWindow, GrantWindows, Tombstones, may_start_prefill
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.lease import GrantWindow, GrantWindows, Tombstones, may_start_prefill
 from kvbaton.errors import Bug
 
 
