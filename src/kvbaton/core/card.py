@@ -1,8 +1,14 @@
-"""The card: what an instance tells a peer before any address of it is used, and whether two cards fit together."""
+"""The card: what an instance sends to a peer before any of its addresses is used, and whether two cards fit together.
+
+`make_card` is the only place that assembles one. An engine contributes what only the engine knows (model, layouts, endpoints);
+rank numbers, limits and the check that the ranks together hold the model once are the same for every engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import msgspec
 
@@ -14,10 +20,22 @@ from kvbaton.core.pair import pair_layouts
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.errors import ConfigError, Incompatible
 
-__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "check_layouts"]
+__all__ = [
+    "PROTOCOL",
+    "Card",
+    "CardLimits",
+    "Endpoint",
+    "ProcessId",
+    "RankCard",
+    "check_compatible",
+    "check_layouts",
+    "make_card",
+]
 
 PROTOCOL = 1
-"""Version of the control protocol; peers of another one are refused by name."""
+"""Version of the control protocol; peers of another version are refused, with both numbers."""
+
+_UNCUT = Shape()
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -45,8 +63,20 @@ class ProcessId(msgspec.Struct, frozen=True):
     started: int
 
 
+class CardLimits(Protocol):
+    """The limits that peers have to know; `config.Limits`, and any engine's settings that carry the same names."""
+
+    @property
+    def defer_timeout(self) -> float:
+        """How long a source keeps finished blocks after the last message from their target."""
+
+    @property
+    def transfer_timeout(self) -> float:
+        """How long a target waits without progress."""
+
+
 class Card(msgspec.Struct, frozen=True):
-    """What an instance tells the world. Durations in seconds; no points in time."""
+    """What every peer knows of an instance. Durations in seconds; no points in time, because clocks of hosts differ."""
 
     incarnation: Incarnation
     model: str
@@ -63,6 +93,40 @@ class Card(msgspec.Struct, frozen=True):
         """From the first to the last layer that any rank holds."""
         held = [layer for rank in self.ranks for group in rank.layout.groups for layer in group.layers]
         return range(min(held, default=0), max(held, default=-1) + 1)
+
+
+def make_card(
+    *,
+    incarnation: Incarnation,
+    model: str,
+    fingerprint: str,
+    process: ProcessId,
+    limits: CardLimits,
+    layouts: Sequence[Layout],
+    shape: Shape = _UNCUT,
+    endpoints: Sequence[Endpoint] = (),
+    aux_areas: Sequence[AuxArea | None] = (),
+) -> Card:
+    """The card of an instance whose ranks have these `layouts`, in the order of rank numbers.
+
+    `endpoints` and `aux_areas` have one entry per rank, or none at all: without endpoints the card can be checked against
+    another, but nothing can be moved. Raises ConfigError when the ranks do not hold the model exactly once, so that an engine
+    with a wrong layout fails at start-up instead of at the first request of every peer.
+    """
+    if problem := _instance_problem(str(shape), tuple(layouts)):
+        raise ConfigError(f"the ranks of this instance do not make a card: {problem}; check the shape and the engine's layouts")
+    reachable: list[tuple[Endpoint, ...]] = [(endpoint,) for endpoint in endpoints] or [()] * len(layouts)
+    areas = list(aux_areas) or [None] * len(layouts)
+    return Card(
+        incarnation=incarnation,
+        model=model,
+        fingerprint=fingerprint,
+        shape=str(shape),
+        ranks=tuple(RankCard(rank, *parts) for rank, parts in enumerate(zip(layouts, reachable, areas, strict=True))),
+        process=process,
+        defer_timeout=limits.defer_timeout,
+        transfer_timeout=limits.transfer_timeout,
+    )
 
 
 def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
@@ -120,6 +184,7 @@ def _number_problem(card: Card) -> str:
     return ""
 
 
+@lru_cache(maxsize=64)
 def _instance_problem(shape: str, layouts: tuple[Layout, ...]) -> str:
     try:
         parsed = Shape.parse(shape)
