@@ -9,7 +9,7 @@ import pytest
 from system import Client, Stand
 
 from kvbaton.core.handoff import Outcome
-from kvbaton.observe.story import Story
+from kvbaton.observe.transfer_report import TransferReport
 from watching import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -24,13 +24,13 @@ def stand() -> Iterator[Stand]:
         yield stand
 
 
-def story(client: Client, transfer_id: str) -> Story:
+def story(client: Client, transfer_id: str) -> TransferReport:
     reply = client.get(f"/handoffs/{transfer_id}")
     assert reply.status == 200, reply.content
-    return msgspec.json.decode(reply.content, type=Story)
+    return msgspec.json.decode(reply.content, type=TransferReport)
 
 
-def ends(told: Story) -> list[Outcome | None]:
+def ends(told: TransferReport) -> list[Outcome | None]:
     return [end.outcome for handoff in told.handoffs for end in handoff.ends]
 
 
@@ -46,5 +46,5 @@ def test_both_sides_of_a_real_hand_off_are_joined_and_one_is_told_when_the_other
     assert [line["transfer_id"] for line in stand.client.get("/handoffs").document["handoffs"]] == [transfer_id]
     stand.kill("p")
     told = story(stand.client, transfer_id)
-    assert told.tellers[0].problem != ""
+    assert told.participants[0].problem != ""
     assert ends(told) == [None, Outcome.DELIVERED]

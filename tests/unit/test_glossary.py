@@ -1,4 +1,4 @@
-"""docs/glossary.md is held to the code and to the other documents: sorted, complete where that can be checked, links that lead on."""
+"""docs/glossary.md is sorted, its links resolve, and it names what the code and the other documents name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
-from kvbaton.observe.story import Account, tell_story
+from kvbaton.observe.transfer_report import InstanceAnswer, build_report
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.http.messages import Answer, Request, Response
 from kvbaton.router.http.upstream import Upstream, fetch
@@ -89,11 +89,13 @@ class HandoffFace:
             live = self._registry.live(self._clock(), kind)[:_MOST_SEARCHED]
             told = await asyncio.gather(*(self._ask(instance, transfer_id) for instance in live))
             found = next((account for account in told if account.record is not None), None)
-            accounts.append(found or Account(f"a {kind.word} instance", problem="none of the live ones knows the transfer"))
+            accounts.append(
+                found or InstanceAnswer(f"a {kind.word} instance", problem="none of the live ones knows the transfer")
+            )
         if all(account.record is None for account in accounts):
             message = f"no live instance knows a transfer {transfer_id!a}"
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        return json_response(await asyncio.to_thread(tell_story, transfer_id, *accounts))
+        return json_response(await asyncio.to_thread(build_report, transfer_id, *accounts))
 
     async def _explain(self, routed: Routed) -> Response:
         transfer_id, pair = routed.transfer_id, routed.pair
@@ -106,21 +108,21 @@ class HandoffFace:
                 f"neither instance tells of {transfer_id}: {source.name}: {source.problem}; {target.name}: {target.problem}"
             )
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        story = await asyncio.to_thread(tell_story, transfer_id, source, target)
+        story = await asyncio.to_thread(build_report, transfer_id, source, target)
         return json_response(story)
 
-    async def _ask(self, instance: Instance, transfer_id: str) -> Account:
+    async def _ask(self, instance: Instance, transfer_id: str) -> InstanceAnswer:
         """What an instance tells; never raises for anything that the instance does."""
         name = instance.name
         if not self._is_live(instance):
-            return Account(name, problem="it is gone, or was restarted since; what it noted went with it")
+            return InstanceAnswer(name, problem="it is gone, or was restarted since; what it noted went with it")
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
             where = instance.registration.handoffs_address or None
             answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_TOLD_BYTES, where)
-            return Account(name, _read(answer, instance, transfer_id))
+            return InstanceAnswer(name, _read(answer, instance, transfer_id))
         except PeerError as error:
-            return Account(name, problem=str(error))
+            return InstanceAnswer(name, problem=str(error))
 
     def _is_live(self, instance: Instance) -> bool:
         live = self._registry.live(self._clock(), instance.type)

@@ -11,11 +11,11 @@ import pytest
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.errors import ConfigError
-from kvbaton.observe.records import MAX_TEXT, About, InstanceRecord
+from kvbaton.observe.records import MAX_TEXT, InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
 from true_notes import TRANSFER, Way, notes_of_push
 
-ABOUT = About("prefill", "127.0.0.1:1", "inc-1")
+ABOUT = InstanceInfo("prefill", "127.0.0.1:1", "inc-1")
 
 
 def note(transfer: str, stage: Stage = Stage.COMPUTED, at: float = 0.0, side: Side = Side.SOURCE, sample: int = 0) -> Note:

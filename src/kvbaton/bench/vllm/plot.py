@@ -10,7 +10,7 @@ from kvbaton.bench.report import BenchReport
 from kvbaton.bench.vllm.rows import Round, added_s, name_of, stage_s
 from kvbaton.bench.vllm.variants import SINGLE
 from kvbaton.errors import ConfigError
-from kvbaton.observe.phases import Phase
+from kvbaton.observe.phases import HandoffPhase
 
 __all__ = ["check_can_plot", "plot_vllm_bench"]
 
@@ -95,5 +95,5 @@ def _tells(rounds: Sequence[Round], name: str, lengths: Sequence[int]) -> bool:
     return any(name_of("exposed", name, length) in each for each in rounds for length in lengths)
 
 
-def _waited_for(rounds: Sequence[Round], places: Sequence[tuple[str, int]]) -> list[Phase]:
-    return [phase for phase in Phase if any(stage_s(rounds, name, length, phase) > 0 for name, length in places)]
+def _waited_for(rounds: Sequence[Round], places: Sequence[tuple[str, int]]) -> list[HandoffPhase]:
+    return [phase for phase in HandoffPhase if any(stage_s(rounds, name, length, phase) > 0 for name, length in places)]

@@ -27,7 +27,7 @@ from kvbaton.errors import ConfigError, LocalError, PeerError
 from kvbaton.launch.vllm import MAX_MODEL_TOKENS
 from kvbaton.launch.vllm_environment import NIXL_VERSION, VLLM_VERSION, ensure_nixl
 from kvbaton.launch.vllm_ready import ready_vllm
-from kvbaton.observe.story import HandoffStory
+from kvbaton.observe.transfer_report import HandoffReport
 
 __all__ = ["VllmServeBench", "run_vllm_bench"]
 
@@ -187,7 +187,7 @@ class _Measurement:
             return taken
         return taken if story is None else taken | self._stages(variant, length, story)
 
-    def _stages(self, variant: Variant, length: int, story: HandoffStory) -> Round:
+    def _stages(self, variant: Variant, length: int, story: HandoffReport) -> Round:
         end = next(end for end in story.ends if end.side is Side.TARGET)
         if end.outcome is not Outcome.DELIVERED or story.exposed_s is None:
             self._problems.append(f"{variant.name}, {length} tokens: not handed over ({story.sentence})")

@@ -19,7 +19,7 @@ from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import VllmOptions, nixl_part, vllm_part
 from kvbaton.observe.records import InstanceRecord
-from kvbaton.observe.story import Account, HandoffStory, tell_story
+from kvbaton.observe.transfer_report import HandoffReport, InstanceAnswer, build_report
 
 __all__ = ["NIXL", "SINGLE", "Variant", "start_variants"]
 
@@ -43,12 +43,12 @@ class Variant:
     notes: tuple[str, str] | None = None
     """Where source and target tell of their hand-offs, if they do."""
 
-    def story(self, transfer_id: str) -> HandoffStory | None:
+    def story(self, transfer_id: str) -> HandoffReport | None:
         """Where the time of one hand-off went; None for a variant that does not tell. Raises PeerError when it should."""
         if self.notes is None:
             return None
-        source, target = (Account(address, _record(address, transfer_id)) for address in self.notes)
-        return tell_story(transfer_id, source, target).handoffs[0]
+        source, target = (InstanceAnswer(address, _record(address, transfer_id)) for address in self.notes)
+        return build_report(transfer_id, source, target).handoffs[0]
 
 
 def start_variants(

@@ -27,7 +27,7 @@ class _HandoffFace:
 
     async def newest(self, http: web.Request) -> web.Response:  # noqa: ARG002
         newest = self._timelines.newest(_MOST_LISTED)
-        return _json({"instance": self._timelines.about, "handoffs": newest})
+        return _json({"instance": self._timelines.instance, "handoffs": newest})
 
     async def one(self, http: web.Request) -> web.Response:
         transfer_id = http.match_info["transfer_id"]

@@ -30,7 +30,7 @@ from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 from kvbaton.engines.embedded.shaped.setup import RankTransport
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError, LocalError
-from kvbaton.observe.records import About
+from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 
 __all__ = ["ONE_RANK", "InstanceSettings", "Role", "serve_instance"]
@@ -101,7 +101,7 @@ class _Instance:
         body = make_body(_body_settings(settings, incarnation), parts, say, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         card = _card(settings, body, incarnation)
-        self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
+        self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
         self.driver = RanksDriver(card, body.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
         self.engine = Engine(body.loaded, body.cache, self.driver, settings.engine, observe=observe)

@@ -22,8 +22,8 @@ from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import ConnectorSettings
 from kvbaton.engines.vllm.tensors import RegisteredCache
 from kvbaton.engines.vllm.worker_half import WorkerHalf
-from kvbaton.observe.notes_server import NotesServer
-from kvbaton.observe.records import About
+from kvbaton.observe.handoffs_server import HandoffsServer
+from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
@@ -62,7 +62,9 @@ class WorkerInstance:
             limits, handoff = settings.limits, settings.handoff
             timelines = _timelines(settings, incarnation, registers_as)
             observe = no_observer if timelines is None else timelines.note
-            self._notes = None if timelines is None else NotesServer(timelines, settings.control_host, settings.handoffs_port)
+            self._notes = (
+                None if timelines is None else HandoffsServer(timelines, settings.control_host, settings.handoffs_port)
+            )
             if self._notes is not None:
                 parts.callback(self._notes.close)
             self.driver = Driver(
@@ -122,7 +124,7 @@ def _timelines(settings: ConnectorSettings, incarnation: Incarnation, registers_
     if not settings.handoffs_port:
         return None
     role = "both" if registers_as is None else registers_as.word
-    return Timelines(About(role, settings.http_address or str(settings.control_address), incarnation))
+    return Timelines(InstanceInfo(role, settings.http_address or str(settings.control_address), incarnation))
 
 
 def _card(

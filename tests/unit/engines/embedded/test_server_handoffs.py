@@ -7,12 +7,12 @@ from served import ScriptedEngine, run, serving
 
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
-from kvbaton.observe.records import About, InstanceRecord
+from kvbaton.observe.records import InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
 
 
 def noted(*transfers: str) -> Timelines:
-    timelines = Timelines(About("decode", "127.0.0.1:1", "inc-d"))
+    timelines = Timelines(InstanceInfo("decode", "127.0.0.1:1", "inc-d"))
     for number, transfer in enumerate(transfers):
         key = HandoffKey(TransferId(transfer))
         timelines.note(Note(key, Side.TARGET, Stage.ARRIVED, 100.0 + number))

@@ -1,21 +1,21 @@
-"""Durations, sizes, phases and ends in the words of a person."""
+"""Durations, sizes, phases and outcomes as text for people."""
 
 from __future__ import annotations
 
 from kvbaton.core.handoff import Outcome
-from kvbaton.observe.phases import Bar, Phase
+from kvbaton.observe.phases import Bar, HandoffPhase
 
-__all__ = ["duration", "end_words", "row_words", "size", "waited_for"]
+__all__ = ["duration", "outcome_text", "row_label", "size", "waited_for"]
 
 _WAITED = {
-    Phase.ROUTER: "the router",
-    Phase.QUEUE: "blocks at the target",
-    Phase.GREETING: "the two instances to meet",
-    Phase.GRANT: "the grant",
-    Phase.ANNOUNCEMENT: "the announcement",
-    Phase.WIRE: "bytes on the wire",
-    Phase.CONFIRMATION: "the confirmation",
-    Phase.FIRST_STEP: "the first step",
+    HandoffPhase.ROUTER: "the router",
+    HandoffPhase.QUEUE: "blocks at the target",
+    HandoffPhase.HANDSHAKE: "the handshake of the two instances",
+    HandoffPhase.GRANT: "the grant",
+    HandoffPhase.ANNOUNCEMENT: "the announcement",
+    HandoffPhase.WIRE: "bytes on the wire",
+    HandoffPhase.CONFIRMATION: "the confirmation",
+    HandoffPhase.FIRST_STEP: "the first step",
 }
 _ENDS = {
     Outcome.DELIVERED: "was delivered",
@@ -44,16 +44,16 @@ def size(count: int) -> str:
     return f"{value:.2f} GB"
 
 
-def waited_for(phase: Phase) -> str:
-    """What was waited for, as the end of a sentence."""
+def waited_for(phase: HandoffPhase) -> str:
+    """What the request waited for, as the end of a sentence."""
     return _WAITED.get(phase, f"the {phase}")
 
 
-def end_words(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome) -> str:
     """How a side ended, as a verb."""
     return _ENDS[outcome]
 
 
-def row_words(bar: Bar) -> str:
-    """What the row of a phase is called."""
-    return f"{bar.phase} at the {bar.side}" if bar.phase is Phase.QUEUE else str(bar.phase)
+def row_label(bar: Bar) -> str:
+    """The label of a phase's row."""
+    return f"{bar.phase} at the {bar.side}" if bar.phase is HandoffPhase.QUEUE else str(bar.phase)

@@ -1,8 +1,9 @@
-"""Joins the clocks of two processes that cannot be compared, by what must have come before what.
+"""Estimates the offset between the clocks of two processes from the order in which messages must have travelled.
 
-A message is sent before it is received. Each such pair of notes bounds the offset between the two clocks from one side:
-what the source said bounds it from below, what the target said from above. The truth lies between the tightest two bounds;
-the middle is taken, and half the distance is how wrong it may be. Nothing is assumed about how long a message takes.
+A message is sent before it is received. Each such pair of notes bounds the offset from one side: messages of the source bound
+it from below, messages of the target from above. The true offset lies between the tightest two bounds; the middle is taken,
+and half the distance is the uncertainty. Nothing is assumed about how long a message takes, because on a busy host one
+direction can take a hundred times as long as the other.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import msgspec
 from kvbaton.core.timeline import Stage
 from kvbaton.observe.records import NoteRecord, SideRecord
 
-__all__ = ["Clock", "Moment", "Track", "relate"]
+__all__ = ["ClockOffset", "Moment", "Track", "estimate_offset"]
 
 Moment = tuple[float, NoteRecord]
 """A note, and when it was, on the clock of its track."""
 
-_SOURCE_FIRST = ((Stage.PREFILLED, Stage.PREFILLED), (Stage.CONFIRMED, Stage.CONFIRMED), (Stage.RETRACTED, Stage.RETRACTED))
+_SOURCE_FIRST = (Stage.PREFILLED, Stage.CONFIRMED, Stage.RETRACTED)
+"""Noted by the source when it sends the message, and by the target when it receives it."""
+
 _NO_MOMENTS: list[Moment] = []
 
 
@@ -46,7 +49,7 @@ class Track:
         return moments[0][0] if moments else None
 
     def settled(self, stage: Stage) -> float | None:
-        """When a stage was first reached for good: after the last retraction, if there was one."""
+        """When a stage was first reached after the last retraction, if there was one."""
         retracted = self.last(Stage.RETRACTED)
         since = float("-inf") if retracted is None else retracted
         return next((at for at, _ in self.moments(stage) if at >= since), None)
@@ -57,11 +60,11 @@ class Track:
         return moments[-1][0] if moments else None
 
 
-class Clock(msgspec.Struct, frozen=True):
-    """How the two clocks lie: `offset_s` brings a moment of the target to the source's clock, give or take `uncertain_s`.
+class ClockOffset(msgspec.Struct, frozen=True):
+    """`offset_s` converts a moment of the target to the source's clock, with an error of at most `uncertain_s`.
 
-    `is_joined` is false when no message bounds the offset; then the two sides are only drawn side by side. `uncertain_s` is
-    None when it is bounded from one side only.
+    `is_joined` is false when no message bounds the offset; then both sides are drawn from 0. `uncertain_s` is None when it is
+    bounded from one side only.
     """
 
     offset_s: float
@@ -69,43 +72,43 @@ class Clock(msgspec.Struct, frozen=True):
     uncertain_s: float | None
 
 
-def relate(pairs: Iterable[tuple[Track, Track]]) -> Clock:
-    """The offset that agrees best with every (source, target) pair of tracks of one pair of instances."""
+def estimate_offset(pairs: Iterable[tuple[Track, Track]]) -> ClockOffset:
+    """The offset that fits every (source, target) pair of tracks of one pair of instances."""
     low: float | None = None
     high: float | None = None
     for source, target in pairs:
-        for said, heard in _source_spoke(source, target):
-            low = said - heard if low is None else max(low, said - heard)
-        for said, heard in _target_spoke(source, target):
-            high = heard - said if high is None else min(high, heard - said)
+        for sent, received in _from_source(source, target):
+            low = sent - received if low is None else max(low, sent - received)
+        for sent, received in _from_target(source, target):
+            high = received - sent if high is None else min(high, received - sent)
     if low is None or high is None:
         known = low if high is None else high
-        return Clock(known or 0.0, known is not None, None)
-    return Clock((low + high) / 2, True, abs(high - low) / 2)
+        return ClockOffset(known or 0.0, known is not None, None)
+    return ClockOffset((low + high) / 2, True, abs(high - low) / 2)
 
 
-def _source_spoke(source: Track, target: Track) -> Iterator[tuple[float, float]]:
-    for said, heard in _SOURCE_FIRST:
-        yield from _both(source.first(said), target.first(heard))
+def _from_source(source: Track, target: Track) -> Iterator[tuple[float, float]]:
+    for stage in _SOURCE_FIRST:
+        yield from _both(source.first(stage), target.first(stage))
     announced = _first_per_span(source.moments(Stage.ANNOUNCED))
     for stage in (Stage.ANNOUNCED, Stage.MOVED):
-        for span, heard_at in _first_per_span(target.moments(stage)).items():
-            yield from _both(announced.get(span), heard_at)
+        for span, received in _first_per_span(target.moments(stage)).items():
+            yield from _both(announced.get(span), received)
 
 
-def _target_spoke(source: Track, target: Track) -> Iterator[tuple[float, float]]:
+def _from_target(source: Track, target: Track) -> Iterator[tuple[float, float]]:
     for answer in (Stage.GRANTED, Stage.ANNOUNCED):  # nothing is announced without a grant
         yield from _both(target.first(Stage.GRANT_SENT), source.first(answer))
     yield from _both(target.first(Stage.FILLED), source.first(Stage.CONFIRMED))
 
 
-def _both(said: float | None, heard: float | None) -> Iterator[tuple[float, float]]:
-    if said is not None and heard is not None:
-        yield said, heard
+def _both(sent: float | None, received: float | None) -> Iterator[tuple[float, float]]:
+    if sent is not None and received is not None:
+        yield sent, received
 
 
 def _first_per_span(moments: list[Moment]) -> dict[tuple[int, int, int], float]:
-    """When each span, known by its layers and its end, was first spoken of; a target may have had its beginning already."""
+    """When each span was first noted, by layers and end token; not by its start, because a target skips what it has cached."""
     first: dict[tuple[int, int, int], float] = {}
     for at, note in moments:
         first.setdefault((note.first_layer, note.end_layer, note.end_token), at)

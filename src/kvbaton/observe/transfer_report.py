@@ -1,7 +1,7 @@
-"""The story of a transfer: both sides of each of its hand-offs on one timeline, with a sentence on where the time went.
+"""The report on a transfer: both sides of each of its hand-offs on one timeline, with a sentence on where the time went.
 
-Pure: takes what the instances told and gives values that JSON can carry. A side that nobody tells of, a side that ended
-badly and a side that is still at work all make a story; it says what is not known, and why.
+Pure: from the records of two instances to values that JSON can carry. A side without a record, a side that failed and a side
+that is still live are all reported; the report states what is not known, and why.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ import msgspec
 
 from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side, Stage
-from kvbaton.observe.phases import Bar, Phase, Sides, Wait, bars, waits
-from kvbaton.observe.records import About, InstanceRecord, SideRecord
-from kvbaton.observe.tracks import Clock, Track, relate
-from kvbaton.observe.words import duration, end_words, size, waited_for
+from kvbaton.observe.clocks import ClockOffset, Track, estimate_offset
+from kvbaton.observe.formatting import duration, outcome_text, size, waited_for
+from kvbaton.observe.phases import Bar, HandoffPhase, Sides, Wait, bars, waits
+from kvbaton.observe.records import InstanceInfo, InstanceRecord, SideRecord
 
-__all__ = ["Account", "End", "HandoffStory", "Mark", "Story", "Teller", "tell_story"]
+__all__ = ["InstanceAnswer", "SideEnd", "HandoffReport", "Mark", "TransferReport", "Participant", "build_report"]
 
 _Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What one instance said when it was asked about a transfer; without a record, `problem` says why there is none."""
+class InstanceAnswer:
+    """What one instance answered when asked about a transfer; without a record, `problem` is the reason."""
 
     name: str
     record: InstanceRecord | None = None
     problem: str = ""
 
 
-class Teller(msgspec.Struct, frozen=True):
-    """An instance that took a side: who it is, or why it told nothing."""
+class Participant(msgspec.Struct, frozen=True):
+    """The instance of one side, or the reason why it has no record."""
 
     side: Side
     name: str
-    instance: About | None
+    instance: InstanceInfo | None
     problem: str
     notes_dropped: int
 
 
-class End(msgspec.Struct, frozen=True):
-    """How a side ended; `outcome` is None while it goes on, or when nobody tells."""
+class SideEnd(msgspec.Struct, frozen=True):
+    """How a side ended; `outcome` is None while it is live, and without a record."""
 
     side: Side
     outcome: Outcome | None
@@ -52,14 +52,14 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """A moment worth a line through the picture."""
+    """A moment that is drawn as a line through all rows."""
 
     label: str
     side: Side
     at_s: float
 
 
-class HandoffStory(msgspec.Struct, frozen=True):
+class HandoffReport(msgspec.Struct, frozen=True):
     """One hand-off. Seconds count from the transfer's first note; None for what did not happen, or is not known.
 
     first_token_s:  when the source chose its first token
@@ -74,7 +74,7 @@ class HandoffStory(msgspec.Struct, frozen=True):
     bars: tuple[Bar, ...]
     waits: tuple[Wait, ...]
     marks: tuple[Mark, ...]
-    ends: tuple[End, ...]
+    ends: tuple[SideEnd, ...]
     first_token_s: float | None
     ready_s: float | None
     exposed_s: float | None
@@ -82,39 +82,39 @@ class HandoffStory(msgspec.Struct, frozen=True):
     wire_bytes: int
 
 
-class Story(msgspec.Struct, frozen=True):
+class TransferReport(msgspec.Struct, frozen=True):
     """All hand-offs of a transfer, on a timeline of `total_s` seconds."""
 
     transfer_id: str
     sentence: str
     total_s: float
-    clock: Clock
-    tellers: tuple[Teller, ...]
-    handoffs: tuple[HandoffStory, ...]
+    clock: ClockOffset
+    participants: tuple[Participant, ...]
+    handoffs: tuple[HandoffReport, ...]
 
 
-def tell_story(transfer_id: str, source: Account, target: Account) -> Story:
-    """Join what a prefill instance tells of its source sides with what a decode instance tells of its target sides."""
+def build_report(transfer_id: str, source: InstanceAnswer, target: InstanceAnswer) -> TransferReport:
+    """Join the source sides in a prefill instance's record with the target sides in a decode instance's record."""
     sources, targets = _records(source, Side.SOURCE), _records(target, Side.TARGET)
     shared = sorted(sources.keys() & targets.keys())
-    clock = relate((Track(sources[key]), Track(targets[key])) for key in shared)
+    clock = estimate_offset((Track(sources[key]), Track(targets[key])) for key in shared)
     shift = _zero(sources, targets, clock.offset_s)
     keys = sorted(sources.keys() | targets.keys())
     joined = {key: _joined(sources.get(key), targets.get(key), shift, shift + clock.offset_s) for key in keys}
-    tellers = (_teller(Side.SOURCE, source), _teller(Side.TARGET, target))
-    handoffs = tuple(_handoff(key, sides, clock, tellers) for key, sides in joined.items())
+    participants = (_participant(Side.SOURCE, source), _participant(Side.TARGET, target))
+    handoffs = tuple(_handoff(key, sides, clock, participants) for key, sides in joined.items())
     total = max((end for sides in joined.values() for end in _ends_of(sides)), default=0.0)
-    return Story(transfer_id, _summary(handoffs), total, clock, tellers, handoffs)
+    return TransferReport(transfer_id, _summary(handoffs), total, clock, participants, handoffs)
 
 
-def _records(account: Account, side: Side) -> dict[_Key, SideRecord]:
-    if account.record is None:
+def _records(answer: InstanceAnswer, side: Side) -> dict[_Key, SideRecord]:
+    if answer.record is None:
         return {}
-    return {(record.prompt_index, record.sample_index): record for record in account.record.sides if record.side is side}
+    return {(record.prompt_index, record.sample_index): record for record in answer.record.sides if record.side is side}
 
 
 def _zero(sources: dict[_Key, SideRecord], targets: dict[_Key, SideRecord], offset_s: float) -> float:
-    """What has to be added to the source's clock so that the timeline starts at 0."""
+    """What to add to the source's clock so that the timeline starts at 0."""
     starts = [record.since_s for record in sources.values()] + [offset_s + record.since_s for record in targets.values()]
     return -min(starts, default=0.0)
 
@@ -132,23 +132,23 @@ def _ends_of(sides: Sides) -> Iterator[float]:
             yield track.last_s
 
 
-def _teller(side: Side, account: Account) -> Teller:
-    record = account.record
+def _participant(side: Side, answer: InstanceAnswer) -> Participant:
+    record = answer.record
     if record is None:
-        return Teller(side, account.name, None, account.problem or "it was not asked", 0)
-    problem = "" if _records(account, side) else f"it knows the transfer, but nothing of its {side} side"
-    return Teller(side, account.name, record.instance, problem, record.notes_dropped)
+        return Participant(side, answer.name, None, answer.problem or "it was not asked", 0)
+    problem = "" if _records(answer, side) else f"it knows the transfer, but nothing of its {side} side"
+    return Participant(side, answer.name, record.instance, problem, record.notes_dropped)
 
 
-def _handoff(key: _Key, sides: Sides, clock: Clock, tellers: tuple[Teller, ...]) -> HandoffStory:
+def _handoff(key: _Key, sides: Sides, clock: ClockOffset, participants: tuple[Participant, ...]) -> HandoffReport:
     drawn = bars(sides)
     waited = waits(sides)
     ends = tuple(_end(side, track) for side, track in ((Side.SOURCE, sides.source), (Side.TARGET, sides.target)))
-    wire = next((bar for bar in drawn if bar.phase is Phase.WIRE), None)
-    return HandoffStory(
+    wire = next((bar for bar in drawn if bar.phase is HandoffPhase.WIRE), None)
+    return HandoffReport(
         prompt_index=key[0],
         sample_index=key[1],
-        sentence=" ".join(_sentences(sides, drawn, waited, ends, clock, tellers)),
+        sentence=" ".join(_sentences(sides, drawn, waited, ends, clock, participants)),
         bars=drawn,
         waits=waited,
         marks=tuple(_marks(sides)),
@@ -166,14 +166,14 @@ def _exposed(sides: Sides) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def _end(side: Side, track: Track | None) -> End:
+def _end(side: Side, track: Track | None) -> SideEnd:
     if track is None:
-        return End(side, None, "", 0.0)
+        return SideEnd(side, None, "", 0.0)
     ended = track.moments(Stage.ENDED)
     if not ended:
-        return End(side, None, "", track.last_s)
+        return SideEnd(side, None, "", track.last_s)
     at, note = ended[0]
-    return End(side, note.outcome, note.text, at)
+    return SideEnd(side, note.outcome, note.text, at)
 
 
 def _marks(sides: Sides) -> Iterator[Mark]:
@@ -192,9 +192,9 @@ def _sentences(
     sides: Sides,
     drawn: tuple[Bar, ...],
     waited: tuple[Wait, ...],
-    ends: tuple[End, ...],
-    clock: Clock,
-    tellers: tuple[Teller, ...],
+    ends: tuple[SideEnd, ...],
+    clock: ClockOffset,
+    participants: tuple[Participant, ...],
 ) -> Iterator[str]:
     target_end = ends[1].outcome
     is_delivered = target_end is Outcome.DELIVERED or (target_end is None and sides.ready_s is not None)
@@ -204,39 +204,39 @@ def _sentences(
     if not any(end.outcome for end in ends):
         yield _under_way(drawn, sides)
     elif ends[0].outcome is Outcome.DELIVERED and not is_delivered:
-        yield "The source has handed its cache over; how the target went on is not told."
-    yield from _wire_words(drawn)
+        yield "The source delivered; the outcome of the target is not known."
+    yield from _wire_sentence(drawn)
     yield from _retractions(sides)
-    yield from _doubts(sides, clock, tellers)
+    yield from _unknowns(sides, clock, participants)
 
 
 def _retractions(sides: Sides) -> Iterator[str]:
     count = len(sides.moments(Side.SOURCE, Stage.RETRACTED)) or len(sides.moments(Side.TARGET, Stage.RETRACTED))
     if count:
         times = "once" if count == 1 else f"{count} times"
-        yield f"The source took back what it had announced, {times}, and computed again."
+        yield f"The source was preempted {times}: it retracted what it had announced, and computed again."
 
 
-def _delivery(sides: Sides, waited: tuple[Wait, ...], clock: Clock) -> str:
+def _delivery(sides: Sides, waited: tuple[Wait, ...], clock: ClockOffset) -> str:
     exposed = _exposed(sides)
     if exposed is None:
         return "The cache was delivered; when the first token was chosen is not known."
-    heard = (
+    since = (
         "the first token"
         if sides.settled(Side.SOURCE, Stage.PREFILLED) is not None
-        else "the target had heard of the first token"
+        else "the target was notified of the first token"
     )
     stepped = sides.first(Side.TARGET, Stage.FIRST_STEP) is not None
     what = "The first decode step came" if stepped else "The cache had landed"
     doubt = f" (± {duration(clock.uncertain_s)})" if clock.uncertain_s is not None else ""
     longest = max(waited, key=lambda wait: wait.seconds, default=None)
     if longest is None:
-        return f"{what} {duration(exposed)}{doubt} after {heard}."
+        return f"{what} {duration(exposed)}{doubt} after {since}."
     share = duration(longest.seconds)
-    return f"{what} {duration(exposed)}{doubt} after {heard}, {share} of them waiting for {waited_for(longest.phase)}."
+    return f"{what} {duration(exposed)}{doubt} after {since}, {share} of them waiting for {waited_for(longest.phase)}."
 
 
-def _bad_ends(sides: Sides, ends: tuple[End, ...], drawn: tuple[Bar, ...]) -> Iterator[str]:
+def _bad_ends(sides: Sides, ends: tuple[SideEnd, ...], drawn: tuple[Bar, ...]) -> Iterator[str]:
     for end, track in zip(ends, (sides.source, sides.target), strict=True):
         if track is None or end.outcome is None or end.outcome is Outcome.DELIVERED:
             continue
@@ -244,7 +244,7 @@ def _bad_ends(sides: Sides, ends: tuple[End, ...], drawn: tuple[Bar, ...]) -> It
         where = f", in its {cut[-1].phase}" if cut else ""
         lasted = duration(end.at_s - track.first_s)
         reason = f": {end.reason.rstrip('.')}" if end.reason else ""
-        yield f"The hand-off {end_words(end.outcome)} at the {end.side} after {lasted}{where}{reason}."
+        yield f"The hand-off {outcome_text(end.outcome)} at the {end.side} after {lasted}{where}{reason}."
 
 
 def _under_way(drawn: tuple[Bar, ...], sides: Sides) -> str:
@@ -253,24 +253,24 @@ def _under_way(drawn: tuple[Bar, ...], sides: Sides) -> str:
     return f"It is still under way, {lasted} after its first note; open: {', '.join(now) or 'nothing'}."
 
 
-def _wire_words(drawn: tuple[Bar, ...]) -> Iterator[str]:
+def _wire_sentence(drawn: tuple[Bar, ...]) -> Iterator[str]:
     for bar in drawn:
         busy = bar.hidden_s + bar.exposed_s
-        if bar.phase is Phase.WIRE and bar.parts and busy > 0:
+        if bar.phase is HandoffPhase.WIRE and bar.parts and busy > 0:
             hidden = f"{duration(bar.hidden_s)} of the {duration(busy)} on the wire were hidden behind prefill"
             yield f"{size(bar.moved_bytes)} were moved; {hidden}."
 
 
-def _doubts(sides: Sides, clock: Clock, tellers: tuple[Teller, ...]) -> Iterator[str]:
-    for teller, track in zip(tellers, (sides.source, sides.target), strict=True):
+def _unknowns(sides: Sides, clock: ClockOffset, participants: tuple[Participant, ...]) -> Iterator[str]:
+    for participant, track in zip(participants, (sides.source, sides.target), strict=True):
         if track is None:
-            why = teller.problem or "the instance knows nothing of this hand-off"
-            yield f"The {teller.side} side ({teller.name}) is not known: {why}."
+            why = participant.problem or "the instance knows nothing of this hand-off"
+            yield f"The {participant.side} side ({participant.name}) is not known: {why}."
     if sides.source is not None and sides.target is not None and not clock.is_joined:
-        yield "Nothing the two sides said to each other orders their clocks; both are drawn from 0."
+        yield "No message between the two sides bounds the offset of their clocks; both are drawn from 0."
 
 
-def _summary(handoffs: tuple[HandoffStory, ...]) -> str:
+def _summary(handoffs: tuple[HandoffReport, ...]) -> str:
     if not handoffs:
         return "Nothing is known of this transfer."
     if len(handoffs) == 1:
@@ -280,5 +280,5 @@ def _summary(handoffs: tuple[HandoffStory, ...]) -> str:
     return f"{len(handoffs)} hand-offs; the one that took longest, or went wrong, is {number}: {slowest.sentence}"
 
 
-def _is_bad(end: End) -> bool:
+def _is_bad(end: SideEnd) -> bool:
     return end.outcome not in (None, Outcome.DELIVERED)

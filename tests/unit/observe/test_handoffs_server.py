@@ -14,33 +14,33 @@ from kvbaton.core.handoff import HandoffKey, TransferId
 from kvbaton.core.timeline import Side, Stage, note
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
-from kvbaton.observe import notes_server
-from kvbaton.observe.notes_server import NotesServer
-from kvbaton.observe.records import About, InstanceRecord
+from kvbaton.observe import handoffs_server
+from kvbaton.observe.handoffs_server import HandoffsServer
+from kvbaton.observe.records import InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
 from watching import wait_until
 
 
 @pytest.fixture
 def timelines() -> Timelines:
-    return Timelines(About("prefill", "127.0.0.1:1", "i1"))
+    return Timelines(InstanceInfo("prefill", "127.0.0.1:1", "i1"))
 
 
 @pytest.fixture
-def server(timelines: Timelines) -> Iterator[NotesServer]:
-    serving = NotesServer(timelines, "127.0.0.1", PortPicker().pick())
+def server(timelines: Timelines) -> Iterator[HandoffsServer]:
+    serving = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick())
     serving.start()
     yield serving
     serving.close()
 
 
-def get(server: NotesServer, path: str) -> dict[str, object]:
+def get(server: HandoffsServer, path: str) -> dict[str, object]:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as answer:
         document: dict[str, object] = json.load(answer)
     return document
 
 
-def test_a_transfer_and_the_list_of_them(timelines: Timelines, server: NotesServer) -> None:
+def test_a_transfer_and_the_list_of_them(timelines: Timelines, server: HandoffsServer) -> None:
     import msgspec
 
     key = HandoffKey(TransferId("tx/1 ?"), 0, 0)
@@ -53,13 +53,13 @@ def test_a_transfer_and_the_list_of_them(timelines: Timelines, server: NotesServ
 
 
 @pytest.mark.parametrize("path", ["/handoffs/tx-2", "/handoffs/", "/", "/metrics", "/handoffs/" + "x" * 1000])
-def test_what_is_not_known_is_404(server: NotesServer, path: str) -> None:
+def test_what_is_not_known_is_404(server: HandoffsServer, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         get(server, path)
     assert caught.value.code == 404
 
 
-def test_readers_that_say_nothing_do_not_keep_others_out_for_long(server: NotesServer) -> None:
+def test_readers_that_say_nothing_do_not_keep_others_out_for_long(server: HandoffsServer) -> None:
     silent = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(20)]
     try:
         silent[-1].settimeout(5)
@@ -77,9 +77,9 @@ def test_readers_that_say_nothing_do_not_keep_others_out_for_long(server: NotesS
     wait_until(answers, "an answer after the silent ones have gone", 10)
 
 
-def test_a_reader_that_never_comes_to_the_point_is_ended(server: NotesServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_never_comes_to_the_point_is_ended(server: HandoffsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes soon enough; the request never does."""
-    monkeypatch.setattr(notes_server, "_REQUEST_S", 0.2)
+    monkeypatch.setattr(handoffs_server, "_REQUEST_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
         slow.settimeout(0.05)
 
@@ -96,7 +96,7 @@ def test_a_reader_that_never_comes_to_the_point_is_ended(server: NotesServer, mo
     assert "handoffs" in get(server, "/handoffs")
 
 
-def test_garbage_does_not_stop_it(server: NotesServer) -> None:
+def test_garbage_does_not_stop_it(server: HandoffsServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as rude:
         rude.sendall(b"\x00\xff garbage\r\n\r\n")
         while rude.recv(4096):
@@ -105,11 +105,11 @@ def test_garbage_does_not_stop_it(server: NotesServer) -> None:
 
 
 def test_a_port_that_is_taken_is_named_and_one_that_is_closed_is_free_again(timelines: Timelines) -> None:
-    first = NotesServer(timelines, "127.0.0.1", PortPicker().pick())
+    first = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick())
     first.start()
     with pytest.raises(ConfigError, match=f"handoffs_port {first.port}"):
-        NotesServer(timelines, "127.0.0.1", first.port)
+        HandoffsServer(timelines, "127.0.0.1", first.port)
     first.close()
     first.close()
-    again = NotesServer(timelines, "127.0.0.1", first.port)
+    again = HandoffsServer(timelines, "127.0.0.1", first.port)
     again.close()

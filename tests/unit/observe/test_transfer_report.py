@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
-from kvbaton.observe.phases import Bar, Phase
-from kvbaton.observe.story import Account, HandoffStory, Story, tell_story
+from kvbaton.observe.phases import Bar
+from kvbaton.observe.phases import HandoffPhase as Phase
+from kvbaton.observe.transfer_report import HandoffReport, InstanceAnswer, TransferReport, build_report
 from true_notes import SPAN_BYTES, TRANSFER, Way, account, notes_of_pull, notes_of_push
 
 SLACK_S = 1e-6
-UNKNOWN = Account("decode 127.0.0.1:1", problem="it does not answer")
+UNKNOWN = InstanceAnswer("decode 127.0.0.1:1", problem="it does not answer")
 
 _short = st.floats(min_value=1e-5, max_value=0.05)
 _clocks = st.floats(min_value=-1e5, max_value=1e5)
@@ -38,11 +39,11 @@ ways = st.builds(
 walks = st.sampled_from([notes_of_push, notes_of_pull])
 
 
-def joined(*ways: Way) -> Story:
-    return tell_story(TRANSFER, account(Side.SOURCE, *ways), account(Side.TARGET, *ways))
+def joined(*ways: Way) -> TransferReport:
+    return build_report(TRANSFER, account(Side.SOURCE, *ways), account(Side.TARGET, *ways))
 
 
-def bar(handoff: HandoffStory, phase: Phase, side: Side | None = None) -> Bar:
+def bar(handoff: HandoffReport, phase: Phase, side: Side | None = None) -> Bar:
     return next(bar for bar in handoff.bars if bar.phase is phase and side in (None, bar.side))
 
 
@@ -87,9 +88,9 @@ def test_causes_come_before_effects_and_waits_add_up(way: Way, walk: object) -> 
 def test_durations_are_the_true_ones_give_or_take_the_uncertainty(way: Way, walk: object) -> None:
     assert callable(walk)
     walk(way)
-    story = joined(way)
-    handoff = story.handoffs[0]
-    give = (story.clock.uncertain_s or 0.0) + SLACK_S
+    report = joined(way)
+    handoff = report.handoffs[0]
+    give = (report.clock.uncertain_s or 0.0) + SLACK_S
     exposed = true_moment(way, Side.TARGET, Stage.FIRST_STEP) - true_moment(way, Side.SOURCE, Stage.PREFILLED)
     assert handoff.exposed_s == pytest.approx(exposed, abs=give)
     prefill = bar(handoff, Phase.PREFILL)
@@ -134,7 +135,12 @@ def test_streaming_hides_the_wire_and_pull_shows_it() -> None:
     pull = joined(notes_of_pull(Way())).handoffs[0]
     assert bar(push, Phase.WIRE).hidden_s > 4 * bar(push, Phase.WIRE).exposed_s
     assert bar(pull, Phase.WIRE).hidden_s == 0
-    assert {wait.phase for wait in pull.waits} >= {Phase.ROUTER, Phase.QUEUE, Phase.GRANT, Phase.CONFIRMATION}
+    assert {wait.phase for wait in pull.waits} >= {
+        Phase.ROUTER,
+        Phase.QUEUE,
+        Phase.GRANT,
+        Phase.CONFIRMATION,
+    }
     assert not [b for b in push.bars if b.phase is Phase.ROUTER]
     assert "hidden behind prefill" in push.sentence
 
@@ -147,27 +153,34 @@ def test_the_sentence_names_the_longest_wait() -> None:
 
 
 def test_a_target_alone_tells_its_side() -> None:
-    story = tell_story(TRANSFER, Account("prefill:1", problem="it is gone"), account(Side.TARGET, notes_of_push(Way())))
-    handoff = story.handoffs[0]
-    assert not story.clock.is_joined
-    assert "source side (prefill:1) is not known: it is gone" in story.sentence
-    assert "had heard of the first token" in story.sentence
+    report = build_report(
+        TRANSFER, InstanceAnswer("prefill:1", problem="it is gone"), account(Side.TARGET, notes_of_push(Way()))
+    )
+    handoff = report.handoffs[0]
+    assert not report.clock.is_joined
+    assert "source side (prefill:1) is not known: it is gone" in report.sentence
+    assert "was notified of the first token" in report.sentence
     assert handoff.exposed_s is not None
-    assert {b.phase for b in handoff.bars} >= {Phase.QUEUE, Phase.GRANT, Phase.WIRE, Phase.CONFIRMATION}
+    assert {b.phase for b in handoff.bars} >= {
+        Phase.QUEUE,
+        Phase.GRANT,
+        Phase.WIRE,
+        Phase.CONFIRMATION,
+    }
 
 
 def test_a_source_alone_tells_its_side() -> None:
-    story = tell_story(TRANSFER, account(Side.SOURCE, notes_of_push(Way())), UNKNOWN)
-    handoff = story.handoffs[0]
+    report = build_report(TRANSFER, account(Side.SOURCE, notes_of_push(Way())), UNKNOWN)
+    handoff = report.handoffs[0]
     assert handoff.exposed_s is None
     assert bar(handoff, Phase.PREFILL).parts
-    assert "target side (decode 127.0.0.1:1) is not known: it does not answer" in story.sentence
+    assert "target side (decode 127.0.0.1:1) is not known: it does not answer" in report.sentence
 
 
 def test_nobody_tells_anything() -> None:
-    story = tell_story(TRANSFER, UNKNOWN, UNKNOWN)
-    assert story.handoffs == ()
-    assert story.sentence == "Nothing is known of this transfer."
+    report = build_report(TRANSFER, UNKNOWN, UNKNOWN)
+    assert report.handoffs == ()
+    assert report.sentence == "Nothing is known of this transfer."
 
 
 def test_a_failure_says_where_when_and_why() -> None:
@@ -178,13 +191,13 @@ def test_a_failure_says_where_when_and_why() -> None:
     way.target(Stage.ALLOCATED, 0.002)
     way.target(Stage.GRANT_SENT, 0.003)
     way.target(Stage.ENDED, 30.003, outcome=Outcome.FAILED, text="no progress for 30 s")
-    story = joined(way)
-    assert "failed at the target after 30.00 s, in its grant: no progress for 30 s." in story.sentence
-    assert not story.clock.is_joined
-    assert "drawn from 0" in story.sentence
-    assert bar(story.handoffs[0], Phase.GRANT).is_cut
-    assert story.handoffs[0].ends[0].outcome is None
-    assert [mark.label for mark in story.handoffs[0].marks] == ["failed"]
+    report = joined(way)
+    assert "failed at the target after 30.00 s, in its grant: no progress for 30 s." in report.sentence
+    assert not report.clock.is_joined
+    assert "drawn from 0" in report.sentence
+    assert bar(report.handoffs[0], Phase.GRANT).is_cut
+    assert report.handoffs[0].ends[0].outcome is None
+    assert [mark.label for mark in report.handoffs[0].marks] == ["failed"]
 
 
 def test_a_source_that_expired_after_the_delivery_is_told_beside_it() -> None:
@@ -216,7 +229,7 @@ def test_a_retraction_is_told_and_the_chunk_computed_again_is_another() -> None:
     notes_of_push(way)
     handoff = joined(way).handoffs[0]
     assert len(bar(handoff, Phase.PREFILL).parts) == 2
-    assert "took back" in handoff.sentence
+    assert "was preempted once" in handoff.sentence
     assert "retracted" in [mark.label for mark in handoff.marks]
 
 
@@ -224,12 +237,12 @@ def test_several_hand_offs_share_one_timeline() -> None:
     ways = [
         notes_of_push(Way(key=HandoffKey(TransferId(TRANSFER), 0, sample), queue_s=0.002 + sample / 10)) for sample in range(3)
     ]
-    story = joined(*ways)
-    assert [handoff.sample_index for handoff in story.handoffs] == [0, 1, 2]
-    starts = [bar(handoff, Phase.PREFILL).start_s for handoff in story.handoffs]
+    report = joined(*ways)
+    assert [handoff.sample_index for handoff in report.handoffs] == [0, 1, 2]
+    starts = [bar(handoff, Phase.PREFILL).start_s for handoff in report.handoffs]
     assert starts == pytest.approx([0.002, 0.102, 0.202], abs=SLACK_S)
-    assert story.sentence.startswith("3 hand-offs; the one that took longest")
-    assert story.total_s == pytest.approx(max(max(t) for way in ways for t in way.true.values()), abs=1e-3)
+    assert report.sentence.startswith("3 hand-offs; the one that took longest")
+    assert report.total_s == pytest.approx(max(max(t) for way in ways for t in way.true.values()), abs=1e-3)
 
 
 def test_where_the_source_writes_the_wire_ends_with_the_confirmation() -> None:
@@ -243,20 +256,20 @@ def test_where_the_source_writes_the_wire_ends_with_the_confirmation() -> None:
     assert not confirmation.is_cut
 
 
-def test_a_story_travels_as_json() -> None:
-    story = joined(notes_of_push(Way()))
-    assert msgspec.json.decode(msgspec.json.encode(story), type=Story) == story
+def test_a_report_travels_as_json() -> None:
+    report = joined(notes_of_push(Way()))
+    assert msgspec.json.decode(msgspec.json.encode(report), type=TransferReport) == report
 
 
 @settings(deadline=None, max_examples=40)
 @given(ways, st.data())
-def test_any_part_of_the_notes_makes_a_story(way: Way, data: st.DataObject) -> None:
+def test_any_part_of_the_notes_makes_a_report(way: Way, data: st.DataObject) -> None:
     notes_of_push(way)
     keep = data.draw(st.lists(st.booleans(), min_size=len(way.notes), max_size=len(way.notes)))
     way.notes = [note for note, kept in zip(way.notes, keep, strict=True) if kept]
     accounts = {side: account(side, way) if way.of(side) else UNKNOWN for side in Side}
-    story = tell_story(TRANSFER, accounts[Side.SOURCE], accounts[Side.TARGET])
-    assert story.sentence
-    for handoff in story.handoffs:
+    report = build_report(TRANSFER, accounts[Side.SOURCE], accounts[Side.TARGET])
+    assert report.sentence
+    for handoff in report.handoffs:
         assert sum(wait.seconds for wait in handoff.waits) == pytest.approx(handoff.exposed_s or 0.0, abs=SLACK_S)
         assert all(drawn.end_s >= drawn.start_s for drawn in handoff.bars)

@@ -1,7 +1,7 @@
-"""Tells an instance's timelines over HTTP, from a process whose own HTTP server is out of reach, such as a vLLM worker.
+"""Serves an instance's timelines over HTTP from a process without an HTTP server of its own, such as a vLLM worker.
 
 The same two routes that an embedded instance has: `/handoffs` and `/handoffs/{transfer_id}`. A few requests at a time, each
-with a deadline; what is too much is closed at once. Nothing of the engine waits for it.
+with a deadline; connections beyond that are closed at once. The engine never waits for this server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID
 from kvbaton.errors import ConfigError
 from kvbaton.observe.timelines import Timelines
 
-__all__ = ["NotesServer"]
+__all__ = ["HandoffsServer"]
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,15 @@ _POLL_S = 0.5
 _STOP_S = 5.0
 
 
-class NotesServer:
-    """Serves `timelines` at `host` and `port` from `start` until `close`. Raises ConfigError when the port cannot be had."""
+class HandoffsServer:
+    """Serves `timelines` at `host` and `port` from `start` until `close`. Raises ConfigError when the port cannot be bound."""
 
     def __init__(self, timelines: Timelines, host: str, port: int) -> None:
         try:
             self._server = _Server(timelines, host, port)
         except OSError as error:
             raise ConfigError(
-                f"handoffs_port {port} on {host}: {error.strerror or error}; choose another, or 0 to tell no timelines"
+                f"handoffs_port {port} on {host}: {error.strerror or error}; choose another, or 0 to serve no timelines"
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -49,11 +49,11 @@ class NotesServer:
         )
 
     def start(self) -> None:
-        """Begin to answer; returns at once."""
+        """Start answering; returns at once."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering, and give the port back. Idempotent."""
+        """Stop answering and close the port. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(_STOP_S)
@@ -74,7 +74,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """As usual, without the look-up of a name that nobody needs."""
+        """Bind without the reverse DNS look-up of `HTTPServer.server_bind`, which can delay an engine's start by seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
@@ -87,30 +87,33 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:
-            self._leave(request)
+            self._finish(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._leave(request)
+            self._finish(request)
 
     def service_actions(self) -> None:
-        """Called at every turn of the server: end requests that are late, however busily their readers talk."""
+        """Called by `serve_forever` at every turn: end late requests.
+
+        The socket timeout alone does not: a client that sends a byte now and then renews it for ever.
+        """
         now = time.monotonic()
         with self._lock:
             for request in [each for each, late_at in self._late_at.items() if late_at < now]:
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
-    def _leave(self, request: socket.socket) -> None:
+    def _finish(self, request: socket.socket) -> None:
         with self._lock:
             del self._late_at[request]
         self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        log.info("hand-offs: a reader at %s went away in mid-answer", client_address)
+        log.info("hand-offs: the client at %s disconnected during the response", client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -118,11 +121,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer one question."""
+        """Answer one request."""
         timelines = self.server.timelines
         path = self.path.partition("?")[0]
         if path == "/handoffs":
-            self._answer(200, {"instance": timelines.about, "handoffs": timelines.newest(_MOST_LISTED)})
+            self._answer(200, {"instance": timelines.instance, "handoffs": timelines.newest(_MOST_LISTED)})
             return
         transfer_id = unquote(path.removeprefix("/handoffs/")) if path.startswith("/handoffs/") else ""
         record = timelines.record(transfer_id)
@@ -133,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, record)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing: readers are no news."""
+        """Log nothing: a request for a timeline is not worth a line in the engine's log."""
 
     def _answer(self, status: int, document: object) -> None:
         content = msgspec.json.encode(document)
