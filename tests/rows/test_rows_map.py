@@ -8,37 +8,37 @@ said in the docstring of each test. Rows that are about every interleaving are i
 | vLLM 10 | bodies: null, wrong types, wrong engine id, foreign hosts | `test_rows_inputs.py::TestVllmRow10` |
 | vLLM 10 | block ids and group counts | `test_rows_ranges.py::TestVllmRow10`, `::TestSglangRow21` |
 | vLLM 11 | dead, black-holed and slow sources | `test_rows_handshake.py::TestVllmRow11`, `test_rows_inputs.py::TestVllmRow11` |
-| vLLM 12 | another version, model, type or layout | `unit/core/test_card.py::TestVllmRow12`, `::TestSglangRow4` |
+| vLLM 12 | another version, model, type or layout | `unit/core/test_card.py::TestPeersOfAnotherVersionOrModel`, `::TestLayoutsThatDiffer` |
 | vLLM 13 | frames that are no messages of a peer | `test_rows_frames.py::TestVllmRow13`, `test_rows_inputs.py::TestVllmRow13` |
 | vLLM 13 | messages in the wrong state | `test_rows_frames.py::TestValidMessagesInTheWrongState` |
 | vLLM 14 | a peer restarts on the same address | `test_rows_restart.py::TestVllmRow14` |
-| vLLM 15 | endpoints of a grid of ranks, ports in use | `unit/core/test_topology.py::TestVllmRow15`, `unit/cli/test_exit_codes.py::test_a_port_in_use_is_refused_by_number` |
-| vLLM 16 | handshakes by stage and rank: missing, twice, gaps, overlaps | `unit/core/test_topology.py::TestVllmRow16`, `::TestInstances` |
-| vLLM 17 | ratios of tensor parallelism, and how many answers | `unit/core/test_rows_layouts.py::TestVllmRow17` |
+| vLLM 15 | endpoints of a grid of ranks, ports in use | `unit/core/test_topology.py::TestRankPorts`, `unit/cli/test_exit_codes.py::test_a_port_in_use_is_refused_by_number` |
+| vLLM 16 | handshakes by stage and rank: missing, twice, gaps, overlaps | `unit/core/test_topology.py::TestCollectingRanks`, `::TestIncompleteInstances` |
+| vLLM 17 | ratios of tensor parallelism, and how many answers | `unit/core/test_hand_offs_by_shape.py::TestLegsPerTargetRank` |
 | vLLM 19 | full and partial prefix hits, odd prompt lengths | `unit/engines/embedded/test_rows_vllm.py::TestRow19` |
 | vLLM 20 | chunked prefill, preempted and resumed | `unit/engines/embedded/test_rows_vllm.py::TestRow20` |
-| vLLM 21 | groups with block lists of their own; a failure is of the whole load | `unit/core/test_rows_layouts.py::TestVllmRow21`, `unit/engines/vllm/test_halves_target.py::test_a_load_that_failed_is_told_as_failed_and_never_asked_for_again` |
+| vLLM 21 | groups with block lists of their own; a failure is of the whole load | `unit/core/test_hand_offs_by_shape.py::TestGroupsWithTheirOwnBlockLists`, `unit/engines/vllm/test_halves_target.py::test_a_load_that_failed_is_told_as_failed_and_never_asked_for_again` |
 | vLLM 23 | back-pressure, 1,000 at once, one slow peer | `test_rows_load.py::TestVllmRow23` |
 | vLLM 29 | an idle engine expires and goes idle | `test_rows_idle.py::TestVllmRow29`, `test_rows_inputs.py::TestVllmRow29` |
 | vLLM 30 | preemption after landing, plain requests to decode | `unit/engines/embedded/test_rows_vllm.py::TestRow30` |
 | vLLM 31 | nothing to move, or refused before admission | `unit/engines/embedded/test_rows_vllm.py::TestRow31` |
 | vLLM 33 | role both; shutdown with hand-offs in flight | `test_rows_shutdown.py::TestVllmRow33` |
 | vLLM 34 | a corrupt byte in transit | `test_rows_integrity.py::TestVllmRow34` |
-| SGLang 1 | equal shapes, byte by byte | `unit/core/test_rows_layouts.py::TestSglangRow1` |
-| SGLang 2 | tensor parallelism, replicated heads in both directions | `unit/core/test_rows_layouts.py::TestSglangRow2` |
-| SGLang 3 | three to two; heads that cannot be cut | `unit/core/test_rows_layouts.py::TestSglangRow3` |
-| SGLang 4 | layouts that differ | `unit/core/test_card.py::TestSglangRow4` |
-| SGLang 5 | latents that all ranks hold | `unit/core/test_rows_layouts.py::TestSglangRow5` |
-| SGLang 6 | pipeline stages | `unit/core/test_rows_layouts.py::TestSglangRow6` |
-| SGLang 7 | context-parallel ranks | `unit/core/test_rows_layouts.py::TestSglangRow7` |
-| SGLang 8 | Mamba states | `unit/core/test_rows_layouts.py::TestSglangRow8` |
-| SGLang 9 | windows at the edges of pages | `unit/core/test_rows_layouts.py::TestSglangRow9` |
+| SGLang 1 | equal shapes, byte by byte | `unit/core/test_hand_offs_by_shape.py::TestEqualShapes` |
+| SGLang 2 | tensor parallelism, replicated heads in both directions | `unit/core/test_hand_offs_by_shape.py::TestTensorParallelism` |
+| SGLang 3 | three to two; heads that cannot be cut | `unit/core/test_hand_offs_by_shape.py::TestHeadsThatDoNotDivideEvenly` |
+| SGLang 4 | layouts that differ | `unit/core/test_card.py::TestLayoutsThatDiffer` |
+| SGLang 5 | latents that all ranks hold | `unit/core/test_hand_offs_by_shape.py::TestLatentsThatEveryRankHolds` |
+| SGLang 6 | pipeline stages | `unit/core/test_hand_offs_by_shape.py::TestPipelineStages` |
+| SGLang 7 | context-parallel ranks | `unit/core/test_hand_offs_by_shape.py::TestContextParallelRanks` |
+| SGLang 8 | Mamba states | `unit/core/test_hand_offs_by_shape.py::TestMambaStates` |
+| SGLang 9 | windows at the edges of pages | `unit/core/test_hand_offs_by_shape.py::TestSlidingWindows` |
 | SGLang 10 | chunked sends, the last one empty | `unit/engines/embedded/test_rows_sglang.py::TestRow10` |
-| SGLang 14 | answers that come twice | `unit/core/test_rows_layouts.py::TestSglangRow14`, `sim/test_sglang_rows.py::TestRow14` |
+| SGLang 14 | answers that come twice | `unit/core/test_hand_offs_by_shape.py::TestLegNumbers`, `sim/test_sglang_rows.py::TestRow14` |
 | SGLang 16 | an abort at the prefill side | `test_rows_abort.py::TestSglangRow16`, `test_rows_router.py::TestSglangRow16` |
 | SGLang 17 | prefill killed in the middle, and back | `test_rows_restart.py::TestSglangRow17` |
 | SGLang 20 | bad aux records | `test_rows_ranges.py::TestSglangRow20` |
-| SGLang 21 | page indices | `test_rows_ranges.py::TestSglangRow21`, `unit/core/test_rows_layouts.py::TestSglangRow21` |
+| SGLang 21 | page indices | `test_rows_ranges.py::TestSglangRow21`, `unit/core/test_hand_offs_by_shape.py::TestBlockIdsOutsideTheCache` |
 | SGLang 22 | control frames, foreign protocols | `test_rows_frames.py::TestSglangRow22`, `::TestValidMessagesInTheWrongState` |
 | SGLang 23 | transient and permanent errors of a post | `test_rows_load.py::TestVllmRow23`, `::TestSglangRow23` |
 | SGLang 25 | 1,000 hand-offs over 50 peers, a dead one among them | `test_rows_load.py::TestSglangRow25` |

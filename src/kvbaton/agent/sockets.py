@@ -218,7 +218,7 @@ class ControlSockets:
             self._drop(Dropped.WRONG_FRAMES, f"{len(parts)} frames")
             return None
         speaker = self._speaker(parts[1])
-        if not self._trust.hears(speaker):
+        if not self._trust.accepts_from(speaker):
             reason = f"{speaker or 'your address'} is not on the allow-list here"
             self._drop(Dropped.NOT_ALLOWED, reason)
         else:

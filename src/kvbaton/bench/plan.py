@@ -19,7 +19,7 @@ from pathlib import Path
 from kvbaton.bench.plan_peers import PlanPeer
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.core.layout import Layout, uniform_group
-from kvbaton.core.meeting import arrange
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import head_range
@@ -179,7 +179,9 @@ def _replicated(bench: PlanBench) -> tuple[list[BenchRow], list[str]]:
     source, target = bench.lists()
     for source_tp, target_tp, heads in ((4, 1, 2), (8, 4, 2), (2, 8, 4)):
         sources, targets = ([_layout(bench, tp, rank, True, heads) for rank in range(tp)] for tp in (source_tp, target_tp))
-        pairs = (pair_layouts(sources[leg.source], targets[leg.target], leg.share) for leg in arrange(sources, targets).legs)
+        pairs = (
+            pair_layouts(sources[leg.source], targets[leg.target], leg.share) for leg in assign_legs(sources, targets).legs
+        )
         planned = sum(int(plan_runs(pair, (source,), (target,), 0, bench.tokens)[:, 2].sum()) for pair in pairs)
         needed = sum(bench.tokens * bench.layers * layout.groups[0].token_bytes for layout in targets)
         title = f"bytes planned, TP {source_tp} to {target_tp} with {heads} heads"

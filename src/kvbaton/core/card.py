@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
-from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.legs import Legs, assign_legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.errors import ConfigError, Incompatible
@@ -56,7 +56,7 @@ class RankCard(msgspec.Struct, frozen=True):
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """Names one process of one host for good: a recycled pid has another start time."""
+    """Identifies one process of one host for good: a recycled pid has another start time."""
 
     host: str
     pid: int
@@ -129,16 +129,17 @@ def make_card(
     )
 
 
-def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
-    """Which ranks meet. Refuses a pair that cannot hand off; `ours` is the one that asks, and is named first in the error.
+def check_compatible(source: Card, target: Card, *, ours: Card) -> Legs:
+    """The legs between two instances; raises Incompatible for a pair that cannot hand off, with the value of `ours` first.
 
-    Shapes may differ: what counts is that each instance is whole, and that both hold the same model.
+    Shapes may differ: each instance has to be whole, and both have to hold the same model.
     """
     theirs = source if ours is target else target
     if ours.protocol != theirs.protocol:
         raise Incompatible("protocol", str(ours.protocol), str(theirs.protocol))
     if ours.fingerprint != theirs.fingerprint:
         raise _another_model(ours, theirs)
+    # Otherwise a source would free its blocks while a healthy target still waits for them: safe, but every slow one would fail.
     if not source.defer_timeout > target.transfer_timeout:
         hold, give_up = f"defer_timeout {source.defer_timeout}", f"transfer_timeout {target.transfer_timeout}"
         here, there = (hold, give_up) if ours is source else (give_up, hold)
@@ -151,29 +152,29 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
         raise Incompatible(error.field, error.theirs, error.ours) from error
 
 
-def check_layouts(source: Card, target: Card) -> Meeting:
-    """Which ranks meet; raises Incompatible, the target's value first, for instances that are not whole or do not fit."""
+def check_layouts(source: Card, target: Card) -> Legs:
+    """The legs of two instances; raises Incompatible, the target's value first, when they do not fit or one is not whole."""
     sources, targets = (tuple(rank.layout for rank in card.ranks) for card in (source, target))
-    meeting = _check_layouts(source.shape, sources, target.shape, targets)
+    legs = _check_layouts(source.shape, sources, target.shape, targets)
     here, there = _number_problem(target), _number_problem(source)
     if here or there:
         raise Incompatible("the numbers of the ranks", here or "fine", there or "fine")
-    return meeting
+    return legs
 
 
 @lru_cache(maxsize=64)
-def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, targets: tuple[Layout, ...]) -> Meeting:
+def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, targets: tuple[Layout, ...]) -> Legs:
     here, there = _instance_problem(target, targets), _instance_problem(source, sources)
     if here or there:
         raise Incompatible("what the ranks hold", here or "whole", there or "whole")
-    meeting = arrange(sources, targets)
-    for leg in meeting.legs:
+    legs = assign_legs(sources, targets)
+    for leg in legs.legs:
         pair_layouts(sources[leg.source], targets[leg.target], leg.share)
-    return meeting
+    return legs
 
 
 def _number_problem(card: Card) -> str:
-    """Ranks are reached by their number and meet by their place: both have to be the same."""
+    """Transports reach ranks by number, legs are assigned by place in the card: both have to be the same."""
     seen: set[int] = set()
     for place, rank in enumerate(card.ranks):
         if rank.rank in seen:
@@ -194,7 +195,7 @@ def _instance_problem(shape: str, layouts: tuple[Layout, ...]) -> str:
 
 
 def _another_model(ours: Card, theirs: Card) -> Incompatible:
-    """Names both models, and the first thing in which their caches differ, if any does."""
+    """Names both models, and the first field in which their caches differ, if any."""
     shown = [f"{card.model} ({card.fingerprint})" for card in (ours, theirs)]
     try:
         check_layouts(theirs, ours)

@@ -1,6 +1,6 @@
-"""Tables as pictures: a transition table rendered as a Mermaid state diagram, and put into a text between two markers.
+"""Transition tables as Mermaid state diagrams and Markdown tables, inserted into a text between two markers.
 
-Pure text in, text out; `tools/diagrams.py` does the reading and writing.
+Pure text in, text out; `tools/diagrams.py` reads and writes the files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvbaton.errors import ConfigError
 __all__ = ["put_diagram", "render_classes", "render_diagram"]
 
 _SHARED_BY = 3
-"""A row that this many states have in common is drawn once, from a box that names them all."""
+"""A row shared by at least this many states is drawn once, from a box that names them all: else the diagram is unreadable."""
 
 _AnyTable = Table[Any, Any, Any]
 _Edge = tuple[tuple[str, ...], str | None, tuple[str, ...]]
-"""From these states, to that one (None: they stay where they are), with these effects."""
+"""From these states, to that one (None: no change of state), with these effects."""
 
 
 def render_diagram(table: _AnyTable) -> str:
@@ -28,7 +28,7 @@ def render_diagram(table: _AnyTable) -> str:
 
 
 def render_classes(table: _AnyTable) -> str:
-    """For every state what each event is: a row, late (counted and ignored), or illegal; as a Markdown table."""
+    """What each event is in each state (a row, late, or illegal), as a Markdown table."""
     lines = ["| state | rows | late | illegal |", "|---|---|---|---|"]
     for state in _states(table):
         names: dict[str, list[str]] = {"row": [], "late": [], "illegal": []}
@@ -40,12 +40,12 @@ def render_classes(table: _AnyTable) -> str:
 
 
 def put_diagram(text: str, name: str, body: str) -> str:
-    """`text` with what stands between the markers of `name` replaced by `body`; raises ConfigError without the markers."""
+    """`text` with the part between the markers of `name` replaced by `body`; raises ConfigError without the markers."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     before, found, rest = text.partition(begin)
     _, also_found, after = rest.partition(end)
     if not (found and also_found):
-        raise ConfigError(f"there are no lines {begin!r} and {end!r}; put them where the generated text belongs")
+        raise ConfigError(f"the lines {begin!r} and {end!r} are missing; add them where the generated text belongs")
     return f"{before}{begin}\n{body}\n{end}{after}"
 
 
@@ -70,7 +70,7 @@ def _first_of_each(table: _AnyTable) -> list[_Edge]:
 
 
 def _edges(table: _AnyTable) -> dict[_Edge, list[str]]:
-    """Events by edge; rows that lead to the same place with the same effects are one edge."""
+    """Events by edge; rows that lead to the same state with the same effects are one edge."""
     edges: dict[_Edge, list[str]] = {}
     for event in _events(table):
         for (target, effects), sources in _sources_of(table, event).items():
@@ -91,7 +91,7 @@ def _sources_of(table: _AnyTable, event: enum.StrEnum) -> dict[tuple[str | None,
 
 
 def _entries(table: _AnyTable) -> list[enum.StrEnum]:
-    """The start, and every other state that no row leads to."""
+    """The start state, and every other state that no row leads to."""
     reached = {row.state for (state, _), row in table.rows.items() if row.state is not state}
     return [state for state in _states(table) if state is table.start or state not in reached]
 

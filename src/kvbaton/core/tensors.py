@@ -1,4 +1,4 @@
-"""From a real tensor's shape, strides and type to a group: an engine only names its axes, and what it holds of the model."""
+"""From a tensor's shape, strides and type to a group: an engine names its axes and the heads that it holds, nothing else."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LayerTensor:
 def read_axes(tensor: LayerTensor, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, tuple[Axis, ...]]:
     """What each axis of a tensor means, by name: plane, block, page, token, head, channel.
 
-    An axis that holds several, such as K and V behind each other, is written `plane*channel`, the outer one first; `sizes` has
-    the counts of its inner ones. A name that comes twice (channels in two axes) has several axes, outermost first.
+    An axis that combines several, such as K and V fused in the last axis, is written `plane*channel`, the outer one first;
+    `sizes` has the counts of its inner ones. A name that occurs twice (channels in two axes) has several axes, outermost first.
     """
     if len(axes) != len(tensor.shape):
         raise ConfigError(f"the tensor has the shape {tensor.shape}, which is not {len(axes)} axes: {', '.join(axes)}")
@@ -38,7 +38,7 @@ def read_axes(tensor: LayerTensor, axes: Sequence[str], sizes: Mapping[str, int]
     for text, count, stride in zip(axes, tensor.shape, tensor.strides, strict=True):
         for name, axis in _split_axis(text, count, stride, sizes):
             if name not in _NAMES or (name in found and name != "channel"):
-                raise ConfigError(f"axis {name!r} of {', '.join(axes)}: each of {', '.join(_NAMES)} can be there once")
+                raise ConfigError(f"axis {name!r} of {', '.join(axes)}: each of {', '.join(_NAMES)} may occur once")
             found[name] = (*found.get(name, ()), axis)
     return found
 
@@ -71,7 +71,7 @@ def tensor_group(
     tokens: TokenSplit | None = None,
     whole_blocks: bool = False,
 ) -> Group:
-    """The group of layers with one tensor each; raises ConfigError for tensors that differ, or that are not what is said."""
+    """The group of layers with one tensor each; raises ConfigError for tensors that differ or contradict the arguments."""
     first = _common(tensors)
     found = read_axes(first, axes, sizes or {})
     plane, block, page, token, head = (found.get(name, (_NONE,))[0] for name in _NAMES[:-1])
@@ -79,7 +79,7 @@ def tensor_group(
     if plane.count != len(planes) or head.count != held or "block" not in found:
         raise ConfigError(
             f"the tensor has {plane.count} planes and {head.count} heads in {', '.join(axes)}; "
-            f"{len(planes)} ({', '.join(planes)}) and {held} were said, in blocks"
+            f"{len(planes)} ({', '.join(planes)}) and {held} were given, in blocks"
         )
     each = tuple(
         Plane(
@@ -113,7 +113,7 @@ def tensor_group(
 
 def _common(tensors: Sequence[LayerTensor]) -> LayerTensor:
     if not tensors:
-        raise ConfigError("a group without tensors was described; leave it out, or give it its layers")
+        raise ConfigError("a group has no tensors; leave it out, or pass the tensors of its layers")
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         for field in ("shape", "strides", "dtype", "element_bytes"):

@@ -217,7 +217,7 @@ class Rolled:
 
 @dataclass(frozen=True)
 class PlaneModel:
-    """One plane as the model has it, whoever holds which heads."""
+    """One plane of the whole model, whichever rank holds which heads."""
 
     name: str
     element_bytes: int

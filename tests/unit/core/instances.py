@@ -10,7 +10,7 @@ import numpy.typing as npt
 from caches import Choose, GroupModel, PlaneModel, Side, draw_group, draw_model, draw_sizes
 
 from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit, uniform_group
-from kvbaton.core.meeting import Meeting
+from kvbaton.core.legs import Legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import Shape, head_range, part_ranges, stage_layers
@@ -114,13 +114,13 @@ def tag(element: tuple[int, ...], byte: int) -> int:
 
 
 def hand_off(
-    source: Instance, target: Instance, meeting: Meeting, cuts: list[int], memories: list[Memory], total: int
+    source: Instance, target: Instance, legs: Legs, cuts: list[int], memories: list[Memory], total: int
 ) -> tuple[list[Memory], list[npt.NDArray[np.int64]], int]:
     """Carry a hand-off out chunk by chunk; the target's memory, how often each byte was written, and the bytes moved."""
     found = [np.zeros(rank.layout.region_bytes, np.uint8) for rank in target.ranks]
     times = [np.zeros(rank.layout.region_bytes, np.int64) for rank in target.ranks]
     moved = 0
-    for leg in meeting.legs:
+    for leg in legs.legs:
         here, there = target.ranks[leg.target], source.ranks[leg.source]
         pair = pair_layouts(there.layout, here.layout, leg.share)
         for first, end in itertools.pairwise(cuts):

@@ -48,7 +48,7 @@ def test_numbers_of_blocks_may_differ() -> None:
     check_compatible(small, _card(), ours=small)
 
 
-class TestVllmRow12:
+class TestPeersOfAnotherVersionOrModel:
     """Another version, model or shape is refused by both, before any address is used; block sizes may differ."""
 
     @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_ranks_that_are_not_a_whole_instance_are_refused_by_both() -> None:
 
 
 def test_a_stride_beyond_64_bits_is_refused_though_it_leads_nowhere() -> None:
-    """It has one head, so that its stride is never used; a number that cannot be counted with is still no layout."""
+    """It has one head, so that its stride is never used; a number that overflows is refused all the same."""
     ours = _card(ranks=(RankCard(0, layout_of(compact_group(heads=1)), ()),))
     theirs = _card(ranks=(RankCard(0, layout_of(reshaped(compact_group(heads=1), head_stride=1 << 63)), ()),))
     assert "can be counted" in str(_refusal(theirs, ours, ours).theirs)
@@ -174,8 +174,8 @@ FIELDS = {
 }
 
 
-class TestSglangRow4:
-    """What differs in the layouts is refused at the handshake with both values, whoever looks; states are counted too."""
+class TestLayoutsThatDiffer:
+    """What differs in the layouts is refused at the handshake with both values, on either side; states included."""
 
     @pytest.mark.parametrize("name", FIELDS)
     def test_layouts_of_another_model_are_refused_with_both_values(self, name: str) -> None:

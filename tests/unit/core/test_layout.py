@@ -83,7 +83,7 @@ def test_a_description_that_makes_no_sense_says_why(name: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "needed"), [((0, 8, 8), (3, 8)), ((4, 6, 8), (4, 6)), ((0, 2, 8), (2, 2)), ((0, 3, 3), (0, 3))]
 )
-def test_a_window_leaves_out_what_nobody_looks_at(tokens: tuple[int, int, int], needed: tuple[int, int]) -> None:
+def test_a_window_leaves_out_tokens_that_are_not_needed(tokens: tuple[int, int, int], needed: tuple[int, int]) -> None:
     assert msgspec.structs.replace(compact_group(), window=5).needed(*tokens) == needed
 
 

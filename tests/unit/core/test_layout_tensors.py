@@ -164,7 +164,7 @@ def test_tensors_that_differ_are_refused_with_both() -> None:
         tensor_group(
             "full", [0, 1], [one, other], ("block", "channel"), heads=(HeadRange(0, 1),), total_heads=1, planes=("kv",)
         )
-    with pytest.raises(ConfigError, match="without tensors"):
+    with pytest.raises(ConfigError, match="has no tensors"):
         tensor_group("full", [], [], ("block",), heads=HEADS, total_heads=H)
 
 

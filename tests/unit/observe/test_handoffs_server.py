@@ -1,4 +1,4 @@
-"""Timelines over HTTP from a process of their own kind: right answers, bounded readers, and a port that is given back."""
+"""Timelines over HTTP without the engine's own server: right answers, bounded clients, and a port that is closed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_transfer_and_the_list_of_them(timelines: Timelines, server: HandoffsS
     timelines.note(note(key, Side.SOURCE, Stage.STARTED, 5.5))
     record = msgspec.convert(get(server, "/handoffs/tx%2F1%20%3F"), InstanceRecord)
     assert (record.transfer_id, record.instance.role) == ("tx/1 ?", "prefill")
-    assert [told.at_s for told in record.sides[0].notes] == [0.0, 0.5]
+    assert [note.at_s for note in record.sides[0].notes] == [0.0, 0.5]
     assert get(server, "/handoffs")["handoffs"]
 
 

@@ -112,7 +112,7 @@ def test_chunks_tile_the_prefill(way: Way) -> None:
 
 
 def test_without_the_grant_and_the_question_the_offset_has_no_upper_bound() -> None:
-    """The control: the rules that speak of the target first are what bounds the offset from above."""
+    """The control: messages of the target are what bounds the offset from above."""
     way = notes_of_push(Way())
     way.notes = [note for note in way.notes if note.stage not in (Stage.GRANT_SENT, Stage.FILLED)]
     clock = joined(way).clock
@@ -152,7 +152,7 @@ def test_the_sentence_names_the_longest_wait() -> None:
     assert "waiting for the router" in joined(notes_of_pull(Way(router_s=0.5))).sentence
 
 
-def test_a_target_alone_tells_its_side() -> None:
+def test_a_target_alone_is_reported() -> None:
     report = build_report(
         TRANSFER, InstanceAnswer("prefill:1", problem="it is gone"), account(Side.TARGET, notes_of_push(Way()))
     )
@@ -169,7 +169,7 @@ def test_a_target_alone_tells_its_side() -> None:
     }
 
 
-def test_a_source_alone_tells_its_side() -> None:
+def test_a_source_alone_is_reported() -> None:
     report = build_report(TRANSFER, account(Side.SOURCE, notes_of_push(Way())), UNKNOWN)
     handoff = report.handoffs[0]
     assert handoff.exposed_s is None
@@ -177,13 +177,13 @@ def test_a_source_alone_tells_its_side() -> None:
     assert "target side (decode 127.0.0.1:1) is not known: it does not answer" in report.sentence
 
 
-def test_nobody_tells_anything() -> None:
+def test_without_records_nothing_is_known() -> None:
     report = build_report(TRANSFER, UNKNOWN, UNKNOWN)
     assert report.handoffs == ()
     assert report.sentence == "Nothing is known of this transfer."
 
 
-def test_a_failure_says_where_when_and_why() -> None:
+def test_a_failure_states_where_when_and_why() -> None:
     way = Way()
     way.source(Stage.ARRIVED, 0.0)
     way.source(Stage.STARTED, 0.001)
@@ -200,7 +200,7 @@ def test_a_failure_says_where_when_and_why() -> None:
     assert [mark.label for mark in report.handoffs[0].marks] == ["failed"]
 
 
-def test_a_source_that_expired_after_the_delivery_is_told_beside_it() -> None:
+def test_a_source_that_expired_after_the_delivery_is_reported_too() -> None:
     way = notes_of_push(Way())
     way.notes = [_expired(note) if (note.side, note.stage) == (Side.SOURCE, Stage.ENDED) else note for note in way.notes]
     sentence = joined(way).sentence
@@ -212,7 +212,7 @@ def _expired(note: Note) -> Note:
     return msgspec.structs.replace(note, outcome=Outcome.EXPIRED)
 
 
-def test_a_hand_off_under_way_says_what_is_open() -> None:
+def test_a_hand_off_under_way_states_what_is_open() -> None:
     way = notes_of_push(Way())
     way.notes = [note for note in way.notes if note.stage not in (Stage.ENDED, Stage.FIRST_STEP, Stage.CONFIRMED)]
     sentence = joined(way).sentence
@@ -220,7 +220,7 @@ def test_a_hand_off_under_way_says_what_is_open() -> None:
     assert "confirmation" in sentence
 
 
-def test_a_retraction_is_told_and_the_chunk_computed_again_is_another() -> None:
+def test_a_retraction_is_reported_and_the_chunk_computed_again_has_its_own_bar() -> None:
     way = Way(chunks=1)
     way.source(Stage.ARRIVED, -1.0)
     way.source(Stage.STARTED, -0.9)

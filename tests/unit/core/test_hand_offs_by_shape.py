@@ -1,6 +1,6 @@
-"""The rows of the field's bad experiences that layouts, shapes and plans answer, each by its number.
+"""Hand-offs between instances of any two shapes, and the cases that connectors of vLLM and SGLang got wrong.
 
-Others: row 12 of vLLM and 4 of SGLang in `test_card.py`, 15 and 16 of vLLM in `test_topology.py`.
+Heads, replicas, stages, context-parallel ranks, states, windows, block lists. Refusals at the handshake: `test_card.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from caches import Case, Rolled, Side, compact_group, draw_group, draw_model, la
 from instances import Instance, compact_instance, hand_off, tagged
 
 from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane, TokenSplit
-from kvbaton.core.meeting import arrange
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.segments import HOLE
@@ -20,59 +20,59 @@ from kvbaton.errors import ConfigError, Incompatible, RangeError
 
 
 def _is_right(source: Instance, target: Instance) -> bool:
-    found, times, _ = hand_off(source, target, arrange(source.layouts, target.layouts), [0, 3, 8], tagged(source, 8), 8)
+    found, times, _ = hand_off(source, target, assign_legs(source.layouts, target.layouts), [0, 3, 8], tagged(source, 8), 8)
     wanted = tagged(target, 8)
     return all(
         (one == other).all() and (count == (other != 0)).all() for one, other, count in zip(found, wanted, times, strict=True)
     )
 
 
-class TestSglangRow1:
+class TestEqualShapes:
     def test_same_shape_moves_every_byte_and_no_other(self) -> None:
         assert _is_right(compact_instance("tp2", 4), compact_instance("tp2", 4))
 
 
-class TestSglangRow2:
-    """All seven cases, replication in both directions included; two of them were wrong elsewhere."""
+class TestTensorParallelism:
+    """All seven ratios, with replicated heads in both directions."""
 
     @pytest.mark.parametrize(
         ("prefill", "decode", "heads"), [(4, 2, 8), (2, 4, 8), (4, 2, 2), (2, 4, 2), (4, 1, 2), (1, 4, 2), (2, 8, 4)]
     )
-    def test_heads(self, prefill: int, decode: int, heads: int) -> None:
+    def test_every_target_rank_gets_its_heads(self, prefill: int, decode: int, heads: int) -> None:
         assert _is_right(compact_instance(f"tp{prefill}", heads), compact_instance(f"tp{decode}", heads))
 
 
-class TestSglangRow3:
+class TestHeadsThatDoNotDivideEvenly:
     def test_three_to_two_is_not_refused_but_right(self) -> None:
         assert _is_right(compact_instance("tp3", 6), compact_instance("tp2", 6))
 
-    def test_heads_that_cannot_be_cut_are_refused_with_both_numbers(self) -> None:
-        with pytest.raises(ConfigError, match="6 heads cannot be cut for tp4"):
+    def test_heads_that_cannot_be_divided_are_refused_with_both_numbers(self) -> None:
+        with pytest.raises(ConfigError, match="6 heads cannot be divided for tp4"):
             compact_instance("tp4", 6)
 
 
-class TestSglangRow5:
+class TestLatentsThatEveryRankHolds:
     """MLA: what all ranks hold is sent once per need, and ranks with nothing to send have no legs."""
 
     def test_more_sources_than_targets(self) -> None:
         source, target = compact_instance("tp4", 1, layers=1), compact_instance("tp2", 1, layers=1)
-        meeting = arrange(source.layouts, target.layouts)
-        assert [(leg.source, leg.target) for leg in meeting.legs] == [(0, 0), (2, 1)]
+        legs = assign_legs(source.layouts, target.layouts)
+        assert [(leg.source, leg.target) for leg in legs.legs] == [(0, 0), (2, 1)]
         assert _is_right(source, target)
 
     def test_more_targets_than_sources(self) -> None:
         assert _is_right(compact_instance("tp1", 1), compact_instance("tp4", 1))
 
 
-class TestSglangRow6:
+class TestPipelineStages:
     @pytest.mark.parametrize("decode", ["pp1", "pp2", "pp4"])
-    def test_stages(self, decode: str) -> None:
+    def test_every_layer_arrives_from_the_stage_that_holds_it(self, decode: str) -> None:
         source, target = compact_instance("pp2", 2), compact_instance(decode, 2)
         assert _is_right(source, target)
 
-    def test_a_target_is_complete_when_every_stage_has_answered(self) -> None:
-        meeting = arrange(compact_instance("pp2,tp2", 2).layouts, compact_instance("tp1", 2).layouts)
-        assert len(meeting.of_target(0)) == 4
+    def test_a_target_is_complete_when_the_leg_of_every_stage_is(self) -> None:
+        legs = assign_legs(compact_instance("pp2,tp2", 2).layouts, compact_instance("tp1", 2).layouts)
+        assert len(legs.of_target(0)) == 4
 
 
 def _token_layouts(size: int, interleave: int, block_tokens: int = 2) -> list[Layout]:
@@ -80,16 +80,16 @@ def _token_layouts(size: int, interleave: int, block_tokens: int = 2) -> list[La
     return [layout_of(msgspec.structs.replace(group, tokens=TokenSplit(rank, size, interleave))) for rank in range(size)]
 
 
-class TestSglangRow7:
+class TestContextParallelRanks:
     """Context-parallel ranks: no gap, no overlap, whatever the length; in several chunks too."""
 
     @pytest.mark.parametrize("total", [1, 2, 3, 5, 16, 17])
     @pytest.mark.parametrize(("source", "target"), [((4, 0), (1, 0)), ((1, 0), (4, 2)), ((3, 1), (2, 0)), ((2, 2), (2, 2))])
-    def test_every_token_once(self, total: int, source: tuple[int, int], target: tuple[int, int]) -> None:
+    def test_every_token_is_moved_once(self, total: int, source: tuple[int, int], target: tuple[int, int]) -> None:
         sources, targets = _token_layouts(*source), _token_layouts(*target)
         blocks = (tuple(range(32)),)
         moved = 0
-        for leg in arrange(sources, targets).legs:
+        for leg in assign_legs(sources, targets).legs:
             pair = pair_layouts(sources[leg.source], targets[leg.target], leg.share)
             for first, end in ((0, total // 2), (total // 2, total)):
                 moved += int(plan_runs(pair, blocks, blocks, first, end, total_tokens=total)[:, 2].sum())
@@ -97,7 +97,7 @@ class TestSglangRow7:
 
 
 def _conv(tp_size: int, tp_rank: int, rows: int = 1) -> Layout:
-    """Conv state `[q|k|v]` of 4, 4 and 8 channels, each shared out by itself; `rows` planes of all channels."""
+    """Conv state `[q|k|v]` of 4, 4 and 8 channels, each divided by itself; `rows` planes of all channels."""
     ranges = part_ranges((4, 4, 8), tp_size, tp_rank)
     count = sum(each.count for each in ranges)
     planes = tuple(
@@ -106,7 +106,7 @@ def _conv(tp_size: int, tp_rank: int, rows: int = 1) -> Layout:
     return layout_of(Group("conv", (0,), 3, 0, 0, planes))
 
 
-class TestSglangRow8:
+class TestMambaStates:
     def test_conv_is_cut_part_by_part_in_both_directions(self) -> None:
         pair = pair_layouts(_conv(1, 0), _conv(2, 1))
         assert plan_runs(pair, ((0,),), ((0,),), 0, 5).tolist() == [[2, 0, 2], [6, 2, 2], [12, 4, 4]]
@@ -136,8 +136,8 @@ class TestSglangRow8:
             pair_layouts(_conv(1, 0), layout_of(msgspec.structs.replace(wide, planes=(plane,))))
 
 
-class TestSglangRow9:
-    """Windows: what is outside is not moved, need not be held, and is not looked at."""
+class TestSlidingWindows:
+    """Tokens outside the window are not moved, and their blocks may be holes."""
 
     group = msgspec.structs.replace(compact_group(layers=1, planes=1, block_tokens=4, heads=1), window=6)
 
@@ -150,7 +150,7 @@ class TestSglangRow9:
     def test_holes_are_fine_outside_and_refused_inside(self) -> None:
         pair = pair_layouts(layout_of(self.group), layout_of(self.group))
         assert len(plan_runs(pair, ((HOLE, HOLE, 5, 1),), ((HOLE, HOLE, 0, 3),), 0, 16)) == 2
-        with pytest.raises(RangeError, match=r"target block -1 is outside 0\.\.7 \(a place without a block"):
+        with pytest.raises(RangeError, match=r"target block -1 is outside 0\.\.7 \(an entry without a block"):
             plan_runs(pair, ((HOLE, HOLE, 5, 1),), ((HOLE, HOLE, HOLE, 3),), 0, 16)
 
     def test_lists_of_unequal_length_are_an_error(self) -> None:
@@ -159,16 +159,16 @@ class TestSglangRow9:
             plan_runs(pair, ((0, 1, 2),), ((0, 1, 2, 3),), 0, 16)
 
 
-class TestSglangRow14:
-    def test_answers_are_counted_by_leg_and_each_leg_has_a_number_of_its_own(self) -> None:
-        meeting = arrange(compact_instance("pp2,tp2", 4).layouts, compact_instance("tp1", 4).layouts)
-        assert [leg.number for leg in meeting.legs] == list(range(4))
-        assert {leg.number for leg in meeting.of_target(0)} == {0, 1, 2, 3}
+class TestLegNumbers:
+    def test_completions_are_counted_by_leg_and_each_leg_has_its_own_number(self) -> None:
+        legs = assign_legs(compact_instance("pp2,tp2", 4).layouts, compact_instance("tp1", 4).layouts)
+        assert [leg.number for leg in legs.legs] == list(range(4))
+        assert {leg.number for leg in legs.of_target(0)} == {0, 1, 2, 3}
         numbers = {Shape(pp=2, tp=2, cp=3).number(at) for at in Shape(pp=2, tp=2, cp=3).all()}
         assert numbers == set(range(12))
 
 
-class TestSglangRow21:
+class TestBlockIdsOutsideTheCache:
     @pytest.mark.parametrize("bad", [-1, 8, 2**31, 2**63])
     def test_an_index_outside_is_named(self, bad: int) -> None:
         layout = layout_of(compact_group())
@@ -176,8 +176,8 @@ class TestSglangRow21:
             plan_runs(pair_layouts(layout, layout), ((0,),), ((bad,),), 0, 4)
 
 
-class TestVllmRow17:
-    """Which ranks meet and how many answers are right, for each ratio; 3:2 is done, not refused."""
+class TestLegsPerTargetRank:
+    """Which ranks exchange data, and how many legs each target rank has; 3:2 is planned, not refused."""
 
     @pytest.mark.parametrize(
         ("prefill", "decode", "heads", "answers"),
@@ -191,15 +191,15 @@ class TestVllmRow17:
             (4, 2, 2, [2, 2]),
         ],
     )
-    def test_answers(self, prefill: int, decode: int, heads: int, answers: list[int]) -> None:
+    def test_each_ratio_has_the_right_number_of_legs(self, prefill: int, decode: int, heads: int, answers: list[int]) -> None:
         source, target = compact_instance(f"tp{prefill}", heads), compact_instance(f"tp{decode}", heads)
-        meeting = arrange(source.layouts, target.layouts)
-        assert [len(meeting.of_target(rank)) for rank in range(decode)] == answers
-        assert sum(len(meeting.of_source(rank)) for rank in range(prefill)) == sum(answers)
+        legs = assign_legs(source.layouts, target.layouts)
+        assert [len(legs.of_target(rank)) for rank in range(decode)] == answers
+        assert sum(len(legs.of_source(rank)) for rank in range(prefill)) == sum(answers)
         assert _is_right(source, target)
 
 
-class TestVllmRow21:
+class TestGroupsWithTheirOwnBlockLists:
     """Groups have block lists of their own; each is planned from its own."""
 
     @pytest.mark.parametrize("seed", range(20))

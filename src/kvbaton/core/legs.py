@@ -1,8 +1,12 @@
-"""Which ranks of two instances meet, and what each leg between them moves.
+"""Which ranks of two instances exchange data, and what each leg between them moves.
 
-Every element that a target rank holds comes from exactly one source rank that holds it. Where several hold the same, the
-targets that need it share them out: each source serves as few targets as possible, and a target with several sources to itself
-takes layers from them in turn. So replicated data crosses the wire once per need, spread over the replicas.
+Every element that a target rank holds comes from exactly one source rank that holds it. Where several source ranks hold the
+same (replicated heads, MLA), they are divided among the targets that need it: each source serves as few targets as possible,
+and a target with several sources to itself takes layers from them in turn. So replicated data crosses the wire once per need,
+spread over the replicas.
+
+Both sides compute this from the same two cards and must reach the same result, because legs are named by number in
+checksums: nothing here may depend on the side, on hash order or on the order of arrival.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit, numbers_te
 from kvbaton.core.pair import PlaneShare, Share, check_groups, common_heads
 from kvbaton.errors import Incompatible
 
-__all__ = ["Leg", "Meeting", "arrange"]
+__all__ = ["Leg", "Legs", "assign_legs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What one source rank moves to one target rank; numbered in an order that both sides share."""
+    """What is moved from one source rank to one target rank; the number is the same on both sides."""
 
     number: int
     source: int
@@ -31,17 +35,17 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """All legs between two instances, by target and then source. A rank without legs has nothing to do and is done at once."""
+class Legs:
+    """All legs between two instances, ordered by target and then source. A rank without legs has nothing to do."""
 
     legs: tuple[Leg, ...]
 
     def of_source(self, rank: int) -> tuple[Leg, ...]:
-        """The legs of a source rank: as many targets wait for it."""
+        """The legs of a source rank; as many target ranks wait for it."""
         return tuple(leg for leg in self.legs if leg.source == rank)
 
     def of_target(self, rank: int) -> tuple[Leg, ...]:
-        """The legs of a target rank: so many sources have to answer until it is complete."""
+        """The legs of a target rank; it is complete when each of them is."""
         return tuple(leg for leg in self.legs if leg.target == rank)
 
 
@@ -49,16 +53,16 @@ _Where = tuple[int, int]
 _Shares = dict[tuple[int, int, int, int, HeadRange], set[int]]
 
 
-def arrange(sources: Sequence[Layout], targets: Sequence[Layout]) -> Meeting:
-    """Decide which source rank sends what to which target rank; raises Incompatible where nobody has what is needed.
+def assign_legs(sources: Sequence[Layout], targets: Sequence[Layout]) -> Legs:
+    """Decide which source rank serves which part of which target rank; raises Incompatible where no rank holds what is needed.
 
-    Both sides come to the same answer from the same two cards. Remembered, as `pair_layouts` is.
+    Cached, as `pair_layouts` is.
     """
-    return _arrange(tuple(sources), tuple(targets))
+    return _assign_legs(tuple(sources), tuple(targets))
 
 
 @lru_cache(maxsize=64)
-def _arrange(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Meeting:
+def _assign_legs(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Legs:
     for source in sources:
         check_groups(source, targets[0])
     for target in targets:
@@ -70,7 +74,7 @@ def _arrange(sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Meetin
             _share_out(
                 shares, (number, plane), [each.groups[number] for each in sources], [each.groups[number] for each in targets]
             )
-    return Meeting(tuple(_legs(shares)))
+    return Legs(tuple(_legs(shares)))
 
 
 def _check_layers(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
@@ -82,14 +86,14 @@ def _check_layers(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
 
 
 def _share_out(shares: _Shares, where: _Where, sources: Sequence[Group], targets: Sequence[Group]) -> None:
-    """Assign one plane of one group: for each stretch of tokens, set of layers and range of heads."""
+    """Assign one plane of one group: for each token split, set of layers and range of heads."""
     plane = where[1]
     for ranks in _by_split(sources).values():
-        wanting = [rank for rank, group in enumerate(targets) if _may_share_tokens(sources[ranks[0]], group)]
+        takers = [rank for rank, group in enumerate(targets) if _may_share_tokens(sources[ranks[0]], group)]
         for layers, holders in _stages(sources, ranks).items():
             for atom in _atoms([sources[rank].planes[plane].heads for rank in holders]):
                 able = [rank for rank in holders if _holds(sources[rank], plane, atom)]
-                for part, some in _wanted(targets, wanting, plane, layers, atom).items():
+                for part, some in _takers_of(targets, takers, plane, layers, atom).items():
                     _assign(shares, where, part, able, some, layers, targets)
     _check_covered(shares, where, sources, targets)
     _check_storages(shares, where, targets)
@@ -103,7 +107,7 @@ def _by_split(groups: Sequence[Group]) -> Mapping[TokenSplit, list[int]]:
 
 
 def _may_share_tokens(source: Group, target: Group) -> bool:
-    """Whether there can be tokens that both hold; ranks of the same split have none in common."""
+    """Whether there can be tokens that both hold; different ranks of the same split have none in common."""
     one, two = source.tokens, target.tokens
     is_same_split = (one.size, one.interleave) == (two.size, two.interleave)
     is_same_cut = bool(one.interleave) or source.block_tokens == target.block_tokens
@@ -130,10 +134,10 @@ def _holds(group: Group, plane: int, atom: HeadRange) -> bool:
     return any(each.start <= atom.start and atom.end <= each.end for each in group.planes[plane].heads)
 
 
-def _wanted(
+def _takers_of(
     targets: Sequence[Group], ranks: Sequence[int], plane: int, layers: frozenset[int], atom: HeadRange
 ) -> Mapping[HeadRange, list[int]]:
-    """The parts of an atom that these target ranks hold, and which of them want each."""
+    """The parts of an atom that these target ranks hold, and which of them hold each."""
     held = {rank: targets[rank].planes[plane].heads for rank in ranks if layers & frozenset(targets[rank].layers)}
     parts = _atoms([common_heads([atom], heads) for heads in held.values()])
     return {part: [rank for rank, heads in held.items() if common_heads([part], heads)] for part in parts}
@@ -144,13 +148,13 @@ def _assign(
     where: _Where,
     part: HeadRange,
     able: Sequence[int],
-    wanting: Sequence[int],
+    takers: Sequence[int],
     layers: frozenset[int],
     targets: Sequence[Group],
 ) -> None:
-    """Share the sources that hold a part out over the targets that want it, those with the same layers and tokens together."""
+    """Divide the sources that hold a part among the targets that need it, separately for each set of layers and tokens."""
     rivals: dict[tuple[frozenset[int], TokenSplit], list[int]] = defaultdict(list)
-    for target in wanting:
+    for target in takers:
         rivals[frozenset(targets[target].layers) & layers, targets[target].tokens].append(target)
     for (common, _), ranks in rivals.items():
         for place, target in enumerate(ranks):
@@ -161,7 +165,7 @@ def _assign(
 
 
 def _storages(group: Group, plane: int, layers: frozenset[int]) -> list[list[int]]:
-    """These layers, those together that share one memory, so that one source fills it, and fills it once."""
+    """These layers, grouped by memory: layers may share one (vLLM's cross-layer KV sharing), and one source fills it, once."""
     storages: dict[int, list[int]] = defaultdict(list)
     for layer, offset in sorted(zip(group.layers, group.planes[plane].layer_offsets, strict=True)):
         if layer in layers:
@@ -170,7 +174,7 @@ def _storages(group: Group, plane: int, layers: frozenset[int]) -> list[list[int
 
 
 def _check_covered(shares: _Shares, where: _Where, sources: Sequence[Group], targets: Sequence[Group]) -> None:
-    """Every target gets all its layers and heads, from each part of the tokens."""
+    """Raise Incompatible unless every target gets all its layers and heads, from each part of the tokens."""
     number, plane = where
     first_of_splits = [sources[ranks[0]] for ranks in _by_split(sources).values()]
     got: dict[int, int] = defaultdict(int)
@@ -190,7 +194,7 @@ def _check_covered(shares: _Shares, where: _Where, sources: Sequence[Group], tar
 
 
 def _check_storages(shares: _Shares, where: _Where, targets: Sequence[Group]) -> None:
-    """No two sources fill one memory: layers that share it at the target are in one stage of the sources."""
+    """Raise Incompatible where two sources would fill one memory: layers that share it have to be in one source stage."""
     for (_, target, *its, _), layers in shares.items():
         group = targets[target]
         if tuple(its) != where or len(layers) == len(group.layers):

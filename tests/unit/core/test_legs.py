@@ -12,7 +12,7 @@ from caches import Rolled
 from instances import Instance, Memory, compact_instance, draw_meet, hand_off, tagged
 
 from kvbaton.core.layout import Layout, TokenSplit
-from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.legs import Legs, assign_legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import instance_problem
@@ -27,13 +27,13 @@ def _differences(target: Instance, found: list[Memory], total: int) -> int:
 @pytest.mark.parametrize("seed", range(100))
 def test_any_shape_to_any_shape_fills_every_element_once_and_no_other(seed: int) -> None:
     meet = draw_meet(Rolled(seed))
-    meeting = arrange(meet.source.layouts, meet.target.layouts)
+    legs = assign_legs(meet.source.layouts, meet.target.layouts)
     # A window is counted from the end, so what lies before it stays empty on the target and is no difference.
     wanted = [np.zeros(rank.layout.region_bytes, np.uint8) for rank in meet.target.ranks]
     for memory, rank, whole in zip(wanted, meet.target.ranks, tagged(meet.target, meet.total), strict=True):
         for element, at in rank.elements(0, meet.total, meet.total):
             memory[at : at + rank.element_bytes(element)] = whole[at : at + rank.element_bytes(element)]
-    found, times, _ = hand_off(meet.source, meet.target, meeting, meet.cuts, tagged(meet.source, meet.total), meet.total)
+    found, times, _ = hand_off(meet.source, meet.target, legs, meet.cuts, tagged(meet.source, meet.total), meet.total)
     for one, other, count in zip(found, wanted, times, strict=True):
         assert (one == other).all()
         assert (count == (other != 0)).all()
@@ -61,8 +61,8 @@ CASES = {
 def test_the_shapes_that_are_promised(prefill: str, decode: str, heads: int) -> None:
     source, target = compact_instance(prefill, heads), compact_instance(decode, heads)
     assert instance_problem(source.shape, source.layouts) == ""
-    meeting = arrange(source.layouts, target.layouts)
-    found, times, moved = hand_off(source, target, meeting, [0, 5, 8], tagged(source, 8), 8)
+    legs = assign_legs(source.layouts, target.layouts)
+    found, times, moved = hand_off(source, target, legs, [0, 5, 8], tagged(source, 8), 8)
     assert _differences(target, found, 8) == 0
     unique = sum(8 * group.token_bytes * len(group.layers) for layout in target.layouts for group in layout.groups)
     assert moved == unique == sum(int(count.sum()) for count in times)
@@ -71,29 +71,29 @@ def test_the_shapes_that_are_promised(prefill: str, decode: str, heads: int) -> 
 @pytest.mark.parametrize(("prefill", "decode", "heads"), [("tp2", "tp4", 8), ("tp4", "tp1", 2), ("pp2", "pp1", 4)])
 def test_control_one_leg_less_or_one_head_less_is_seen(prefill: str, decode: str, heads: int) -> None:
     source, target = compact_instance(prefill, heads), compact_instance(decode, heads)
-    whole = arrange(source.layouts, target.layouts)
+    whole = assign_legs(source.layouts, target.layouts)
     first, *others = whole.legs
     fewer = dataclasses.replace(first, share=first.share[1:])
     for legs in (others, [fewer, *others]):
-        found, _, _ = hand_off(source, target, Meeting(tuple(legs)), [0, 8], tagged(source, 8), 8)
+        found, _, _ = hand_off(source, target, Legs(tuple(legs)), [0, 8], tagged(source, 8), 8)
         assert _differences(target, found, 8) > 0
 
 
-def _served(meeting: Meeting) -> dict[int, list[int]]:
-    return {rank: [leg.source for leg in meeting.of_target(rank)] for rank in sorted({leg.target for leg in meeting.legs})}
+def _served(legs: Legs) -> dict[int, list[int]]:
+    return {rank: [leg.source for leg in legs.of_target(rank)] for rank in sorted({leg.target for leg in legs.legs})}
 
 
 def test_replicas_are_shared_out_over_those_that_need_them() -> None:
     """Each target meets as few sources as possible, and each source as few targets."""
     four, eight = compact_instance("tp4", 1), compact_instance("tp8", 1)
-    assert _served(arrange(four.layouts, eight.layouts)) == {rank: [rank // 2] for rank in range(8)}
-    assert _served(arrange(eight.layouts, four.layouts)) == {rank: [2 * rank, 2 * rank + 1] for rank in range(4)}
-    assert _served(arrange(four.layouts, four.layouts)) == {rank: [rank] for rank in range(4)}
+    assert _served(assign_legs(four.layouts, eight.layouts)) == {rank: [rank // 2] for rank in range(8)}
+    assert _served(assign_legs(eight.layouts, four.layouts)) == {rank: [2 * rank, 2 * rank + 1] for rank in range(4)}
+    assert _served(assign_legs(four.layouts, four.layouts)) == {rank: [rank] for rank in range(4)}
 
 
 def test_a_target_with_several_replicas_takes_layers_from_them_in_turn() -> None:
-    meeting = arrange(compact_instance("tp2", 1).layouts, compact_instance("tp1", 1).layouts)
-    assert [sorted(leg.share[0].layers) for leg in meeting.legs] == [[0, 2], [1, 3]]
+    legs = assign_legs(compact_instance("tp2", 1).layouts, compact_instance("tp1", 1).layouts)
+    assert [sorted(leg.share[0].layers) for leg in legs.legs] == [[0, 2], [1, 3]]
 
 
 def _sharing(layout: Layout) -> Layout:
@@ -107,7 +107,7 @@ def _sharing(layout: Layout) -> Layout:
 
 def test_layers_that_share_memory_come_from_one_replica_and_are_moved_once() -> None:
     sources, targets = ([_sharing(each) for each in compact_instance(shape, 1).layouts] for shape in ("tp2", "tp1"))
-    legs = arrange(sources, targets).legs
+    legs = assign_legs(sources, targets).legs
     assert [sorted(leg.share[0].layers) for leg in legs] == [[0, 2, 3], [1]]
     runs = [plan_runs(pair_layouts(sources[leg.source], targets[0], leg.share), ((2, 0),), ((2, 0),), 0, 8) for leg in legs]
     assert sum(int(each[:, 2].sum()) for each in runs) == 3 * 8 * targets[0].groups[0].token_bytes
@@ -122,14 +122,14 @@ def test_memory_that_only_the_target_shares_between_layers_is_refused_however_ma
 
 def _intersect(sources: Sequence[Layout], targets: Sequence[Layout]) -> None:
     """All that a handshake works out."""
-    for leg in arrange(sources, targets).legs:
+    for leg in assign_legs(sources, targets).legs:
         pair_layouts(sources[leg.source], targets[leg.target], leg.share)
 
 
 def test_ranks_that_have_nothing_to_send_have_no_legs() -> None:
-    meeting = arrange(compact_instance("tp8", 1, layers=2).layouts, compact_instance("tp1", 1, layers=2).layouts)
-    assert [leg.source for leg in meeting.legs] == [0, 1]
-    assert meeting.of_source(7) == ()
+    legs = assign_legs(compact_instance("tp8", 1, layers=2).layouts, compact_instance("tp1", 1, layers=2).layouts)
+    assert [leg.source for leg in legs.legs] == [0, 1]
+    assert legs.of_source(7) == ()
 
 
 def test_ranks_of_the_same_token_split_meet_only_their_own_kind() -> None:
@@ -140,9 +140,9 @@ def test_ranks_of_the_same_token_split_meet_only_their_own_kind() -> None:
             for rank in range(size)
         ]
 
-    assert _served(arrange(split(2, 4), split(2, 4))) == {0: [0], 1: [1]}
-    assert _served(arrange(split(2, 4), split(2, 8))) == {0: [0, 1], 1: [0, 1]}
-    assert _served(arrange(split(2, 0), split(3, 0))) == {0: [0, 1], 1: [0, 1], 2: [0, 1]}
+    assert _served(assign_legs(split(2, 4), split(2, 4))) == {0: [0], 1: [1]}
+    assert _served(assign_legs(split(2, 4), split(2, 8))) == {0: [0, 1], 1: [0, 1]}
+    assert _served(assign_legs(split(2, 0), split(3, 0))) == {0: [0, 1], 1: [0, 1], 2: [0, 1]}
 
 
 REFUSED = {
@@ -161,10 +161,10 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_with_both_values(name: str) -> None:
     source, target, words = REFUSED[name]
     with pytest.raises(Incompatible, match=words):
-        arrange(source.layouts, target.layouts)
+        assign_legs(source.layouts, target.layouts)
 
 
 def test_a_rank_that_is_missing_is_refused() -> None:
     source, target = compact_instance("tp2", 4), compact_instance("tp1", 4)
     with pytest.raises(Incompatible, match="plane k of target rank 0"):
-        arrange(source.layouts[:1], target.layouts)
+        assign_legs(source.layouts[:1], target.layouts)
