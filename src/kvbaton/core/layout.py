@@ -37,7 +37,6 @@ __all__ = [
     "Plane",
     "TokenSplit",
     "numbers_text",
-    "uniform_group",
 ]
 
 MAX_REGION_BYTES = 1 << 62
@@ -348,52 +347,3 @@ def _is_nested(axes: Iterable[Axis], element_bytes: int) -> bool:
             return False
         extent += (axis.count - 1) * axis.stride
     return True
-
-
-def uniform_group(
-    *,
-    kind: str,
-    layers: tuple[int, ...],
-    planes: int,
-    blocks: int,
-    block_tokens: int,
-    head_start: int,
-    heads: int,
-    total_heads: int,
-    head_size: int,
-    dtype: str,
-    element_bytes: int,
-    layer_offsets: tuple[int, ...],
-    plane_stride: int,
-    block_stride: int,
-    token_stride: int,
-    head_stride: int,
-    whole_blocks: bool = False,
-) -> Group:
-    """A group whose planes (keys and values, or both fused) have the same strides and lie `plane_stride` bytes apart."""
-    names = ("k", "v") if planes == 2 else ("kv",) if planes == 1 else tuple(f"plane{index}" for index in range(planes))
-    each = tuple(
-        Plane(
-            name=name,
-            dtype=dtype,
-            element_bytes=element_bytes,
-            heads=(HeadRange(head_start, heads),),
-            total_heads=total_heads,
-            channels=(Axis(head_size, element_bytes),),
-            layer_offsets=tuple(offset + index * plane_stride for offset in layer_offsets),
-            block_stride=block_stride,
-            page_stride=0,
-            token_stride=token_stride,
-            head_stride=head_stride,
-        )
-        for index, name in enumerate(names)
-    )
-    return Group(
-        kind=kind,
-        layers=layers,
-        blocks=blocks,
-        block_tokens=block_tokens,
-        page_tokens=block_tokens,
-        planes=each,
-        whole_blocks=whole_blocks,
-    )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbaton.core.layout import Axis, Group, HeadRange, Plane, TokenSplit
 from kvbaton.errors import ConfigError
 
-__all__ = ["LayerTensor", "read_axes", "tensor_group"]
+__all__ = ["LayerTensor", "dense_tensor", "read_axes", "split_layers", "tensor_group"]
 
 _NAMES = ("plane", "block", "page", "token", "head", "channel")
 _NONE = Axis(1, 0)
@@ -17,13 +19,28 @@ _NONE = Axis(1, 0)
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """The cache of one layer: where it starts in the region, and how its axes step. All in bytes."""
+    """A tensor of one layer, or of all: its offset in the region and the strides of its axes, in bytes."""
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     element_bytes: int
+
+
+def dense_tensor(shape: tuple[int, ...], dtype: str, element_bytes: int) -> LayerTensor:
+    """A tensor without gaps, outermost axis first, at the start of the region."""
+    steps = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=element_bytes)
+    return LayerTensor(0, shape, tuple(reversed(list(steps))), dtype, element_bytes)
+
+
+def split_layers(tensor: LayerTensor) -> list[LayerTensor]:
+    """The tensor of each layer, for a cache whose outermost axis is the layer."""
+    step, *strides = tensor.strides
+    return [
+        LayerTensor(tensor.offset + layer * step, tensor.shape[1:], tuple(strides), tensor.dtype, tensor.element_bytes)
+        for layer in range(tensor.shape[0])
+    ]
 
 
 def read_axes(tensor: LayerTensor, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, tuple[Axis, ...]]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import Pieces
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.sim.world import World
 
 __all__ = ["FREED", "POISON", "BlockPool", "Cell", "RankMemory", "make_layout"]
@@ -38,24 +39,9 @@ FREED = Cell("freed", -1, -1, -1, -1)
 
 def make_layout(blocks: int, layers: int) -> Layout:
     """A layout in which one byte is one cell and one block is one token."""
-    group = uniform_group(
-        kind="full",
-        layers=tuple(range(layers)),
-        planes=1,
-        blocks=blocks,
-        block_tokens=1,
-        head_start=0,
-        heads=1,
-        total_heads=1,
-        head_size=1,
-        dtype="tag",
-        element_bytes=1,
-        layer_offsets=tuple(layer * blocks for layer in range(layers)),
-        plane_stride=blocks * layers,
-        block_stride=1,
-        token_stride=1,
-        head_stride=1,
-    )
+    tensors = split_layers(dense_tensor((layers, blocks, 1, 1, 1), "tag", 1))
+    axes = ("block", "token", "head", "channel")
+    group = tensor_group("full", range(layers), tensors, axes, heads=(HeadRange(0, 1),), total_heads=1, planes=("kv",))
     return Layout(blocks * layers, (group,))
 
 

@@ -28,8 +28,9 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Span, TransferId
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.messages import Message, decode, encode
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 
 __all__ = ["AUX", "BLOCKS", "LIMITS", "Clock", "Letter", "Move", "Net", "Node", "Post", "ScriptedRanks", "card_of", "key_of"]
@@ -46,24 +47,9 @@ def key_of(name: str) -> HandoffKey:
 
 def layout_of_tokens(layers: int = 1, blocks: int = 16) -> Layout:
     """A layout with one token per block and one byte per token and layer."""
-    group = uniform_group(
-        kind="full",
-        layers=tuple(range(layers)),
-        planes=1,
-        blocks=blocks,
-        block_tokens=1,
-        head_start=0,
-        heads=1,
-        total_heads=1,
-        head_size=1,
-        dtype="uint8",
-        element_bytes=1,
-        layer_offsets=tuple(layer * blocks for layer in range(layers)),
-        plane_stride=blocks,
-        block_stride=1,
-        token_stride=1,
-        head_stride=1,
-    )
+    tensors = split_layers(dense_tensor((layers, blocks, 1, 1, 1), "uint8", 1))
+    axes = ("block", "token", "head", "channel")
+    group = tensor_group("full", range(layers), tensors, axes, heads=(HeadRange(0, 1),), total_heads=1, planes=("kv",))
     return Layout(layers * blocks, (group,))
 
 

@@ -29,7 +29,8 @@ from kvbaton.agent.rank_orders import Reports, decode_reports, encode_reports
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
@@ -37,23 +38,13 @@ from kvbaton.transport.memory import MemoryHub, MemoryTransport
 LEG = LegId(key_of("remote"), 1, 1)
 SOURCE, TARGET = Incarnation("source"), Incarnation("target")
 WAIT_S = 20.0
-GROUP = uniform_group(
-    kind="full",
-    layers=(0, 1),
-    planes=2,
-    blocks=4,
-    block_tokens=4,
-    head_start=0,
-    heads=2,
+GROUP = tensor_group(
+    "full",
+    (0, 1),
+    split_layers(dense_tensor((2, 2, 4, 4, 2, 4), "float32", 4)),
+    ("plane", "block", "token", "head", "channel"),
+    heads=(HeadRange(0, 2),),
     total_heads=2,
-    head_size=4,
-    dtype="float32",
-    element_bytes=4,
-    layer_offsets=(0, 1024),
-    plane_stride=512,
-    block_stride=128,
-    token_stride=32,
-    head_stride=16,
 )
 LAYOUT = Layout(2048, (GROUP,))
 SPAN = Span(0, 0, 8, 0, 2)

@@ -18,7 +18,8 @@ from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.checks import sums_problem
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import Layout
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.core.topology import Shape, head_range, stage_layers
 from kvbaton.transport.base import Region, TransportSettings
@@ -37,26 +38,10 @@ def rank_layout(shape: Shape, number: int, total_heads: int) -> Layout:
     """(layer, plane, block, head, token), one byte per head and token."""
     at = shape.at(number)
     layers, own = tuple(stage_layers(LAYERS, shape.pp, at.pp)), head_range(total_heads, shape.tp, at.tp)
-    block = own.count * BLOCK_TOKENS
-    group = uniform_group(
-        kind="full",
-        layers=layers,
-        planes=2,
-        blocks=BLOCKS,
-        block_tokens=BLOCK_TOKENS,
-        head_start=own.start,
-        heads=own.count,
-        total_heads=total_heads,
-        head_size=1,
-        dtype="uint8",
-        element_bytes=1,
-        layer_offsets=tuple(2 * BLOCKS * block * index for index in range(len(layers))),
-        plane_stride=BLOCKS * block,
-        block_stride=block,
-        token_stride=1,
-        head_stride=BLOCK_TOKENS,
-    )
-    return Layout(2 * BLOCKS * block * len(layers), (group,))
+    cache = dense_tensor((len(layers), 2, BLOCKS, own.count, BLOCK_TOKENS, 1), "uint8", 1)
+    axes = ("plane", "block", "head", "token", "channel")
+    group = tensor_group("full", layers, split_layers(cache), axes, heads=(own,), total_heads=total_heads)
+    return Layout(group.end, (group,))
 
 
 class Ranks:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import LayerTensor, split_layers, tensor_group
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 from kvbaton.transport.shared_memory import SharedMemory
@@ -93,25 +94,10 @@ class TaggedPages:
 
     def layout(self) -> Layout:
         """Describe the region: one group of all layers."""
-        shape, strides = self.shape, self.data.strides
-        group = uniform_group(
-            kind="full",
-            layers=tuple(range(shape.layers)),
-            planes=_PLANES,
-            blocks=self.blocks,
-            block_tokens=shape.block_tokens,
-            head_start=0,
-            heads=1,
-            total_heads=1,
-            head_size=shape.words,
-            dtype="uint32",
-            element_bytes=4,
-            layer_offsets=tuple(layer * strides[0] for layer in range(shape.layers)),
-            plane_stride=strides[1],
-            block_stride=strides[2],
-            token_stride=strides[3],
-            head_stride=strides[3],
-        )
+        axes, data = ("plane", "block", "token", "head*channel"), self.data
+        layers = split_layers(LayerTensor(0, data.shape, data.strides, "uint32", data.itemsize))
+        sizes, heads = {"channel": self.shape.words}, (HeadRange(0, 1),)
+        group = tensor_group("full", range(len(layers)), layers, axes, heads=heads, total_heads=1, sizes=sizes)
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
 
     def poison(self, blocks: BlockLists) -> None:

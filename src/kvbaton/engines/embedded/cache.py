@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import BlockLists
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import LayerTensor, split_layers, tensor_group
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
@@ -68,26 +69,10 @@ class PagedCache:
 
     def layout(self) -> Layout:
         """Describe the region: one group of all layers with full attention."""
-        layers, planes, blocks, block_tokens, heads, head_size = self.data.shape
-        layer_stride, plane_stride, block_stride, token_stride, head_stride, element_bytes = self.data.strides
-        group = uniform_group(
-            kind="full",
-            layers=tuple(range(layers)),
-            planes=planes,
-            blocks=blocks,
-            block_tokens=block_tokens,
-            head_start=0,
-            heads=heads,
-            total_heads=heads,
-            head_size=head_size,
-            dtype=str(self.data.dtype),
-            element_bytes=element_bytes,
-            layer_offsets=tuple(layer * layer_stride for layer in range(layers)),
-            plane_stride=plane_stride,
-            block_stride=block_stride,
-            token_stride=token_stride,
-            head_stride=head_stride,
-        )
+        data, axes = self.data, ("plane", "block", "token", "head", "channel")
+        layers = split_layers(LayerTensor(0, data.shape, data.strides, str(data.dtype), data.itemsize))
+        heads = HeadRange(0, data.shape[4])
+        group = tensor_group("full", range(len(layers)), layers, axes, heads=(heads,), total_heads=heads.count)
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
 
     @property
