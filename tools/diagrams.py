@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvbaton.core.diagram import put_diagram, render_classes, render_diagram
+from table_diagrams import put_diagram, render_classes, render_diagram
+
 from kvbaton.core.lifecycle import LEG, SOURCE, TARGET
 
 __all__ = ["PAGE", "regenerated"]

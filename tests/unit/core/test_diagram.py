@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from table_diagrams import put_diagram, render_classes, render_diagram
 
-from kvbaton.core.diagram import put_diagram, render_classes, render_diagram
 from kvbaton.core.lifecycle import LEG, SOURCE, TARGET, LegEffect, LegEvent, LegState, SourceEffect, TargetEffect
 from kvbaton.core.table import Row, Table
 from kvbaton.errors import ConfigError
