@@ -8,7 +8,6 @@ import ipaddress
 import logging
 import math
 import os
-import re
 import socket
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.core.addresses import is_host
 from kvbaton.core.auth import MIN_KEY_BYTES
 from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.errors import ConfigError
@@ -41,7 +41,6 @@ CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
 """The environment variable that may hold the cluster key; never a command line: every user of the host can read it."""
 
 _MAX_KEY_BYTES = 4096
-_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -233,8 +232,7 @@ def _network(entry: str) -> _Network | None:
     try:
         network = ipaddress.ip_network(entry, strict=False)
     except ValueError as error:
-        last_label = address.rstrip(".").rpartition(".")[2]
-        if slash or not _HOST_NAME.fullmatch(entry) or last_label.isdigit():
+        if slash or not is_host(entry):
             raise ConfigError(
                 f"--allow is {entry!r}: not an IP address, a network such as 10.0.0.0/8, or a host name"
             ) from error

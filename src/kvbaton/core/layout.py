@@ -11,7 +11,6 @@ arithmetic would overflow, strides that overlap, and bytes beyond the region.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -259,10 +258,6 @@ class Layout(msgspec.Struct, frozen=True):
     region_bytes: int
     groups: tuple[Group, ...]
 
-    def fingerprint(self) -> str:
-        """Short digest of everything in this layout; equal layouts have equal digests."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
-
     @property
     def layers(self) -> tuple[int, ...]:
         """The global indices of all layers, in order, each once."""
@@ -276,36 +271,6 @@ class Layout(msgspec.Struct, frozen=True):
             if problem := group.problem(self.region_bytes):
                 return f"group {index}: {problem}"
         return ""
-
-    def describe(self) -> str:
-        """The layout in a few lines, for people."""
-        head = f"{self.region_bytes} bytes in {len(self.groups)} groups, fingerprint {self.fingerprint()}"
-        return "\n".join([head, *(line for index, group in enumerate(self.groups) for line in _describe(index, group))])
-
-
-def _describe(index: int, group: Group) -> Iterable[str]:
-    size = "state, one block per request" if group.is_state else f"{group.block_tokens} tokens"
-    extras = [
-        f"pages of {group.page_tokens} tokens" if group.page_tokens != group.block_tokens else "",
-        f"window of {group.window} tokens" if group.window else "",
-        _describe_split(group.tokens) if group.tokens.size > 1 else "",
-        "moved whole" if group.whole_blocks else "",
-    ]
-    kind = f"  group {index} {group.kind}: layers {numbers_text(group.layers)}, {group.blocks} blocks of {size}"
-    yield ", ".join([kind, *filter(None, extras)])
-    for plane in group.planes:
-        heads = " + ".join(numbers_text(range(each.start, each.end)) for each in plane.heads) or "none"
-        yield f"    {plane.name}: {plane.dtype}, heads {heads} of {plane.total_heads}, {plane.head_size} elements each"
-        channels = " x ".join(f"{axis.count} by {axis.stride}" for axis in plane.channels)
-        yield (
-            f"      bytes from block to block {plane.block_stride}, page {plane.page_stride}, token {plane.token_stride}, "
-            f"head {plane.head_stride}; elements {channels}; layers at {numbers_text(plane.layer_offsets)}"
-        )
-
-
-def _describe_split(split: TokenSplit) -> str:
-    how = f"turns of {split.interleave} tokens" if split.interleave else "one range each"
-    return f"tokens of rank {split.rank} of {split.size}, {how}"
 
 
 def numbers_text(values: Sequence[int]) -> str:
