@@ -1,12 +1,12 @@
 """The card: what an instance sends to a peer before any of its addresses is used, and whether two cards fit together.
 
 `make_card` is the only place that assembles one. An engine contributes what only the engine knows (model, layouts, endpoints);
-rank numbers, limits and the check that the ranks together hold the model once are the same for every engine.
+the limits and the check that the ranks together hold the model once are the same for every engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
@@ -102,31 +102,27 @@ def make_card(
     fingerprint: str,
     process: ProcessId,
     limits: CardLimits,
-    layouts: Sequence[Layout],
+    ranks: Iterable[RankCard],
     shape: Shape = _UNCUT,
-    endpoints: Sequence[Endpoint] = (),
-    aux_areas: Sequence[AuxArea | None] = (),
 ) -> Card:
-    """The card of an instance whose ranks have these `layouts`, in the order of rank numbers.
+    """The card of an instance with these `ranks`, in the order of their numbers.
 
-    `endpoints` and `aux_areas` have one entry per rank, or none at all: without endpoints the card can be checked against
-    another, but nothing can be moved. Raises ConfigError when the ranks do not hold the model exactly once, so that an engine
-    with a wrong layout fails at start-up instead of at the first request of every peer.
+    Raises ConfigError when the ranks do not hold the model exactly once, so that an engine with a wrong layout fails at
+    start-up instead of at the first request of every peer.
     """
-    if problem := _instance_problem(str(shape), tuple(layouts)):
-        raise ConfigError(f"the ranks of this instance do not make a card: {problem}; check the shape and the engine's layouts")
-    reachable: list[tuple[Endpoint, ...]] = [(endpoint,) for endpoint in endpoints] or [()] * len(layouts)
-    areas = list(aux_areas) or [None] * len(layouts)
-    return Card(
+    card = Card(
         incarnation=incarnation,
         model=model,
         fingerprint=fingerprint,
         shape=str(shape),
-        ranks=tuple(RankCard(rank, *parts) for rank, parts in enumerate(zip(layouts, reachable, areas, strict=True))),
+        ranks=tuple(ranks),
         process=process,
         defer_timeout=limits.defer_timeout,
         transfer_timeout=limits.transfer_timeout,
     )
+    if problem := _instance_problem(card.shape, tuple(rank.layout for rank in card.ranks)) or _number_problem(card):
+        raise ConfigError(f"the ranks of this instance do not make a card: {problem}; check the shape and the engine's layouts")
+    return card
 
 
 def check_compatible(source: Card, target: Card, *, ours: Card) -> Legs:

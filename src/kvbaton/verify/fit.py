@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.config import Limits
-from kvbaton.core.card import Card, ProcessId, check_compatible, make_card
+from kvbaton.core.card import Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.shaped.cut import Cut, check_cut
@@ -14,7 +13,6 @@ from kvbaton.engines.embedded.shaped.model import LoadedShaped
 __all__ = ["check_fit"]
 
 _BLOCKS, _BLOCK_TOKENS = 1, 16
-_LIMITS = Limits()
 
 
 def check_fit(source: LoadedShaped, source_shape: Shape, target: LoadedShaped, target_shape: Shape) -> None:
@@ -27,12 +25,14 @@ def check_fit(source: LoadedShaped, source_shape: Shape, target: LoadedShaped, t
 
 def _card(loaded: LoadedShaped, shape: Shape) -> Card:
     cuts = [Cut(at.pp, shape.pp, at.tp, shape.tp) for at in shape.all()]
-    return make_card(
+    layouts = [layout_of(ShapedCache(loaded.blueprint, _BLOCKS, _BLOCK_TOKENS, cut)) for cut in cuts]
+    return Card(
         incarnation=Incarnation(""),
         model=loaded.name,
         fingerprint=loaded.fingerprint,
+        shape=str(shape),
+        ranks=tuple(RankCard(number, layout, ()) for number, layout in enumerate(layouts)),
         process=ProcessId("", 0, 0),
-        limits=_LIMITS,
-        layouts=[layout_of(ShapedCache(loaded.blueprint, _BLOCKS, _BLOCK_TOKENS, cut)) for cut in cuts],
-        shape=shape,
+        defer_timeout=2.0,
+        transfer_timeout=1.0,
     )

@@ -12,7 +12,7 @@ from kvbaton.config import Limits
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard, check_compatible, make_card
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.layout import Group, HeadRange, Layout
+from kvbaton.core.layout import Group, HeadRange
 from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError, Incompatible
 
@@ -206,11 +206,12 @@ def test_a_card_survives_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=Card) == card
 
 
-def _halves() -> tuple[Layout, Layout]:
-    """The layouts of two ranks with one of two heads each."""
+def _halves() -> tuple[RankCard, RankCard]:
+    """Two ranks with one of two heads each."""
     half = compact_group(heads=1)
     first, second = (reshaped(half, heads=(HeadRange(head, 1),), total_heads=2) for head in range(2))
-    return layout_of(first), layout_of(second)
+    endpoint, area = Endpoint("tcp", 64, {"port": 1}), AuxArea(0, 1, 64)
+    return RankCard(0, layout_of(first), (endpoint,), area), RankCard(1, layout_of(second), ())
 
 
 def _made(**changes: Any) -> Card:
@@ -220,53 +221,40 @@ def _made(**changes: Any) -> Card:
         "fingerprint": "f00d",
         "process": ProcessId("host", 1, 2),
         "limits": Limits(transfer_timeout=7.0, defer_timeout=9.0),
-        "layouts": _halves(),
+        "ranks": _halves(),
         "shape": Shape(tp=2),
     }
     return make_card(**(fields | changes))
 
 
 class TestMakingACard:
-    def test_ranks_are_numbered_in_order_and_the_limits_are_those_of_the_settings(self) -> None:
+    def test_it_carries_the_ranks_the_shape_and_the_limits_of_the_settings(self) -> None:
         card = _made()
-        assert [rank.rank for rank in card.ranks] == [0, 1]
-        assert tuple(rank.layout for rank in card.ranks) == _halves()
+        assert card.ranks == _halves()
         assert (card.shape, card.protocol) == ("tp2", PROTOCOL)
         assert (card.defer_timeout, card.transfer_timeout) == (9.0, 7.0)
 
-    def test_each_rank_gets_its_own_endpoint_and_aux_area(self) -> None:
-        endpoints = [Endpoint("tcp", 64, {"port": port}) for port in (1, 2)]
-        card = _made(endpoints=endpoints, aux_areas=[AuxArea(0, 1, 64), None])
-        assert [rank.endpoints for rank in card.ranks] == [(endpoints[0],), (endpoints[1],)]
-        assert [rank.aux for rank in card.ranks] == [AuxArea(0, 1, 64), None]
-
-    def test_without_endpoints_two_cards_can_still_be_checked(self) -> None:
-        ours = _made()
-        assert all(rank.endpoints == () for rank in ours.ranks)
-        check_compatible(ours, _made(shape=Shape(), layouts=[layout_of(compact_group())]), ours=ours)
-
-    def test_one_rank_is_the_shape_of_an_instance_that_is_not_cut(self) -> None:
+    def test_an_instance_that_is_not_cut_has_one_rank(self) -> None:
+        whole = RankCard(0, layout_of(compact_group()), ())
         card = make_card(
             incarnation=Incarnation("a1"),
             model="tiny",
             fingerprint="f00d",
             process=ProcessId("host", 1, 2),
             limits=Limits(),
-            layouts=[layout_of(compact_group())],
+            ranks=[whole],
         )
-        assert (card.shape, len(card.ranks)) == ("tp1", 1)
+        assert (card.shape, card.ranks) == ("tp1", (whole,))
+        check_compatible(_made(), card, ours=card)
 
     @pytest.mark.parametrize(
-        ("layouts", "words"),
+        ("ranks", "words"),
         [
             (_halves()[:1], "1 ranks where shape tp2 has 2"),
-            (_halves()[:1] * 2, "no rank holds head 1 of 2"),
+            ((_halves()[0], msgspec.structs.replace(_halves()[0], rank=1)), "no rank holds head 1 of 2"),
+            (_halves()[::-1], "rank 1 where rank 0 should be"),
         ],
     )
-    def test_ranks_that_are_not_the_whole_model_are_refused_at_start_up(self, layouts: list[Layout], words: str) -> None:
+    def test_ranks_that_are_not_the_whole_model_are_refused_at_start_up(self, ranks: list[RankCard], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
-            _made(layouts=layouts)
-
-    def test_an_endpoint_too_few_is_a_bug_of_the_caller(self) -> None:
-        with pytest.raises(ValueError, match="shorter"):
-            _made(endpoints=[Endpoint("tcp", 64, {})])
+            _made(ranks=ranks)
