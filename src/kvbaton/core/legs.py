@@ -5,8 +5,8 @@ same (replicated heads, MLA), they are divided among the targets that need it: e
 and a target with several sources to itself takes layers from them in turn. So replicated data crosses the wire once per need,
 spread over the replicas.
 
-Both sides compute this from the same two cards and must reach the same result, because legs are named by number in
-checksums: nothing here may depend on the side, on hash order or on the order of arrival.
+Both sides compute this from the same two cards and must reach the same result, because checksums name legs by number:
+nothing here may depend on the side, on hash order or on the order of arrival.
 """
 
 from __future__ import annotations

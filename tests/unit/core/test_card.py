@@ -245,7 +245,7 @@ class TestMakingACard:
             ranks=[whole],
         )
         assert (card.shape, card.ranks) == ("tp1", (whole,))
-        check_compatible(_made(), card, ours=card)
+        check_compatible(card, _made(), ours=card)
 
     @pytest.mark.parametrize(
         ("ranks", "words"),
