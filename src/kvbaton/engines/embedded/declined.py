@@ -1,4 +1,4 @@
-"""Requests that are refused before they can be read in full: which hand-offs their sources should not wait for."""
+"""Requests that are refused before they are read in full: which hand-offs their sources have to release."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["declined_requests"]
 _MAX_CHOICES = 1024
 
 
-class _Body(msgspec.Struct, frozen=True):
+class _DeclinedBody(msgspec.Struct, frozen=True):
     kv_transfer_params: KVTransferParams | None = None
     prompt: Any = None
     n: Any = None
 
 
 def declined_requests(raw: bytes, request_id: str | None) -> list[GenerationRequest]:
-    """The requests that a body stands for which was refused, without prompts; only those whose cache waits at a source."""
+    """The requests of a refused body, without prompts; only those whose cache is held by a source."""
     try:
-        body = msgspec.json.decode(raw, type=_Body)
-        wish = read_params(body.kv_transfer_params, request_id)
+        body = msgspec.json.decode(raw, type=_DeclinedBody)
+        params = read_params(body.kv_transfer_params, request_id)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
         return []
-    if not isinstance(wish, TargetParams):
+    if not isinstance(params, TargetParams):
         return []
     indices = islice(product(range(_prompts(body.prompt)), range(_samples(body.n))), _MAX_CHOICES)
     return [
-        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), handoff_of(wish, prompt, sample))
+        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), handoff_of(params, prompt, sample))
         for prompt, sample in indices
     ]
 

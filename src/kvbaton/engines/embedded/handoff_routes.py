@@ -1,4 +1,4 @@
-"""The routes on which an instance tells of its hand-offs: a list of the newest, and the notes of one transfer."""
+"""The routes that report an instance's hand-offs: a list of the newest, and the notes of one transfer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOST_LISTED = 100
 
 def add_handoff_routes(app: web.Application, timelines: Timelines) -> None:
     """Serve `timelines` at /handoffs and /handoffs/{transfer_id}."""
-    face = _HandoffFace(timelines)
-    app.router.add_get("/handoffs", face.newest)
-    app.router.add_get("/handoffs/{transfer_id}", face.one)
+    routes = _HandoffRoutes(timelines)
+    app.router.add_get("/handoffs", routes.newest)
+    app.router.add_get("/handoffs/{transfer_id}", routes.one)
 
 
-class _HandoffFace:
+class _HandoffRoutes:
     def __init__(self, timelines: Timelines) -> None:
         self._timelines = timelines
 
@@ -35,7 +35,7 @@ class _HandoffFace:
         if record is None:
             shown = transfer_id[:MAX_TRANSFER_ID]
             message = (
-                f"this instance knows no transfer {shown!a}: it took no part in it, or it was too long ago; "
+                f"this instance knows no transfer {shown!a}: it had no part in it, or its notes are no longer kept; "
                 "GET /handoffs lists those it knows"
             )
             raise HttpError(404, "not_found_error", message, param="transfer_id", code="handoff_not_found")

@@ -142,7 +142,7 @@ def _shaped(path: Path, name: str, tensor: Array, expected: tuple[int, ...]) -> 
 
 
 def _refuse_unknown(path: Path, found: Iterable[str], names: dict[str, str], layers: int) -> None:
-    """A tensor that nobody reads means a computation that nobody does: better no answer than a wrong one."""
+    """An unread tensor means a computation that this model leaves out: refuse it, because its answers would be wrong."""
     known = {name.format(layer) for name in names.values() for layer in range(layers)}
     for name in sorted(found):
         if name not in known and not name.endswith(_HARMLESS_ENDING):

@@ -1,7 +1,7 @@
 """OpenAI-style request bodies: parsed, checked field by field, and turned into generation requests for the engine.
 
-Whatever is wrong raises BadRequest with the name of the field and the value; nothing reaches the engine then. A
-`max_tokens` beyond the rest of the context is cut to it, so that such an answer ends with `finish_reason` "length".
+A bad value raises BadRequest with the name of the field and the value; nothing reaches the engine then. A `max_tokens`
+beyond the rest of the context is cut to it, so that such an answer ends with `finish_reason` "length".
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
+from kvbaton.engines.embedded.seams import PromptTokenizer
 from kvbaton.engines.handoff_params import HandoffParams, KVTransferParams, read_params
 from kvbaton.errors import BadRequest
 
@@ -26,7 +26,6 @@ __all__ = [
     "CompletionBody",
     "Message",
     "ModelLimits",
-    "Tokenizer",
     "chat_request",
     "completion_request",
     "decode_body",
@@ -42,19 +41,6 @@ _AT_PATH = re.compile(r"(?P<what>.*?) - at `\$\.?(?P<path>.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 Body = TypeVar("Body", bound="CompletionBody | ChatBody")
-
-
-class Tokenizer(Protocol):
-    """What the HTTP face needs of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """The token ids of `text`."""
-
-    def token_text(self, token_id: int) -> str:
-        """How one token is shown on its own."""
-
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        """The prompt of a conversation, special tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +107,7 @@ class ChatBody(_CommonBody, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """A checked request: what goes to the engine, one per choice in choice order, and how the answer is to look."""
+    """A checked request: one engine request per choice, in order, and the form of the response."""
 
     response_id: str
     is_chat: bool
@@ -130,7 +116,7 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     tokens_as_ids: bool
-    wish: HandoffParams | None
+    handoff: HandoffParams | None
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
@@ -143,30 +129,32 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
         raise BadRequest("body", f"the body is no valid JSON: {error}") from error
 
 
-def completion_request(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits, request_id: str | None) -> ApiRequest:
+def completion_request(
+    body: CompletionBody, tokenizer: PromptTokenizer, limits: ModelLimits, request_id: str | None
+) -> ApiRequest:
     """Check a completions body and tokenize its prompts."""
     if body.echo:
         _bad("echo", "true is not supported; leave it out and put the prompt before the answer yourself")
     logprobs = _within("logprobs", body.logprobs, 0, _MAX_LOGPROBS)
-    wish = read_params(body.kv_transfer_params, request_id)
+    handoff = read_params(body.kv_transfer_params, request_id)
     sampling = _sampling(body, body.max_tokens, logprobs, _DEFAULT_MAX_TOKENS)
     prompts = _completion_prompts(body.prompt, tokenizer, limits)
-    return _assemble(body, prompts, sampling, limits, wish, f"cmpl-{request_id or uuid.uuid4().hex}")
+    return _assemble(body, prompts, sampling, limits, handoff, f"cmpl-{request_id or uuid.uuid4().hex}")
 
 
-def chat_request(body: ChatBody, tokenizer: Tokenizer, limits: ModelLimits, request_id: str | None) -> ApiRequest:
+def chat_request(body: ChatBody, tokenizer: PromptTokenizer, limits: ModelLimits, request_id: str | None) -> ApiRequest:
     """Check a chat body, apply the chat template and tokenize."""
     top_logprobs = _within("top_logprobs", body.top_logprobs, 0, _MAX_LOGPROBS)
     if top_logprobs and not body.logprobs:
         _bad("top_logprobs", f"{top_logprobs} needs logprobs to be true")
     logprobs = (top_logprobs or 0) if body.logprobs else None
-    wish = read_params(body.kv_transfer_params, request_id)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    handoff = read_params(body.kv_transfer_params, request_id)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     _within("max_completion_tokens", body.max_completion_tokens, 1, None)
-    sampling = _sampling(body, wanted, logprobs, limits.context_tokens)
+    sampling = _sampling(body, max_tokens, logprobs, limits.context_tokens)
     text = tokenizer.apply_chat_template(_conversation(body.messages))
     prompt = tuple(tokenizer.encode(text, add_special_tokens=False))
-    return _assemble(body, [prompt], sampling, limits, wish, f"chatcmpl-{request_id or uuid.uuid4().hex}", field="messages")
+    return _assemble(body, [prompt], sampling, limits, handoff, f"chatcmpl-{request_id or uuid.uuid4().hex}", field="messages")
 
 
 def _assemble(
@@ -174,7 +162,7 @@ def _assemble(
     prompts: list[tuple[int, ...]],
     sampling: Sampling,
     limits: ModelLimits,
-    wish: HandoffParams | None,
+    handoff: HandoffParams | None,
     response_id: str,
     field: str = "prompt",
 ) -> ApiRequest:
@@ -185,8 +173,8 @@ def _assemble(
         room = _room(prompt, limits, field)
         for j in range(samples):
             name = RequestId(f"{unique}-{i}-{j}")
-            handoff = handoff_of(wish, i, j) if wish else None
-            requests.append(GenerationRequest(name, prompt, _of_sample(sampling, room, j), handoff))
+            key = handoff_of(handoff, i, j) if handoff else None
+            requests.append(GenerationRequest(name, prompt, _of_sample(sampling, room, j), key))
     return ApiRequest(
         response_id=response_id,
         is_chat=isinstance(body, ChatBody),
@@ -195,7 +183,7 @@ def _assemble(
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        wish=wish,
+        handoff=handoff,
     )
 
 
@@ -268,7 +256,7 @@ def _room(prompt: tuple[int, ...], limits: ModelLimits, field: str) -> int:
 
 
 def _completion_prompts(
-    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, limits: ModelLimits
+    prompt: str | list[str | int | list[int]], tokenizer: PromptTokenizer, limits: ModelLimits
 ) -> list[tuple[int, ...]]:
     if isinstance(prompt, str):
         return [tuple(tokenizer.encode(prompt))]

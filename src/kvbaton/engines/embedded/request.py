@@ -1,4 +1,4 @@
-"""What the embedded engine is asked for, and what it answers token by token."""
+"""The requests of the embedded engine, and its outputs, token by token."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ class FromSource:
     source_incarnation: Incarnation | None = None
 
 
-def handoff_of(wish: HandoffParams, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
-    """The hand-off that a caller wishes for one prompt's one sample."""
-    key = HandoffKey(wish.transfer_id, prompt_index, sample_index)
-    return ToTarget(key) if isinstance(wish, SourceParams) else FromSource(key, wish.source, wish.source_incarnation)
+def handoff_of(params: HandoffParams, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
+    """The hand-off of one sample of one prompt."""
+    key = HandoffKey(params.transfer_id, prompt_index, sample_index)
+    if isinstance(params, SourceParams):
+        return ToTarget(key)
+    return FromSource(key, params.source, params.source_incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,9 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One step of an answer. The last one has a `finish_reason`; its `token_id` is -1 when it brings no token.
+    """One output of a request. The last one has a `finish_reason`; its `token_id` is -1 when it carries no token.
 
-    `text` is what may be shown now: bytes of an unfinished character, and text that could still become a stop string, are
+    `text` is what may be shown now: bytes of an incomplete character, and text that could still become a stop string, are
     held back until they are decided. A stop string itself is never shown.
     """
 

@@ -23,7 +23,7 @@ _LARGEST_HEADER = 100 << 20
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _TensorEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -45,7 +45,7 @@ class SafetensorsFile:
         try:
             header = json.loads(self._bytes[8 : 8 + header_bytes])
             header.pop("__metadata__", None)
-            self.entries = msgspec.convert(header, dict[str, _Entry])
+            self.entries = msgspec.convert(header, dict[str, _TensorEntry])
         except (ValueError, AttributeError) as error:
             raise self._damaged(f"the header cannot be parsed: {error}") from error
         self._data_start = 8 + header_bytes

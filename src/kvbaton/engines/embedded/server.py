@@ -1,6 +1,6 @@
-"""The OpenAI-compatible HTTP face of the embedded engine: completions, chat, models, health and metrics.
+"""The OpenAI-compatible HTTP server of the embedded engine: completions, chat, models, health and metrics.
 
-A client that goes away takes its requests with it: `start_server` has handlers cancelled on disconnect, and a
+A disconnect cancels the requests of that client: aiohttp cancels the handler (`start_server` asks for that), and a
 `Submission` cancels what it still runs when its handler ends, however it ends.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import orjson
 from aiohttp import web
@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.discovery.log_limit import LogLimit
-from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
@@ -30,23 +29,22 @@ from kvbaton.engines.embedded.openai import (
     ChatBody,
     CompletionBody,
     ModelLimits,
-    Tokenizer,
     chat_request,
     completion_request,
     decode_body,
 )
-from kvbaton.engines.embedded.openai_answers import DONE_EVENT, Answer, sse_event
-from kvbaton.engines.embedded.stats import EngineStats
-from kvbaton.engines.embedded.submission import Runner, Submission
+from kvbaton.engines.embedded.openai_answers import DONE_EVENT, ResponseBuilder, sse_event
+from kvbaton.engines.embedded.seams import PromptTokenizer
+from kvbaton.engines.embedded.submission import EngineClient, Submission
 from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, answer_params, size_doubt
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 
-__all__ = ["HandoffInfo", "LoadedModel", "Role", "ServedEngine", "make_app", "start_server"]
+__all__ = ["Role", "make_app", "start_server"]
 
 Role = Literal["prefill", "decode", "both"]
 Body = TypeVar("Body", CompletionBody, ChatBody)
-Check = Callable[[Body, Tokenizer, ModelLimits, str | None], ApiRequest]
+Check = Callable[[Body, PromptTokenizer, ModelLimits, str | None], ApiRequest]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _INLINE_BODY_BYTES = 16 * 1024
@@ -56,39 +54,8 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _logger = logging.getLogger(__name__)
 
 
-class LoadedModel(Protocol):
-    """What the HTTP face needs of a loaded model."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its sizes."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
-
-    @property
-    def name(self) -> str:
-        """What its files call it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of its weights."""
-
-
-class ServedEngine(Runner, Protocol):
-    """What the HTTP face needs of an engine."""
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model it runs."""
-
-    def stats(self) -> EngineStats:
-        """A snapshot of its numbers."""
-
-
 def make_app(
-    engine: ServedEngine,
+    engine: EngineClient,
     *,
     served_model: str,
     role: Role,
@@ -100,17 +67,17 @@ def make_app(
     """The application that serves `engine`; run it with `start_server`. It starts nothing and owns nothing.
 
     `progress_timeout_s` bounds every wait: for a request's body, for the engine's next output, for a client that reads.
-    `agent`, where there are hand-offs, is asked at each scrape of the metrics.
-    `timelines`, where hand-offs are noted, are told at /handoffs.
+    `agent`, where there are hand-offs, is read at each scrape of the metrics.
+    `timelines`, where hand-offs are noted, are served at /handoffs.
     """
-    face = _Face(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, agent))
+    handlers = _Handlers(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, agent))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json])
-    app.router.add_post("/v1/completions", face.completions)
-    app.router.add_post("/v1/chat/completions", face.chat_completions)
-    app.router.add_get("/v1/models", face.models)
-    app.router.add_get("/health", face.health)
-    app.router.add_get("/metrics", face.metrics)
-    app.router.add_delete("/handoffs/{transfer_id}", face.release)
+    app.router.add_post("/v1/completions", handlers.completions)
+    app.router.add_post("/v1/chat/completions", handlers.chat_completions)
+    app.router.add_get("/v1/models", handlers.models)
+    app.router.add_get("/health", handlers.health)
+    app.router.add_get("/metrics", handlers.metrics)
+    app.router.add_delete("/handoffs/{transfer_id}", handlers.release)
     if timelines is not None:
         add_handoff_routes(app, timelines)
     return app
@@ -128,10 +95,10 @@ async def start_server(app: web.Application, host: str, port: int, *, shutdown_t
     return runner
 
 
-class _Face:
+class _Handlers:
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         served_model: str,
         role: Role,
         handoff: HandoffInfo | None,
@@ -177,7 +144,7 @@ class _Face:
         return web.Response(body=metrics_text(self._registry), headers={"Content-Type": _METRICS_TYPE})
 
     async def release(self, http: web.Request) -> web.Response:
-        """Nobody will come for what this instance has prefilled under that transfer id: give it up."""
+        """No target will fetch what this instance has prefilled under that transfer id: release it."""
         requests = self._sources.pop(http.match_info["transfer_id"], ())
         for request_id in requests:
             self._engine.cancel(request_id)
@@ -211,34 +178,35 @@ class _Face:
         if body.model is not None and body.model != self._served_model:
             message = f"model: {body.model!r} is not served here; this instance serves {self._served_model!r}"
             raise HttpError(404, "invalid_request_error", message, param="model", code="model_not_found")
-        self._tell_doubt(size_doubt(body.kv_transfer_params))
+        self._log_doubt(size_doubt(body.kv_transfer_params))
         api = check(body, self._tokenizer, self._limits, request_id)
-        if api.wish is not None and self._handoff is None:
+        if api.handoff is not None and self._handoff is None:
             raise BadRequest("kv_transfer_params", "kv_transfer_params: this instance hands nothing off; leave the field out")
         return api
 
-    def _tell_doubt(self, doubt: str | None) -> None:
+    def _log_doubt(self, doubt: str | None) -> None:
         if doubt is not None and self._doubts.allow(doubt, time.monotonic()) is not None:
             _logger.warning("%s", doubt)
 
     async def _answer(self, http: web.Request, api: ApiRequest) -> web.StreamResponse:
-        params = answer_params(api.wish, self._handoff) if isinstance(api.wish, SourceParams) and self._handoff else None
-        if isinstance(api.wish, SourceParams):
-            self._remember(api.wish.transfer_id, api)
-        answer = Answer(api, self._served_model, self._tokenizer.token_text, params)
+        params = None
+        if isinstance(api.handoff, SourceParams) and self._handoff is not None:
+            params = answer_params(api.handoff, self._handoff)
+            self._remember(api.handoff.transfer_id, api)
+        answer = ResponseBuilder(api, self._served_model, self._tokenizer.token_text, params)
         with Submission(self._engine, api.requests, progress_timeout_s=self._progress_timeout_s) as submission:
             if api.stream:
                 return await self._stream(http, answer, submission)
             while not answer.is_finished:
                 answer.add(*await submission.next())
-        connection = _Connection(http, _json(answer.body()), self._progress_timeout_s)
+        connection = _ResponseWriter(http, _json(answer.body()), self._progress_timeout_s)
         await connection.finish()
         return connection.response
 
-    async def _stream(self, http: web.Request, answer: Answer, submission: Submission) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, answer: ResponseBuilder, submission: Submission) -> web.StreamResponse:
         index, output = await submission.next()
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        connection = _Connection(http, web.StreamResponse(headers=headers), self._progress_timeout_s)
+        connection = _ResponseWriter(http, web.StreamResponse(headers=headers), self._progress_timeout_s)
         try:
             await connection.write(answer.event(index, output))
             while not (answer.is_finished or connection.is_lost):
@@ -254,8 +222,8 @@ class _Face:
         return connection.response
 
 
-class _Connection:
-    """The way back to one client, each write with a deadline; `is_lost` once the client is gone or does not read."""
+class _ResponseWriter:
+    """Writes a response to one client, each write with a deadline; `is_lost` once the client is gone or does not read."""
 
     def __init__(self, http: web.Request, response: web.StreamResponse, timeout_s: float) -> None:
         self.response = response
@@ -271,7 +239,7 @@ class _Connection:
                 await self.response.write(data)
 
     async def fail(self, error: HttpError) -> None:
-        """Tell an error in the middle of a stream; the connection is closed after it."""
+        """Send an error in the middle of a stream; the connection is closed after it."""
         self.response.force_close()
         await self.write(sse_event(error_body(error)))
 

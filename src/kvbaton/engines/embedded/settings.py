@@ -1,4 +1,4 @@
-"""What an embedded engine can be told: how much it takes on at once, how it hands over, and how long it waits."""
+"""The settings of an embedded engine: how much it runs at once, how it hands over, and how long it waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["EngineSettings"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How much an engine takes on at once. `step_tokens` bounds a step, so that prefill does not starve decode."""
+    """How much an engine runs at once. `step_tokens` bounds a step, so that prefill does not starve decode."""
 
     step_tokens: int = 256
     max_sequences: int = 64
@@ -21,9 +21,9 @@ class EngineSettings:
     """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
     defer_timeout_s: float = 60.0
-    """How long the first of the sources that may not start without a grant waits for it."""
+    """How long a source that may not start without a grant waits for it."""
     idle_wait_s: float = 0.5
-    """How long an idle engine waits before it looks round again without having been woken."""
+    """How long an idle engine sleeps when nothing wakes it."""
     close_s: float = 30.0
     """How long `close` waits for the step under way."""
 

@@ -20,8 +20,9 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation, RequestId
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
-from kvbaton.engines.embedded.server import Role, ServedEngine, make_app, start_server
+from kvbaton.engines.embedded.server import Role, make_app, start_server
 from kvbaton.engines.embedded.stats import EngineStats
+from kvbaton.engines.embedded.submission import EngineClient
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.observe.timelines import Timelines
 
@@ -199,7 +200,7 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    engine: ServedEngine,
+    engine: EngineClient,
     *,
     role: Role = "both",
     handoff: HandoffInfo | None = INFO,

@@ -16,7 +16,7 @@ from engine_fakes import SOURCE, VOCABULARY, Answer, Bench, FakePort, alone, key
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineBusy, EngineSettings, EngineStopped
-from kvbaton.engines.embedded.model import Span, Written
+from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sampling, Sink, TokenOutput, ToTarget
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import BadRequest, ConfigError
@@ -101,7 +101,7 @@ def test_a_seed_repeats_an_answer_and_other_seeds_do_not() -> None:
 
 
 def test_every_output_draws_anew() -> None:
-    def flat(spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
+    def flat(spans: Sequence[TokenSpan], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
         return np.zeros((len(spans), VOCABULARY), np.float32)
 
     bench = Bench()
@@ -297,7 +297,7 @@ def test_closing_ends_what_lives_and_refuses_what_comes() -> None:
     for answer in (running, waiting, fresh):
         assert answer.last.finish_reason is FinishReason.CANCELLED
         assert answer.last.error == "the engine is stopping"
-    with pytest.raises(EngineStopped, match="comes too late"):
+    with pytest.raises(EngineStopped, match="is refused: the engine is stopping"):
         bench.submit([4])
     with pytest.raises(EngineStopped, match="starts once"):
         bench.engine.start()

@@ -15,7 +15,7 @@ from gguf_files import write_gguf
 from safetensors.numpy import load_file, save_file
 
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import LoadedModel, default_cache_dir, load_model
 from kvbaton.errors import ModelError
@@ -38,7 +38,7 @@ def load(tmp_path: Path) -> Callable[..., LoadedModel]:
 
 def logits(loaded: LoadedModel) -> npt.NDArray[np.float32]:
     cache = PagedCache(loaded.config, 3, 16)
-    row: npt.NDArray[np.float32] = loaded.model.forward([Span(IDS, 0, np.arange(3, dtype=np.int32))], cache)[0]
+    row: npt.NDArray[np.float32] = loaded.model.forward([TokenSpan(IDS, 0, np.arange(3, dtype=np.int32))], cache)[0]
     return row
 
 
