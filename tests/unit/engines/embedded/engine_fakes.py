@@ -148,7 +148,7 @@ class Answer:
 
 
 class Bench:
-    """One engine with a fake model, stepped by the test; it pulls, unless told to push."""
+    """One engine with a fake model, stepped by the test; it pulls, unless it is set to push."""
 
     def __init__(self, blocks: int = 64, port: Any = None, context_tokens: int = 256, **settings: Any) -> None:
         self.model = FakeModel()
@@ -198,7 +198,7 @@ class Bench:
 
 
 class FakePort:
-    """Records what the engine asks for, and tells it what the test says."""
+    """Records the calls of the engine, and delivers the events of the test."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, HandoffKey]] = []

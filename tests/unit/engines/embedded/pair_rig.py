@@ -120,7 +120,7 @@ class Instance:
         waiter: Waiter | None = None,
         **sampling: Any,
     ) -> Waiter:
-        """Ask for an answer; greedy, with logprobs, unless told otherwise."""
+        """Ask for an answer; greedy, with logprobs, unless set otherwise."""
         sampling = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1} | sampling
         waiter = Waiter() if waiter is None else waiter
         name = RequestId(f"request-{len(self.requests)}")

@@ -1,4 +1,4 @@
-"""A scripted engine and a client for it, so that the tests of the HTTP face need no model."""
+"""A scripted engine and a client for it, so that the tests of the HTTP server need no model."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_request_cancelled_while_preempted_leaves_the_queue() -> None:
     bench.assert_empty()
 
 
-def test_a_second_request_of_the_same_name_is_told_so() -> None:
+def test_a_second_request_of_the_same_id_fails_with_the_reason() -> None:
     bench = Bench()
     first, second = bench.submit([1], name="r"), bench.submit([2], name="r")
     bench.run(first, second)

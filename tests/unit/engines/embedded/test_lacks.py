@@ -1,4 +1,4 @@
-"""Cards that leave something out: what is left of them, and that nobody takes it for a whole instance."""
+"""Cards that leave something out: what is left of them, and that no peer accepts it as a whole instance."""
 
 from __future__ import annotations
 

@@ -177,16 +177,16 @@ def test_extents_join_consecutive_blocks() -> None:
     assert block_extents(table(2, 9), 7, 8) == [Extent(0, 7, 16)]
 
 
-def test_a_layer_is_told_when_its_keys_and_values_are_there_and_do_not_change_any_more(subject: Subject) -> None:
-    cache, told = PagedCache(subject.loaded.config, 8, 16), []
+def test_a_layer_is_reported_when_its_keys_and_values_are_there_and_do_not_change_any_more(subject: Subject) -> None:
+    cache, reported = PagedCache(subject.loaded.config, 8, 16), []
     cache.poison(range(8))
 
     def written(layer: int) -> None:
-        told.append((layer, cache.data[layer].copy(), cache.data[layer + 1 :].copy()))
+        reported.append((layer, cache.data[layer].copy(), cache.data[layer + 1 :].copy()))
 
     spans = [TokenSpan(prompt(40), 0, table(0, 1, 2)), TokenSpan(prompt(20, 1), 0, table(5, 4))]
     subject.loaded.model.forward(spans, cache, written)
-    assert [layer for layer, _, _ in told] == list(range(subject.loaded.config.layers))
-    for layer, contents, rest in told:
+    assert [layer for layer, _, _ in reported] == list(range(subject.loaded.config.layers))
+    for layer, contents, rest in reported:
         assert np.array_equal(contents, cache.data[layer])
         assert (rest.view(np.uint8) == POISON_BYTE).all()

@@ -1,4 +1,4 @@
-"""Requests that a target refuses at the door: their sources are let go, whatever was wrong with them."""
+"""Requests that a target refuses: their sources are notified, whatever was wrong with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def declined_keys(engine: ScriptedEngine) -> list[tuple[int, int]]:
         {"temperature": -1},
     ],
 )
-def test_a_bad_request_lets_its_source_go(wrong: dict[str, Any]) -> None:
+def test_the_source_of_a_bad_request_is_notified(wrong: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     reply = posted(engine, {"prompt": "hi", "kv_transfer_params": PARAMS, **wrong})
     assert reply.status in (400, 404)
@@ -59,19 +59,19 @@ def test_prompt_logprobs_are_refused_by_name() -> None:
     assert (reply.status, reply.error["param"]) == (400, "prompt_logprobs")
 
 
-def test_every_choice_is_let_go() -> None:
+def test_every_choice_is_declined() -> None:
     engine = ScriptedEngine()
     posted(engine, {"prompt": ["a", "b"], "n": 2, "max_tokens": 0, "kv_transfer_params": PARAMS})
     assert declined_keys(engine) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_chat_is_let_go() -> None:
+def test_a_chat_is_declined() -> None:
     engine = ScriptedEngine()
     posted(engine, {"messages": [], "kv_transfer_params": PARAMS}, "/v1/chat/completions")
     assert declined_keys(engine) == [(0, 0)]
 
 
-def test_a_full_queue_lets_go_of_what_it_does_not_take() -> None:
+def test_a_full_queue_declines_what_it_does_not_take() -> None:
     """The choices that were taken are cancelled, which lets their sources go too."""
     engine = ScriptedEngine(None, refuse=EngineBusy("full"))
     engine.refuse_after = 1
@@ -91,7 +91,7 @@ def test_a_full_queue_lets_go_of_what_it_does_not_take() -> None:
         {"prompt": "hi", "kv_transfer_params": {**PARAMS, "remote_port": "x"}},
     ],
 )
-def test_without_a_source_there_is_nobody_to_tell(fields: dict[str, Any]) -> None:
+def test_without_a_source_nothing_is_declined(fields: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     assert posted(engine, fields).status == 400
     assert engine.declined == []

@@ -81,7 +81,7 @@ def test_written_by_many_at_once_is_one_whole_model(tmp_path: Path) -> None:
     assert load_model(str(target), cache_dir=tmp_path / "cache").config.layers == 1
 
 
-def test_no_room_is_told(tmp_path: Path) -> None:
+def test_no_room_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot write the tiny model"):
         write_tiny_model(tmp_path / "file" / "tiny")

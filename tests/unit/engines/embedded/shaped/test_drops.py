@@ -1,4 +1,4 @@
-"""Controls of verify: what is named is not moved, everything else is, and nobody is told."""
+"""Controls of verify: what is named is not moved, everything else is, and no error is reported."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from kvbaton.launch.local import InstanceOptions, instance_part, new_cluster_key
 from kvbaton.launch.ports import PortPicker, check_port_free
 from watching import wait_until
 
-__all__ = ["CLUSTER_KEY", "IMPATIENT", "Served", "served_pair"]
+__all__ = ["CLUSTER_KEY", "SHORT_TIMEOUTS", "Served", "served_pair"]
 
 CLUSTER_KEY = new_cluster_key()
-IMPATIENT = ("--transfer-timeout", "2", "--defer-timeout", "3", "--retry", "0.2")
+SHORT_TIMEOUTS = ("--transfer-timeout", "2", "--defer-timeout", "3", "--retry", "0.2")
 _START_S = 60.0
 
 
