@@ -50,12 +50,12 @@ class Backend:
 
 
 def make_backend(
-    settings: BackendSettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]
+    settings: BackendSettings, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
 ) -> Backend:
     """Make it; what has to be closed goes onto `parts`, and `lost` is called when a rank process dies. Raises LocalError."""
     check_drop(settings.transport.drop)
     check_dtype(settings.dtype)
-    loaded = find_model(settings.model, progress=say)
+    loaded = find_model(settings.model, progress=report)
     if isinstance(loaded, LoadedModel):
         backend = _local_backend(settings, loaded, _paged_cache(settings, loaded))
     elif isinstance(loaded, LoadedShaped):

@@ -95,10 +95,10 @@ class _EmbeddedInstance:
     """
 
     def __init__(
-        self, settings: InstanceSettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]
+        self, settings: InstanceSettings, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
     ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
-        backend = make_backend(_backend_settings(settings, incarnation), parts, say, lost)
+        backend = make_backend(_backend_settings(settings, incarnation), parts, report, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         card = _card(settings, backend, incarnation)
         self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
@@ -119,7 +119,7 @@ class _EmbeddedInstance:
         self.engine.start()
 
 
-async def serve_instance(settings: InstanceSettings, say: Callable[[str], None]) -> None:
+async def serve_instance(settings: InstanceSettings, report: Callable[[str], None]) -> None:
     """Run one instance until cancelled; then send the goodbye, finish requests within `drain_s`, and close everything."""
     ended, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
 
@@ -127,7 +127,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
         loop.call_soon_threadsafe(_fail, ended, LocalError(f"{problem}; start it again"))
 
     with ExitStack() as parts:
-        instance = _EmbeddedInstance(settings, parts, say, lost)
+        instance = _EmbeddedInstance(settings, parts, report, lost)
         loaded = instance.loaded
         instance.start()
         app = make_app(
@@ -147,7 +147,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
         announcer = _announcer(settings, instance)
         announcer.start()
         where = f"http://{settings.http_address}, control {settings.control_address}"
-        say(f"{settings.role} instance of {loaded.name} on {where}, {settings.handoff.mode} mode")
+        report(f"{settings.role} instance of {loaded.name} on {where}, {settings.handoff.mode} mode")
         try:
             await ended
         finally:

@@ -1,4 +1,4 @@
-"""The embedded engine's numbers as Prometheus text: read from the engine when asked, kept nowhere else."""
+"""The embedded engine's counters as Prometheus text, read from the engine at each scrape."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineCollector(Collector):
 
 
 def make_registry(stats: Callable[[], EngineStats], agent: ReadAgent | None = None) -> CollectorRegistry:
-    """A registry of its own that asks `stats` and `agent` at each scrape."""
+    """A registry of its own that reads `stats` and `agent` at each scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(stats, agent))
     return registry

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -188,15 +188,8 @@ def _assemble(
 
 
 def _of_sample(sampling: Sampling, room: int, sample_index: int) -> Sampling:
-    return Sampling(
-        max_tokens=min(sampling.max_tokens, room),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=None if sampling.seed is None else (sampling.seed + sample_index) % 2**_SEED_BITS,
-        stop=sampling.stop,
-        logprobs=sampling.logprobs,
-        ignore_eos=sampling.ignore_eos,
-    )
+    seed = None if sampling.seed is None else (sampling.seed + sample_index) % 2**_SEED_BITS
+    return replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed)
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None, default_max: int) -> Sampling:

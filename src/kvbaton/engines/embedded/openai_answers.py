@@ -98,7 +98,7 @@ class ResponseBuilder:
         )
 
     def usage_event(self) -> bytes | None:
-        """The event with the token counts; None unless the client asked for it."""
+        """The event with the token counts; None unless the client requested it."""
         if not self._api.include_usage:
             return None
         return sse_event(orjson.dumps({**self._head, "choices": [], "usage": self._usage()}))

@@ -139,7 +139,7 @@ class BlockPool:
         blocks are dropped only when there are too few others. Raises Bug when fewer than `count` blocks are free.
         """
         if count > self.free:
-            raise Bug(f"{count} blocks asked for with {self.free} free; ask can_allocate first")
+            raise Bug(f"{count} blocks requested with {self.free} free; call can_allocate first")
         if not count:
             return []
         room = min(room, self.total // _MOST_ROOM)

@@ -270,7 +270,7 @@ class Scheduler:
         if len(sequence.blocks) * self.pool.block_tokens >= len(sequence.tokens):
             return True
         while not self.pool.can_allocate(1):
-            # Blocks of retracted sources are on their way back: wait for those before another sequence is preempted.
+            # Blocks of retracted sources will be free soon: wait for those before another sequence is preempted.
             if self._coming() > self._owed_blocks:
                 self._owed_blocks += 1
                 return False

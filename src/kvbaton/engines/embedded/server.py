@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server of the embedded engine: completions, chat, models, health and metrics.
 
-A disconnect cancels the requests of that client: aiohttp cancels the handler (`start_server` asks for that), and a
+A disconnect cancels the requests of that client: aiohttp cancels the handler (as `start_server` configures it), and a
 `Submission` cancels what it still runs when its handler ends, however it ends.
 """
 

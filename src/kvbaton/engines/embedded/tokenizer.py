@@ -32,7 +32,7 @@ _LONGEST_HALF = 4
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True):
-    """What a model's own files say about its tokenizer; `chat_template` is empty when there is none."""
+    """What a model's own files contain about its tokenizer; `chat_template` is empty when there is none."""
 
     tokenizer_json: str
     chat_template: str = ""
@@ -59,7 +59,7 @@ class Tokenizer:
         self.vocab_size = int(self._backend.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`. Special tokens in it are recognised; what the vocabulary cannot say is left out."""
+        """The token ids of `text`. Special tokens in it are recognised; characters outside the vocabulary are left out."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

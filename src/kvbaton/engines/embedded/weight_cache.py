@@ -53,7 +53,7 @@ class CachedWeights:
 
 
 def open_weights(path: Path) -> CachedWeights | None:
-    """Map the file at `path`; None when there is none, or when it is truncated or damaged in any way."""
+    """Map the file at `path`; None when there is none, or when it is truncated or damaged."""
     try:
         with path.open("rb") as file:
             region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -11,7 +11,7 @@ from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.engines.embedded.gguf_file import GgufFile
+from kvbaton.engines.embedded.model_files import GgufFile
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import ModelError

@@ -1,7 +1,7 @@
 """What the ranks of one instance exchange within a step: sums over a stage, and rows from one stage to the next.
 
 The first rank of a stage adds the parts in the order of the ranks and sends the sum to the others. Floating-point addition
-depends on the order: this way all ranks of a stage continue with the same bits, and a run can be repeated.
+depends on the order: in one fixed order all ranks of a stage continue with the same bits, and a run can be repeated.
 """
 
 from __future__ import annotations
