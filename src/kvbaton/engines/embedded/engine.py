@@ -19,7 +19,7 @@ from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.engines.embedded.engine_core import EngineCore
-from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
+from kvbaton.engines.embedded.request import EngineBusy, FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import EngineStats
@@ -30,12 +30,6 @@ __all__ = ["Engine", "EngineBusy", "EngineSettings", "EngineStats", "EngineStopp
 _logger = logging.getLogger(__name__)
 
 _STOPPING = "the engine is stopping"
-
-
-class EngineBusy(LocalError):
-    """The queue is full; try again later, or at another instance."""
-
-    retryable = True
 
 
 class EngineStopped(LocalError):
@@ -99,7 +93,7 @@ class Engine:
             waiting = self._submissions + self._core.queued
             if waiting >= self._settings.max_waiting:
                 most = self._settings.max_waiting
-                raise EngineBusy(f"{waiting} requests wait already and max_waiting is {most}; try again later")
+                raise EngineBusy(f"{waiting} sequences wait already and max_waiting is {most}; try again later")
             self._submissions += 1
             self._put(_QueuedRequest(request, sink, self._clock()))
 

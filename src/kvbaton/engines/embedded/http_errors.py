@@ -9,12 +9,15 @@ from http import HTTPStatus
 import orjson
 from aiohttp import web
 
+from kvbaton.engines.embedded.request import EngineBusy
 from kvbaton.errors import BadRequest, Bug, KVBatonError, RequestError
 
 __all__ = ["BUG_MESSAGE", "HttpError", "error_body", "error_response", "errors_as_json", "to_http_error"]
 
 _logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
+_MAX_MESSAGE = 2000
+"""Messages name values of the request, which can be as long as its body."""
 
 BUG_MESSAGE = "internal error; see the log of this instance"
 """The message for an error that no code raises on purpose: its text could hold what a client must not see."""
@@ -35,7 +38,7 @@ class HttpError(KVBatonError):
 
 
 def to_http_error(error: KVBatonError) -> HttpError:
-    """The status of an error: 400 for the caller's fault, 500 for ours, 503 for what a retry may solve."""
+    """The status of an error: 400 for the caller's fault, 429 for a full queue, 500 for a bug, 503 for what may pass."""
     match error:
         case HttpError():
             return error
@@ -45,12 +48,17 @@ def to_http_error(error: KVBatonError) -> HttpError:
             return HttpError(400, "invalid_request_error", str(error))
         case Bug():
             return HttpError(500, "server_error", str(error))
+        case EngineBusy():
+            return HttpError(429, "overloaded", str(error), code="too_many_sequences", retry=True)
     return HttpError(503, "overloaded", str(error), retry=True)
 
 
 def error_body(error: HttpError) -> bytes:
     """The JSON object of an error."""
-    shown = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
+    message = str(error)
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
+    shown = {"message": message, "type": error.kind, "param": error.param, "code": error.code}
     return orjson.dumps({"error": shown})
 
 

@@ -26,6 +26,7 @@ from kvbaton.engines.embedded.backend import Backend, BackendSettings, make_back
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.lacks import without
 from kvbaton.engines.embedded.server import make_app, start_server
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
 from kvbaton.engines.handoff_params import HandoffInfo
@@ -76,6 +77,7 @@ class InstanceSettings:
     cache_dtype: str = CACHE_DTYPES[0]
     lacks: str = ""
     """What a control leaves out of the card."""
+    http: HttpSettings = DEFAULT_HTTP
 
     @property
     def control_address(self) -> ControlAddress:
@@ -137,6 +139,8 @@ async def serve_instance(settings: InstanceSettings, report: Callable[[str], Non
             handoff=instance.handoff,
             agent=instance.driver.stats,
             timelines=instance.timelines,
+            trust=settings.trust,
+            settings=settings.http,
         )
         try:
             runner = await start_server(app, settings.host, settings.port)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.openai import ApiRequest
 from kvbaton.engines.embedded.request import FinishReason, RequestRecord, TokenOutput
 from kvbaton.engines.handoff_params import shown_seconds
@@ -52,19 +54,30 @@ class ResponseBuilder:
         model: str,
         token_text: Callable[[int], str],
         handoff_params: dict[str, object] | None = None,
+        *,
+        show_details: bool = True,
     ) -> None:
         self._api = api
         self._token_text = (lambda token_id: f"token_id:{token_id}") if api.tokens_as_ids else token_text
         self._choices = [ResponseChoice() for _ in api.requests]
         self._handoff_params = handoff_params
+        self._show_details = show_details
         self._unfinished = len(self._choices)
         kind = ("chat.completion.chunk" if api.stream else "chat.completion") if api.is_chat else "text_completion"
-        self._head = {"id": api.response_id, "object": kind, "created": int(time.time()), "model": model}
+        # The request id holds the control addresses of both instances, because real routers put them there.
+        prefix = "chatcmpl" if api.is_chat else "cmpl"
+        name = api.request_id if api.request_id and show_details else uuid.uuid4().hex
+        self._head = {"id": f"{prefix}-{name}", "object": kind, "created": int(time.time()), "model": model}
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice has its finish reason."""
         return self._unfinished == 0
+
+    def finished(self) -> list[RequestId]:
+        """The requests of the choices that have ended well."""
+        choices = zip(self._api.requests, self._choices, strict=True)
+        return [request.request_id for request, choice in choices if choice.finish_reason is not None]
 
     def add(self, index: int, output: TokenOutput) -> None:
         """Take one output of choice `index` for a whole body."""
@@ -128,7 +141,7 @@ class ResponseBuilder:
         if self._handoff_params is not None:
             extras["kv_transfer_params"] = self._handoff_params
         records = [None if choice.record is None else _record(choice.record) for choice in self._choices]
-        if records[0] is not None:
+        if self._show_details and records[0] is not None:
             extras["kvbaton"] = records[0] if len(records) == 1 else {**records[0], "records": records}
         return extras
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvbaton.errors import Bug, ConfigError
 
-__all__ = ["BlockPool", "PrefixDigests"]
+__all__ = ["BlockPool", "PrefixDigests", "salt_key"]
 
 _DIGEST_BYTES = 16
 _MOST_ROOM = 32
@@ -34,18 +34,27 @@ _MOST_ROOM = 32
 _NO_OWNER = -1
 
 
-class PrefixDigests:
-    """The digests of the full blocks of a growing list of tokens; each depends on every token before it."""
+def salt_key(salt: str) -> bytes:
+    """A cache salt in a fixed length; empty without one."""
+    return hashlib.blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest() if salt else b""
 
-    def __init__(self, block_tokens: int) -> None:
+
+class PrefixDigests:
+    """The digests of the full blocks of a growing list of tokens; each depends on every token before it, and on the salt.
+
+    Without a salt, a client learns from `cached_tokens`, or from the time to its first token, which prompts others have sent.
+    """
+
+    def __init__(self, block_tokens: int, salt: str = "") -> None:
         self._block_tokens = block_tokens
         self._digests: list[bytes] = []
+        self._root = salt_key(salt)
 
     def of(self, token_ids: Sequence[int], tokens: int) -> list[bytes]:
         """The digests of the full blocks within the first `tokens` tokens. `token_ids` may only ever have been appended to."""
         size = self._block_tokens
         for index in range(len(self._digests), tokens // size):
-            parent = self._digests[-1] if index else b""
+            parent = self._digests[-1] if index else self._root
             block = np.asarray(token_ids[index * size : (index + 1) * size], dtype="<i4").tobytes()
             self._digests.append(hashlib.blake2b(parent + block, digest_size=_DIGEST_BYTES).digest())
         return self._digests[: tokens // size]

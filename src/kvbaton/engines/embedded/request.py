@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, RequestId
 from kvbaton.engines.handoff_params import HandoffParams, SourceParams
+from kvbaton.errors import LocalError
 
 __all__ = [
+    "EngineBusy",
     "FinishReason",
     "FromSource",
     "GenerationRequest",
@@ -62,12 +64,19 @@ def handoff_of(params: HandoffParams, prompt_index: int, sample_index: int) -> T
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt, one sample."""
+    """One prompt, one sample. Requests share cached prefixes only if they have the same `cache_salt`, as in vLLM."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     handoff: ToTarget | FromSource | None = None
+    cache_salt: str = ""
+
+
+class EngineBusy(LocalError):
+    """Too many sequences wait; try again later, or at another instance."""
+
+    retryable = True
 
 
 class FinishReason(enum.StrEnum):

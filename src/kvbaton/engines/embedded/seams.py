@@ -26,6 +26,10 @@ class StepModel(Protocol):
 class PromptTokenizer(Protocol):
     """A tokenizer as the HTTP server needs it."""
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """UTF-8 bytes of the longest token: a text of N bytes has at least N divided by this many tokens."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         """The token ids of `text`."""
 

@@ -9,7 +9,7 @@ from array import array
 
 from kvbaton.agent.engine_port import HandoffStats
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey
-from kvbaton.engines.embedded.pool import PrefixDigests
+from kvbaton.engines.embedded.pool import PrefixDigests, salt_key
 from kvbaton.engines.embedded.request import (
     FinishReason,
     FromSource,
@@ -78,7 +78,7 @@ class Sequence:
         self.is_first_step_noted = False
         self._is_local = False
         self.limit = min(limit, self.prompt_tokens + (1 if self.is_source else request.sampling.max_tokens))
-        self._digests = PrefixDigests(cache.block_tokens)
+        self._digests = PrefixDigests(cache.block_tokens, request.cache_salt)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else tokenizer.eos_ids
         self._text = TextStream(tokenizer)
         self._stops = StopFilter(request.sampling.stop)
@@ -204,9 +204,12 @@ class Sequence:
 
 
 def prompt_digest(request: GenerationRequest) -> str:
-    """A digest of the prompt: both sides of a hand-off must have the same."""
+    """A digest of the prompt and its cache salt: both sides of a hand-off must have the same.
+
+    With the salt in it, a client that names another's transfer id gets its blocks only if it also knows the salt.
+    """
     ids = array("q", request.prompt_ids).tobytes()
-    return hashlib.blake2b(ids, digest_size=16).hexdigest()
+    return hashlib.blake2b(ids, digest_size=16, key=salt_key(request.cache_salt)).hexdigest()
 
 
 def choose_seed(request: GenerationRequest) -> int:

@@ -44,10 +44,18 @@ class Submission:
     Sources of requests that could not be submitted are notified at once, so that they release their blocks.
     """
 
-    def __init__(self, engine: EngineClient, requests: tuple[GenerationRequest, ...], *, progress_timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        requests: tuple[GenerationRequest, ...],
+        *,
+        progress_timeout_s: float,
+        show_details: bool = True,
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._progress_timeout_s = progress_timeout_s
+        self._show_details = show_details
         self._loop = asyncio.get_running_loop()
         most_outputs = sum(request.sampling.max_tokens + 1 for request in requests)
         self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue(most_outputs)
@@ -86,8 +94,12 @@ class Submission:
         if output.finish_reason is FinishReason.ERROR:
             handoff = self._requests[index].handoff
             if isinstance(handoff, FromSource):
-                reason = output.error or "no reason given"
-                raise HttpError(502, "handoff_failed", f"hand-off {handoff.key} from {handoff.source} failed: {reason}")
+                message = f"hand-off {handoff.key} from {handoff.source} failed: {output.error or 'no reason given'}"
+                if not self._show_details:
+                    # The reason names addresses and incarnations of peers.
+                    _logger.warning("%s", message)
+                    message = "the hand-off failed; the log of the decode instance has the reason"
+                raise HttpError(502, "handoff_failed", message)
             raise HttpError(500, "server_error", output.error or "the engine failed and gave no reason")
 
     def _sink(self, index: int) -> Sink:

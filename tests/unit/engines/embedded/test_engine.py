@@ -63,7 +63,7 @@ def test_without_agents_there_are_no_handoffs(handoff: ToTarget | FromSource) ->
 def test_the_queue_is_bounded() -> None:
     bench = Bench(max_waiting=3, max_sequences=1)
     answers = [bench.submit([token]) for token in (1, 2, 3)]
-    with pytest.raises(EngineBusy, match="3 requests wait already and max_waiting is 3"):
+    with pytest.raises(EngineBusy, match="3 sequences wait already and max_waiting is 3"):
         bench.submit([4])
     bench.step()
     answers.append(bench.submit([4]))

@@ -72,11 +72,11 @@ def test_a_chat_is_declined() -> None:
 
 
 def test_a_full_queue_declines_what_it_does_not_take() -> None:
-    """The choices that were taken are cancelled, which lets their sources go too."""
+    """The choices that were taken are cancelled, which notifies their sources too."""
     engine = ScriptedEngine(None, refuse=EngineBusy("full"))
     engine.refuse_after = 1
     reply = posted(engine, {"prompt": "hi", "n": 3, "kv_transfer_params": PARAMS})
-    assert reply.status == 503
+    assert reply.status == 429
     assert declined_keys(engine) == [(0, 1), (0, 2)]
     assert engine.cancelled == [engine.submitted[0].request_id]
     assert all(request.prompt_ids for request, _ in engine.declined)
@@ -99,9 +99,9 @@ def test_without_a_source_nothing_is_declined(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"kv_transfer_params": 7}', b"[" * 100_000])
 def test_what_is_no_body_stands_for_nothing(raw: bytes) -> None:
-    assert declined_requests(raw, None) == []
+    assert declined_requests(raw, None, 256) == []
 
 
 def test_no_body_stands_for_too_many() -> None:
     body = {"prompt": ["x"] * 2000, "n": 10**9, "kv_transfer_params": PARAMS}
-    assert len(declined_requests(orjson.dumps(body), None)) == 1024
+    assert len(declined_requests(orjson.dumps(body), None, 256)) == 256
