@@ -9,7 +9,9 @@ and topologies in `tests/unit/core/`, prefix hits, chunks and preemption in `tes
 | `test_bad_announcements.py` | block lists, spans and aux records that make no sense |
 | `test_control_frames.py` | frames that are no messages, and messages in the wrong state |
 | `test_corrupt_transfers.py` | a corrupt byte in transit |
+| `test_hostile_bodies.py` | bodies that would take memory or time: long, wide and deep ones, by the megabyte |
 | `test_hostile_inputs.py` | bad bodies, sources that never answer, garbage on the control port, no traffic at all |
+| `test_http_key.py` | without the cluster key, HTTP clients list, release and start no hand-off, and have no host dialled |
 | `test_idle_instances.py` | held blocks expire without traffic, and an idle instance does nothing |
 | `test_many_handoffs.py` | back-pressure, errors of a post, a thousand hand-offs over fifty peers |
 | `test_peer_restarts.py` | a peer restarts on the same address, or is killed in the middle of a copy |
