@@ -6,7 +6,6 @@ from kvbaton.core.card import Card, ProcessId, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.shaped.cut import Cut, check_cut
-from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped
 
@@ -25,7 +24,7 @@ def check_fit(source: LoadedShaped, source_shape: Shape, target: LoadedShaped, t
 
 def _card(loaded: LoadedShaped, shape: Shape) -> Card:
     cuts = [Cut(at.pp, shape.pp, at.tp, shape.tp) for at in shape.all()]
-    layouts = [layout_of(ShapedCache(loaded.blueprint, _BLOCKS, _BLOCK_TOKENS, cut)) for cut in cuts]
+    layouts = [ShapedCache(loaded.blueprint, _BLOCKS, _BLOCK_TOKENS, cut).layout() for cut in cuts]
     return Card(
         incarnation=Incarnation(""),
         model=loaded.name,

@@ -22,12 +22,13 @@ from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.engines.embedded.bodies import Body, BodySettings, make_body
+from kvbaton.engines.embedded.backend import Backend, BackendSettings, make_backend
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.lacks import without
 from kvbaton.engines.embedded.server import make_app, start_server
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
-from kvbaton.engines.embedded.shaped.setup import RankTransport
+from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.observe.records import InstanceInfo
@@ -47,9 +48,9 @@ _TYPES = {"prefill": InstanceType.PREFILL, "decode": InstanceType.DECODE}
 
 @dataclass(frozen=True, slots=True)
 class InstanceSettings:
-    """Everything that `kvbaton serve` can be told.
+    """The settings of `kvbaton serve`.
 
-    `advertise_host` is where others reach this instance; `control_host`, an IP address, when it is empty.
+    `advertise_host` is where peers reach this instance; `control_host`, an IP address, when it is empty.
     """
 
     role: Role
@@ -69,13 +70,14 @@ class InstanceSettings:
     drop_writes: bool = False
     advertise_host: str = ""
     drain_s: float = 5.0
-    """When asked to end, requests and hand-offs in flight have so long to finish; routers have been told goodbye by then."""
+    """On shutdown, requests and hand-offs in flight have so long to finish; routers have been sent the goodbye by then."""
     shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
     cache_dtype: str = CACHE_DTYPES[0]
     lacks: str = ""
     """What a control leaves out of the card."""
+    http: HttpSettings = DEFAULT_HTTP
 
     @property
     def control_address(self) -> ControlAddress:
@@ -88,27 +90,27 @@ class InstanceSettings:
         return f"{in_url(self.advertise_host or self.host)}:{self.port}"
 
 
-class _Instance:
-    """The parts of an instance that have to be closed again, in the order in which they were opened.
+class _EmbeddedInstance:
+    """The parts of an instance; what has to be closed goes onto `parts`, in the order in which it was opened.
 
-    `lost` is told, from another thread, when a rank of it has died.
+    `lost` is called, from another thread, when a rank process has died.
     """
 
     def __init__(
-        self, settings: InstanceSettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]
+        self, settings: InstanceSettings, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
     ) -> None:
         incarnation = Incarnation(secrets.token_hex(8))
-        body = make_body(_body_settings(settings, incarnation), parts, say, lost)
+        backend = make_backend(_backend_settings(settings, incarnation), parts, report, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
-        card = _card(settings, body, incarnation)
+        card = _card(settings, backend, incarnation)
         self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
-        self.driver = RanksDriver(card, body.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
-        self.engine = Engine(body.loaded, body.cache, self.driver, settings.engine, observe=observe)
+        self.driver = RanksDriver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
+        self.engine = Engine(backend.loaded, backend.cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
         self.handoff = HandoffInfo(settings.control_address, incarnation)
-        self.loaded = body.loaded
+        self.loaded = backend.loaded
 
     def _wake(self) -> None:
         self.engine.wake()
@@ -119,15 +121,15 @@ class _Instance:
         self.engine.start()
 
 
-async def serve_instance(settings: InstanceSettings, say: Callable[[str], None]) -> None:
-    """Run one instance until cancelled; then say goodbye, finish what hurts nobody, and give everything back."""
+async def serve_instance(settings: InstanceSettings, report: Callable[[str], None]) -> None:
+    """Run one instance until cancelled; then send the goodbye, finish requests within `drain_s`, and close everything."""
     ended, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
 
     def lost(problem: str) -> None:
         loop.call_soon_threadsafe(_fail, ended, LocalError(f"{problem}; start it again"))
 
     with ExitStack() as parts:
-        instance = _Instance(settings, parts, say, lost)
+        instance = _EmbeddedInstance(settings, parts, report, lost)
         loaded = instance.loaded
         instance.start()
         app = make_app(
@@ -137,6 +139,8 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
             handoff=instance.handoff,
             agent=instance.driver.stats,
             timelines=instance.timelines,
+            trust=settings.trust,
+            settings=settings.http,
         )
         try:
             runner = await start_server(app, settings.host, settings.port)
@@ -147,7 +151,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
         announcer = _announcer(settings, instance)
         announcer.start()
         where = f"http://{settings.http_address}, control {settings.control_address}"
-        say(f"{settings.role} instance of {loaded.name} on {where}, {settings.handoff.mode} mode")
+        report(f"{settings.role} instance of {loaded.name} on {where}, {settings.handoff.mode} mode")
         try:
             await ended
         finally:
@@ -157,7 +161,7 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
 
 
 async def _drain(engine: Engine, limit_s: float) -> None:
-    """Wait until nothing is computed and nothing is held for anybody, but not for ever."""
+    """Wait until no request runs and no block is held, for at most `limit_s`."""
     give_up_at = time.monotonic() + limit_s
     while time.monotonic() < give_up_at:
         stats = engine.stats()
@@ -171,7 +175,7 @@ def _fail(ended: asyncio.Future[None], error: Exception) -> None:
         ended.set_exception(error)
 
 
-def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> BodySettings:
+def _backend_settings(settings: InstanceSettings, incarnation: Incarnation) -> BackendSettings:
     transport = RankTransport(
         name=settings.transport,
         incarnation=incarnation,
@@ -181,7 +185,7 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
         drop=settings.drop or ("all" if settings.drop_writes else ""),
         unfenced_writes=settings.handoff.unfenced_writes,
     )
-    return BodySettings(
+    return BackendSettings(
         settings.model,
         settings.shape,
         settings.blocks,
@@ -192,21 +196,21 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
     )
 
 
-def _card(settings: InstanceSettings, body: Body, incarnation: Incarnation) -> Card:
+def _card(settings: InstanceSettings, backend: Backend, incarnation: Incarnation) -> Card:
     return Card(
         incarnation=incarnation,
-        model=body.loaded.name,
-        fingerprint=body.loaded.fingerprint,
+        model=backend.loaded.name,
+        fingerprint=backend.loaded.fingerprint,
         shape=str(settings.shape),
-        ranks=without(body.cards, settings.lacks),
+        ranks=without(backend.cards, settings.lacks),
         process=this_process(),
         defer_timeout=settings.limits.defer_timeout,
         transfer_timeout=settings.limits.transfer_timeout,
     )
 
 
-def _announcer(settings: InstanceSettings, instance: _Instance) -> Announcer:
-    """Role `both` serves clients by itself and registers with nobody."""
+def _announcer(settings: InstanceSettings, instance: _EmbeddedInstance) -> Announcer:
+    """Role `both` serves clients by itself and registers with no router."""
     kind = _TYPES.get(settings.role, InstanceType.DECODE)
     registration = Registration(
         type=kind,

@@ -64,7 +64,7 @@ HOSTS = [
 
 
 def run(test: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Like `asyncio.run`, and once more where somebody else took a port between its choice and its use."""
+    """Like `asyncio.run`, and once more where another process took a port between its choice and its use."""
     for left in reversed(range(TRIES)):
         try:
             return asyncio.run(test())
@@ -207,7 +207,7 @@ async def _is_the_same(host: Host, mode: Mode, transport: str, *, drop_writes: b
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.host)
-def test_sglang_row_28_a_cache_is_handed_over_whatever_the_address_looks_like(host: Host, mode: Mode) -> None:
+def test_a_cache_is_handed_over_whatever_the_address_looks_like(host: Host, mode: Mode) -> None:
     assert run(partial(_is_the_same, host, mode, "tcp"))
 
 
@@ -219,7 +219,7 @@ def test_the_control_that_moves_nothing_is_found_out(transport: str, mode: Mode)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("source", ["nobody listens there", "a source that knows nothing of it"])
+@pytest.mark.parametrize("source", ["no listener there", "a source that knows nothing of it"])
 def test_a_target_without_a_source_fails_in_bounded_time_and_says_whom_it_waited_for(source: str, mode: Mode) -> None:
     impatient = Limits(transfer_timeout=1.0, defer_timeout=1.5, stop_timeout=0.3, retry=0.1)
 
@@ -241,7 +241,7 @@ def test_a_target_without_a_source_fails_in_bounded_time_and_says_whom_it_waited
 
 @asynccontextmanager
 async def refusing_prefill(system: Setup, refuse_when: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """A prefill instance that says 400 once `refuse_when` is over, and whose control port nobody listens on."""
+    """A prefill instance that says 400 once `refuse_when` is over, and whose control port has no listener."""
 
     async def refuse(request: web.Request) -> web.Response:
         await refuse_when()
@@ -266,7 +266,7 @@ async def refusing_prefill(system: Setup, refuse_when: Callable[[], Awaitable[No
         await runner.cleanup()
 
 
-def test_a_prefill_that_fails_frees_the_target_long_before_its_patience_ends() -> None:
+def test_a_prefill_that_fails_frees_the_target_long_before_its_timeout() -> None:
     patient = Limits(transfer_timeout=10 * DEADLINE_S, defer_timeout=20 * DEADLINE_S)
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""The HTTP face tells of hand-offs: a list of the newest, the notes of one, and what to do when there are none."""
+"""The HTTP server reports hand-offs: a list of the newest, the notes of one, and what to do when there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def noted(*transfers: str) -> Timelines:
     return timelines
 
 
-def test_a_transfer_is_told_as_durations() -> None:
+def test_a_transfer_is_reported_in_durations() -> None:
     async def test() -> None:
         async with serving(ScriptedEngine(), timelines=noted("tx-1")) as client:
             reply = await client.get("/handoffs/tx-1")

@@ -1,4 +1,4 @@
-"""What a rank process has for hand-offs: its transport, its rank agent, and what it tells of both when it is ready."""
+"""What a rank process needs for hand-offs: its transport and its rank agent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from kvbaton.core.layout import Layout
 from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
 from kvbaton.engines.embedded.shaped.cut import Cut
 from kvbaton.engines.embedded.shaped.drops import dropping
-from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
-from kvbaton.engines.embedded.shaped.setup import RankSetup, RankTransport
-from kvbaton.engines.embedded.shaped.step_messages import RankReady
+from kvbaton.engines.embedded.shaped.rank_messages import RankReady, RankSetup, RankTransport
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 
@@ -22,14 +20,18 @@ class RankAgents:
     """The transport and agent of one rank."""
 
     def __init__(self, setup: RankSetup, cache: ShapedCache, channel: Channel, cluster_key: bytes) -> None:
-        self._layout = layout_of(cache)
+        self._layout = cache.layout()
         instance = [self._layout if cut == setup.cut else _outline(setup, cut) for cut in setup.cut.all()]
         opened = open_rank_transport(setup.transport, cache.region, cluster_key)
         self._transport = dropping(opened, cache, setup.transport.drop)
-        patience_s = setup.transport.timeout_s
-        writes = setup.transport.unfenced_writes
         self._loop = RankLoop(
-            setup.cut.rank, instance, self._transport, channel, patience_s, cache.memory, unfenced_writes=writes
+            setup.cut.rank,
+            instance,
+            self._transport,
+            channel,
+            setup.transport.timeout_s,
+            cache.memory,
+            unfenced_writes=setup.transport.unfenced_writes,
         )
 
     def start(self) -> None:
@@ -41,13 +43,13 @@ class RankAgents:
         self._loop.close()
 
     def ready(self, fingerprint: str) -> RankReady:
-        """What the leader has to know of this rank."""
+        """The message that reports this rank to the leader."""
         return RankReady(self._layout, self._transport.endpoint(), self._loop.agent.executor, fingerprint)
 
 
 def _outline(setup: RankSetup, cut: Cut) -> Layout:
-    """What another rank of this instance holds, whatever the size of its cache."""
-    return layout_of(ShapedCache(find_blueprint(setup.model), 1, setup.block_tokens, cut, setup.dtype))
+    """The layout of another rank of this instance, of one block: peers need its heads and layers, not its size."""
+    return ShapedCache(find_blueprint(setup.model), 1, setup.block_tokens, cut, setup.dtype).layout()
 
 
 def open_rank_transport(settings: RankTransport, region: Region, cluster_key: bytes) -> Transport:

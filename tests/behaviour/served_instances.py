@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any, Self
 
 from system import Client, Reply, blocks
 
-from kvbaton.config import HandoffSettings
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
 from kvbaton.launch.fleet import Death, Fleet
@@ -18,11 +20,26 @@ from kvbaton.launch.local import InstanceOptions, instance_part, new_cluster_key
 from kvbaton.launch.ports import PortPicker, check_port_free
 from watching import wait_until
 
-__all__ = ["CLUSTER_KEY", "IMPATIENT", "Served", "served_pair"]
+__all__ = ["CLUSTER_KEY", "SHORT_TIMEOUTS", "KeyedClient", "Served", "served_pair"]
 
 CLUSTER_KEY = new_cluster_key()
-IMPATIENT = ("--transfer-timeout", "2", "--defer-timeout", "3", "--retry", "0.2")
+SHORT_TIMEOUTS = ("--transfer-timeout", "2", "--defer-timeout", "3", "--retry", "0.2")
 _START_S = 60.0
+_ANSWER_S = 120.0
+
+
+class KeyedClient(Client):
+    """Sends the token of the cluster key, as a router does."""
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
+        headers = {"Content-Type": "application/json", HTTP_KEY_HEADER: http_token(CLUSTER_KEY.encode())}
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return Reply(response.status, dict(response.getheaders()), response.read())
+        finally:
+            connection.close()
 
 
 class Served:
@@ -35,7 +52,7 @@ class Served:
         self.port = int(url.rpartition(":")[2])
         command = list(self.part.command)
         self.control_port = int(command[command.index("--control-port") + 1])
-        self.client = Client(self.port)
+        self.client = KeyedClient(self.port)
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:
@@ -76,6 +93,13 @@ class Served:
         """Fail when one of its ports is still taken."""
         check_port_free("127.0.0.1", self.port, "--port")
         check_port_free("127.0.0.1", self.control_port, "--control-port")
+
+    def memory_bytes(self) -> int:
+        """The most memory that the process has had."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("the kernel reports no VmHWM")
 
     def counter(self, name: str) -> float:
         """The sum of a metric over its labels."""

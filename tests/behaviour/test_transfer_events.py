@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from row_nodes import Node, hand_off, is_untouched, names, prompt_of
+from embedded_nodes import Node, hand_off, is_untouched, names, prompt_of
 
 from kvbaton.config import Limits
 from watching import wait_until
@@ -14,7 +14,7 @@ PROMPT = prompt_of(1)
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-class TestSglangRow30:
+class TestDataThatIsNotReady:
     """Through the agents of a real pair, over each transport between processes."""
 
     def test_nothing_moves_before_the_event(self, transport: str) -> None:

@@ -1,7 +1,7 @@
-"""What ranks of one instance tell each other within a step: sums over a stage, and rows from one stage to the next.
+"""What the ranks of one instance exchange within a step: sums over a stage, and rows from one stage to the next.
 
-Parts are added in the order of the ranks, by one of them, and everybody gets that sum: all ranks of a stage go on with the
-same bits, and a run can be repeated.
+The first rank of a stage adds the parts in the order of the ranks and sends the sum to the others. Floating-point addition
+depends on the order: in one fixed order all ranks of a stage continue with the same bits, and a run can be repeated.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 from kvbaton.agent.channel import Channel, ChannelStuck
 from kvbaton.engines.embedded.shaped.weights import Array
 
-__all__ = ["Exchange"]
+__all__ = ["RankCollectives"]
 
 
-class Exchange:
+class RankCollectives:
     """The links of one rank. The first rank of a stage has one to each of the others, `stage`; the others have one, to it."""
 
     def __init__(
@@ -40,28 +40,28 @@ class Exchange:
             return part
         if not self._adds_up:
             self._send(self._stage[0], part)
-            return self._take(self._stage[0], part.shape)
+            return self._receive(self._stage[0], part.shape)
         total = part
         for peer in self._stage:
-            total = total + self._take(peer, part.shape)
+            total = total + self._receive(peer, part.shape)
         for peer in self._stage:
             self._send(peer, total)
         return total
 
-    def take_over(self, shape: tuple[int, ...]) -> Array | None:
+    def receive_rows(self, shape: tuple[int, ...]) -> Array | None:
         """The rows that the stage before has computed; None for the first stage."""
-        return None if self._before is None else self._take(self._before, shape)
+        return None if self._before is None else self._receive(self._before, shape)
 
-    def hand_on(self, rows: Array) -> None:
-        """Give the rows to the stage after, if there is one."""
+    def send_rows(self, rows: Array) -> None:
+        """Send the rows to the stage after, if there is one."""
         if self._after is not None:
             self._send(self._after, rows)
 
     def _send(self, peer: Channel, rows: Array) -> None:
         peer.send(np.ascontiguousarray(rows).data.cast("B"), self._timeout_s)
 
-    def _take(self, peer: Channel, shape: tuple[int, ...]) -> Array:
+    def _receive(self, peer: Channel, shape: tuple[int, ...]) -> Array:
         frame = peer.receive(self._timeout_s)
         if frame is None:
-            raise ChannelStuck(f"{peer.peer} has not done its part of a step in {self._timeout_s:g} s")
+            raise ChannelStuck(f"{peer.peer} has sent nothing of a step for {self._timeout_s:g} s")
         return np.frombuffer(frame, np.float64).reshape(shape)

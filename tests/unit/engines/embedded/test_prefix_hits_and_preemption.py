@@ -1,4 +1,4 @@
-"""Rows 19, 20, 30 and 31 of what a connector for vLLM must get right, on two embedded engines with real agents."""
+"""Prefix hits, odd prompt lengths, preemption and early release, on two embedded engines with real agents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = pytest.mark.parametrize("mode", list(Mode))
 LENGTHS = pytest.mark.parametrize("tokens", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1])
 
 
-class TestRow19:
+class TestPrefixHitsAndLengths:
     """READ: full local hit (release only), partial hit, prompt < 1 block, exactly k blocks, 1-token prompt. Push alike."""
 
     @MODES
@@ -42,7 +42,7 @@ class TestRow19:
             assert pair.hand_off(prompt, "t").token_ids != alone(prompt).token_ids
 
     @MODES
-    def test_a_full_hit_moves_nothing_and_lets_the_source_go(self, mode: Mode) -> None:
+    def test_a_full_hit_moves_nothing_and_releases_the_source(self, mode: Mode) -> None:
         prompt = prompt_of(4 * BLOCK_TOKENS)
         with EnginePair(mode) as pair:
             assert_equal(pair.hand_off(prompt, "a"), alone(prompt))
@@ -86,7 +86,7 @@ class TestRow19:
             pair.wait_empty()
 
 
-class TestRow20:
+class TestChunksAndPreemption:
     """Chunked prefill with a last chunk that allocates no block; preempted and resumed P."""
 
     @MODES
@@ -123,7 +123,7 @@ class TestRow20:
         assert bool(retracted) == (mode is Mode.PUSH)
 
 
-class TestRow30:
+class TestPreemptionAfterLanding:
     """D preempted after the load: computed again locally, the same tokens. A plain request to a decoder: local prefill."""
 
     @MODES
@@ -151,11 +151,11 @@ class TestRow30:
             pair.wait_empty()
 
 
-class TestRow31:
+class TestEarlyRelease:
     """Full prefix hit, request rejected before admission: P released at once."""
 
     @MODES
-    def test_a_full_hit_lets_the_source_go_before_the_answer_ends(self, mode: Mode) -> None:
+    def test_a_full_hit_releases_the_source_before_the_answer_ends(self, mode: Mode) -> None:
         prompt = prompt_of(4 * BLOCK_TOKENS)
         with EnginePair(mode, blocks=128) as pair:
             pair.hand_off(prompt, "a")
@@ -171,7 +171,7 @@ class TestRow31:
 
     @MODES
     def test_a_request_that_is_too_long_for_the_target(self, mode: Mode) -> None:
-        """The target refuses it at the door, and the source has its blocks back long before its patience ends."""
+        """The target refuses it before admission, and the source has its blocks back long before its timeout."""
         prompt = prompt_of(40)
         with EnginePair(mode, source={"blocks": 2000}, target={"blocks": 8}) as pair:
             pair.prefill(prompt, "t").wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from row_nodes import Node, names, prompt_of
+from embedded_nodes import Node, names, prompt_of
 
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
@@ -22,8 +22,8 @@ def turns_in_a_while(node: Node) -> int:
     return node.driver.stats().turns_total - before
 
 
-class TestVllmRow29:
-    """Nobody ever comes for a held cache: it expires without any traffic, and the instance goes idle."""
+class TestHeldBlocksWithoutTraffic:
+    """No target ever fetches a held cache: it expires without any traffic, and the instance goes idle."""
 
     def test_held_blocks_expire_and_then_nothing_happens(self) -> None:
         with Node(limits=LIMITS) as source:
@@ -37,10 +37,10 @@ class TestVllmRow29:
             assert source.driver.stats().errors_total == 0
 
     def test_while_something_lives_it_does_more(self) -> None:
-        """The control: a target that greets a dead source is not idle, and the same count shows it."""
+        """The control: a target that dials a dead source is not idle, and the same count shows it."""
         with Node(limits=Limits(transfer_timeout=0.3, defer_timeout=60.0, retry=0.01)) as target:
-            nobody = ControlAddress.of("127.0.0.1", PortPicker().pick())
-            requests = [target.decode(next(names), prompt_of(seed), nobody) for seed in range(3)]
+            dead = ControlAddress.of("127.0.0.1", PortPicker().pick())
+            requests = [target.decode(next(names), prompt_of(seed), dead) for seed in range(3)]
             busy = turns_in_a_while(target)
             assert busy > _HANDFUL
             for request in requests:

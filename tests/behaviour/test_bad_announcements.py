@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from row_nodes import (
+from embedded_nodes import (
     PROMPT_TOKENS,
     FalseSource,
     Node,
@@ -42,7 +42,7 @@ _seeds = iter(range(20_000, 30_000))
 
 @pytest.fixture
 def peer(pair: tuple[Node, Node]) -> Iterator[FalseSource]:
-    """Somebody who has been granted poisoned blocks; afterwards the next hand-off is right."""
+    """A peer that has been granted poisoned blocks; afterwards the next hand-off is right."""
     source, target = pair
     with false_source(target, source, prompt_of(next(_seeds))) as peer:
         yield peer
@@ -80,7 +80,7 @@ BAD_BLOCKS: dict[str, tuple[Blocks, str]] = {
 }
 
 
-class TestSglangRow21:
+class TestBlockLists:
     """A page index outside the region, above 32 bits, missing or doubled: an error that names it, and nothing is written."""
 
     @pytest.mark.parametrize(("blocks", "text"), BAD_BLOCKS.values(), ids=BAD_BLOCKS.keys())
@@ -122,7 +122,7 @@ class TestSglangRow21:
         peer.announce(((1, 2, number),))
         target.wait_dropped("not a message", count + 1)
         assert is_same(target, before)
-        assert not peer.request.is_over, "the request has its own patience"
+        assert not peer.request.is_over, "the request has its own timeout"
 
     @pytest.mark.parametrize("blocks", [((1, 2, 999),), ((5, 5, 5),), ((),), ()], ids=["beyond", "doubled", "none", "no group"])
     def test_target_blocks_in_a_grant_that_asks_the_source_to_write(self, pair: tuple[Node, Node], blocks: Blocks) -> None:
@@ -141,8 +141,8 @@ class TestSglangRow21:
         assert_works(pair)
 
 
-class TestVllmRow10:
-    """Block ids and group counts out of range fail one request with its error; the engine lives. Bodies: `test_rows_inputs`."""
+class TestOneBadListAmongOthers:
+    """Block ids and group counts out of range fail one request with its error; the engine lives."""
 
     def test_a_bad_list_fails_one_request_while_another_goes_on(self, pair: tuple[Node, Node]) -> None:
         source, target = pair
@@ -166,8 +166,8 @@ def aux_frame(peer: FalseSource, **changes: object) -> bytes:
     return Seal(None).seal(msgspec.msgpack.encode(document), Way.TO_DIALLER)
 
 
-class TestSglangRow20:
-    """Aux records of a wrong type, for nobody, for an earlier grant, twice, or too large: dropped and counted."""
+class TestAuxRecords:
+    """Aux records of a wrong type, for no hand-off, for an earlier grant, twice, or too large: dropped and counted."""
 
     @pytest.mark.parametrize(
         "changes",
@@ -186,11 +186,11 @@ class TestSglangRow20:
         assert peer.request.wait().tokens[0] == AUX.token_id
 
     @pytest.mark.parametrize("which", ["another hand-off", "an earlier grant", "a grant to come", "no grant"])
-    def test_for_somebody_else(self, peer: FalseSource, which: str) -> None:
+    def test_for_another_hand_off(self, peer: FalseSource, which: str) -> None:
         wrong = Aux(90, -9.0)
         key, number = peer.grant.key, peer.grant.grant
         stray: dict[str, Message] = {
-            "another hand-off": AuxSent(key_of("never heard of"), number, wrong),
+            "another hand-off": AuxSent(key_of("unknown"), number, wrong),
             "an earlier grant": AuxSent(key, number - 1, wrong),
             "a grant to come": AuxSent(key, number + 1, wrong),
             "no grant": AuxSent(key, 0, wrong),

@@ -1,7 +1,7 @@
-"""Embedded instances inside the test's own process: real engines, drivers, sockets and transports, without the HTTP face.
+"""Embedded instances inside the test's own process: real engines, drivers, sockets and transports, without the HTTP server.
 
-For faults that nobody can produce from outside: a transport that fails on command, an engine that stands still, a peer that
-speaks the protocol and says something wrong in it.
+For faults that cannot be produced from outside: a transport that fails on command, an engine that does not step, a peer that
+follows the protocol and sends wrong values in it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 PATIENT = Limits()
-"""The default limits: longer than any test waits, so that what ends in time was told and did not time out."""
+"""The default limits: longer than any test waits, so that what ends within a test was notified and did not time out."""
 
 PULL = HandoffSettings(mode=Mode.PULL)
 PROMPT_TOKENS = 40
@@ -77,7 +77,7 @@ _POISON = 0x4B
 _SOME_BLOCKS = ((1, 2, 3),)
 _WHOLE = Span(0, 0, PROMPT_TOKENS, 0, 3)
 
-names = (f"row-{number}" for number in itertools.count())
+names = (f"handoff-{number}" for number in itertools.count())
 """A name that no other hand-off has."""
 
 Gate = Callable[[PeerRank], AfterEvent | None]
@@ -119,7 +119,7 @@ class GatedTransport(FaultyTransport):
 
 @dataclass
 class Collected:
-    """The sink of one request: all that the engine said about it."""
+    """The sink of one request: all outputs of the engine for it."""
 
     outputs: list[TokenOutput] = field(default_factory=list)
     _is_over: threading.Event = field(default_factory=threading.Event)
@@ -261,13 +261,13 @@ def hand_off(source: Node, target: Node, prompt: tuple[int, ...], max_tokens: in
 
 
 def is_untouched(node: Node) -> bool:
-    """Whether nobody has ever written into the cache of a node."""
+    """Whether the cache of a node was never written to."""
     return bool((node.cache.data.view(np.uint8) == _POISON).all())
 
 
 @dataclass
 class FalseSource:
-    """Somebody with the key who has prefilled nothing, and to whom a target has granted its blocks."""
+    """A peer with the key that has prefilled nothing, and to which a target has granted its blocks."""
 
     intruder: Intruder
     target: Node
@@ -275,12 +275,12 @@ class FalseSource:
     request: Collected
 
     def announce(self, blocks: tuple[tuple[int, ...], ...] | None = None, span: Span | None = None) -> None:
-        """Say where the cache lies."""
+        """Announce where the cache lies."""
         lists, spans = _SOME_BLOCKS if blocks is None else blocks, (span or _WHOLE,)
         self.intruder.say(Announced(self.grant.key, self.grant.grant, 1, lists, spans), self.target.incarnation)
 
     def finish_prefill(self, aux: Aux | None = None) -> None:
-        """Say that nothing more comes, and (if told to) the aux record."""
+        """Announce the end of prefill, and send the aux record if there is one."""
         key, number = self.grant.key, self.grant.grant
         self.intruder.say(Prefilled(key, number, 1, 1, PROMPT_TOKENS, 0.0), self.target.incarnation)
         if aux is not None:
@@ -312,7 +312,7 @@ def false_source(target: Node, like: Node, prompt: tuple[int, ...], key: bytes |
 
 @dataclass
 class FalseTarget:
-    """Somebody with the key whose card the source knows."""
+    """A peer with the key whose card the source knows."""
 
     intruder: Intruder
     source: Node

@@ -1,4 +1,4 @@
-"""Row 10 of what a backend for SGLang must get right, on two embedded engines with real agents."""
+"""Chunked prefill handed over, on two embedded engines with real agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbaton.core.timeline import Stage
 MODES = pytest.mark.parametrize("mode", list(Mode))
 
 
-class TestRow10:
+class TestChunksOfAPrompt:
     """Chunked sends: 1, many, uneven; last chunk with zero pages still delivers aux and status; full prefix hit."""
 
     @MODES

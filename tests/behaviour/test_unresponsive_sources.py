@@ -1,4 +1,4 @@
-"""Sources that are dead, silent or slow: bounded by the target's patience, and nobody else waits for them."""
+"""Sources that are dead, silent or slow: the wait is bounded by the target's timeout, and no other request waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from driver_rig import Intruder
-from row_nodes import Node, hand_off, names, prompt_of
+from embedded_nodes import Node, hand_off, names, prompt_of
 
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
@@ -16,18 +16,18 @@ from kvbaton.core.handoff import Aux, Span
 from kvbaton.core.messages import Announced, AuxSent, ConfirmAsk, Confirmed, Grant, Hello, Prefilled
 from kvbaton.launch.ports import PortPicker
 
-IMPATIENT = Limits(transfer_timeout=3.0, defer_timeout=4.0, retry=0.1)
+SHORT_LIMITS = Limits(transfer_timeout=3.0, defer_timeout=4.0, retry=0.1)
 
 
 @contextmanager
 def dead() -> Iterator[ControlAddress]:
-    """An address at which nobody listens."""
+    """An address without a listener."""
     yield ControlAddress.of("127.0.0.1", PortPicker().pick())
 
 
 @contextmanager
 def black_hole() -> Iterator[ControlAddress]:
-    """A port whose connections the kernel takes and nobody ever serves."""
+    """A port whose connections the kernel accepts and no process serves."""
     port = PortPicker().pick()
     with socket.create_server(("127.0.0.1", port), backlog=16):
         yield ControlAddress.of("127.0.0.1", port)
@@ -35,7 +35,7 @@ def black_hole() -> Iterator[ControlAddress]:
 
 @contextmanager
 def mute() -> Iterator[ControlAddress]:
-    """Somebody who speaks ZeroMQ and says nothing."""
+    """A ZeroMQ peer that sends nothing."""
     with Intruder() as intruder:
         intruder.listen()
         yield intruder.address
@@ -43,14 +43,14 @@ def mute() -> Iterator[ControlAddress]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Node, Node]]:
-    with Node(limits=IMPATIENT) as source, Node(limits=IMPATIENT) as target:
+    with Node(limits=SHORT_LIMITS) as source, Node(limits=SHORT_LIMITS) as target:
         yield source, target
 
 
-class TestVllmRow11:
+class TestSourcesThatDoNotAnswer:
     """A dead host, a black-holed port and a mute peer cost their own requests a bounded time, and other peers nothing."""
 
-    def test_bounded_and_nobody_else_waits(self, pair: tuple[Node, Node]) -> None:
+    def test_the_wait_is_bounded_and_no_other_request_waits(self, pair: tuple[Node, Node]) -> None:
         source, target = pair
         with ExitStack() as stack:
             addresses = [stack.enter_context(kind()) for kind in (dead, black_hole, mute)]

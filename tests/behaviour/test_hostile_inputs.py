@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from driver_rig import Intruder
-from row_processes import CLUSTER_KEY, IMPATIENT, Served, served_pair
+from served_instances import CLUSTER_KEY, SHORT_TIMEOUTS, Served, served_pair
 
 from kvbaton.core.auth import Seal, Way
 from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Served, Served]]:
-    with served_pair(*IMPATIENT, *ALLOW) as (source, target):
+    with served_pair(*SHORT_TIMEOUTS, *ALLOW) as (source, target):
         yield source, target
         for instance in (source, target):
             instance.wait_idle()
@@ -77,8 +77,8 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-class TestVllmRow10:
-    """What a body says about a hand-off is checked field by field; an address in it is a hint and no right."""
+class TestHandoffParamsOfABody:
+    """The hand-off parameters of a body are checked field by field; an address in them is a hint and no right."""
 
     @pytest.mark.parametrize(("params", "field"), WRONG_TYPES.values(), ids=WRONG_TYPES.keys())
     def test_wrong_types_and_missing_fields_are_a_400_that_names_the_field(
@@ -109,9 +109,9 @@ class TestVllmRow10:
     def test_another_engine_id_fails_by_name(self, pair: tuple[Served, Served]) -> None:
         source, target = pair
         params = source.prefill("Hello", "another engine")
-        reply = target.decode("Hello", params | {"remote_engine_id": "nobody"})
+        reply = target.decode("Hello", params | {"remote_engine_id": "unknown"})
         assert reply.status == 502
-        assert "incarnation nobody is gone" in reply.error
+        assert "incarnation unknown is gone" in reply.error
         assert params["remote_engine_id"] in reply.error
         assert target.decode("Hello", params).status == 200, "the cache was not touched and still waits for its target"
 
@@ -121,7 +121,7 @@ class TestVllmRow10:
         assert reply.status == 502
         assert "the source has another prompt of that transfer id" in reply.error
 
-    def test_a_transfer_that_nobody_knows_fails_at_once(self, pair: tuple[Served, Served]) -> None:
+    def test_an_unknown_transfer_fails_at_once(self, pair: tuple[Served, Served]) -> None:
         source, target = pair
         params = source.prefill("Hello", "known")
         reply = target.decode("Hello", params | {"transfer_id": "unknown"})
@@ -139,8 +139,8 @@ class TestVllmRow10:
         assert target.counter('kvbaton_control_dropped_total{cause="not dialled"}') > before
         assert_works(pair)
 
-    def test_a_port_where_somebody_else_answers_fails_by_name_and_is_left_alone(self, pair: tuple[Served, Served]) -> None:
-        """An HTTP server is no peer: whatever it says to our greeting, it is not asked again once nobody waits for it."""
+    def test_a_port_of_another_service_fails_by_name_and_is_left_alone(self, pair: tuple[Served, Served]) -> None:
+        """An HTTP server is no peer: whatever it answers to our hello, it is not dialled again once no request waits for it."""
         source, target = pair
         params = source.prefill("Hello", "to HTTP")
         reply = target.decode("Hello", params | {"remote_port": source.port})
@@ -152,10 +152,10 @@ class TestVllmRow10:
         assert target.counter("kvbaton_control_dropped_total") == dropped
 
 
-class TestVllmRow11:
+class TestSourceThatNeverAnswers:
     """A source that never answers costs its own request `transfer_timeout`, and the requests beside it nothing."""
 
-    def test_a_black_hole_delays_nobody_else(self, pair: tuple[Served, Served]) -> None:
+    def test_a_black_hole_delays_no_other_request(self, pair: tuple[Served, Served]) -> None:
         _, target = pair
         port = PortPicker().pick()
         with socket.create_server(("127.0.0.1", port)), ThreadPoolExecutor(4) as pool:
@@ -170,13 +170,13 @@ class TestVllmRow11:
 
 
 def sealed(key: str) -> bytes:
-    """A message about nothing, as somebody with that key would send it."""
-    frame = encode(Incarnation("somebody"), "", Release(HandoffKey(TransferId("x")), 1))
+    """A message about nothing, as a peer with that key would send it."""
+    frame = encode(Incarnation("unknown"), "", Release(HandoffKey(TransferId("x")), 1))
     return Seal(key.encode()).seal(frame, Way.TO_LISTENER)
 
 
-class TestVllmRow13:
-    """Garbage on the control port is dropped and counted in the metrics, and the instance serves on. Also SGLang's row 22."""
+class TestGarbageOnTheControlPort:
+    """Garbage on the control port is dropped and counted in the metrics, and the instance serves on."""
 
     @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
     def test_frames_that_are_no_messages(self, pair: tuple[Served, Served], side: int) -> None:
@@ -212,14 +212,14 @@ class TestVllmRow13:
             assert_works(pair)
 
 
-class TestVllmRow29:
-    """Nobody comes for a held cache: it expires after `defer_timeout` without any traffic, and the agents go to sleep."""
+class TestExpiryWithoutTraffic:
+    """No target fetches a held cache: it expires after `defer_timeout` without any traffic, and the agents go to sleep."""
 
     def test_it_expires_and_goes_idle(self, pair: tuple[Served, Served]) -> None:
         source, _ = pair
         expired = 'kvbaton_handoffs_total{outcome="expired",side="source"}'
         before = source.counter(expired)
-        source.prefill("nobody comes for this", "lonely")
+        source.prefill("no target fetches this", "unclaimed")
         wait_until(lambda: source.counter(expired) == before + 1, "it expires")
         source.wait_idle()
         turns, until = source.counter("kvbaton_agent_turns_total"), time.monotonic() + 1.0

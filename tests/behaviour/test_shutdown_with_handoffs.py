@@ -1,4 +1,4 @@
-"""Instances that do both, and instances that are told to stop while hand-offs are under way."""
+"""Instances of role `both`, and instances that are stopped while hand-offs are under way."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from http.client import HTTPException
 
 import pytest
 from driver_rig import Intruder
-from row_nodes import Node, names, prompt_of
-from row_processes import CLUSTER_KEY, Served
+from embedded_nodes import Node, names, prompt_of
+from served_instances import CLUSTER_KEY, Served
 
 from kvbaton.config import Trust
 from kvbaton.core.handoff import Outcome
@@ -37,8 +37,8 @@ def ask(instance: Served, prompt: str, params: object) -> int:
         return 0
 
 
-class TestVllmRow33:
-    """Role `both` serves clients and takes part in hand-offs on either side. Told to stop, an instance ends in order."""
+class TestBothRolesAndShutdown:
+    """Role `both` serves clients and takes part in hand-offs on either side. A stopped instance ends in order."""
 
     def test_both_serves_plain_requests(self, instances: tuple[Served, Served]) -> None:
         one, other = instances
@@ -54,8 +54,8 @@ class TestVllmRow33:
         for instance in instances:
             instance.wait_idle()
 
-    def test_a_source_that_is_told_to_stop_tells_its_targets(self, instances: tuple[Served, Served]) -> None:
-        """The target's patience is 30 s; the reason shows that it was told."""
+    def test_a_source_that_is_stopped_notifies_its_targets(self, instances: tuple[Served, Served]) -> None:
+        """The target's timeout is 30 s; the reason shows that it was notified."""
         source, _ = instances
         with Node(trust=TRUST, faults=Faults(stall=True)) as target:
             requests = []
@@ -73,7 +73,7 @@ class TestVllmRow33:
             assert source.complaints() == []
             target.wait_idle()
 
-    def test_a_target_that_is_told_to_stop_tells_its_sources(self) -> None:
+    def test_a_target_that_is_stopped_notifies_its_sources(self) -> None:
         with Served("both") as target, Intruder(TRUST.key) as source, Node(trust=TRUST) as like:
             source.listen()
             params = {"do_remote_prefill": True, "transfer_id": "in flight"}
@@ -94,8 +94,8 @@ class TestVllmRow33:
             assert target.complaints() == []
 
 
-class TestSglangRow31:
-    """After the end no thread is left, nobody reaches the memory any more, and what was in flight has failed with a reason."""
+class TestNothingIsLeft:
+    """After the end no thread is left, no peer reaches the memory any more, and what was in flight has failed with a reason."""
 
     @pytest.mark.parametrize("transport", ["local", "tcp"])
     @pytest.mark.parametrize("first", ["source", "target"])

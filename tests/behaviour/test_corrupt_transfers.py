@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from row_nodes import Node, hand_off, prompt_of
+from embedded_nodes import Node, hand_off, prompt_of
 
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode
@@ -15,7 +15,7 @@ FULL = HandoffSettings(mode=Mode.PULL, integrity=Integrity.FULL)
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-class TestVllmRow34:
+class TestCorruptByte:
     """Detected before decode; nothing of it enters the prefix cache; counted on both sides."""
 
     def test_a_corrupt_byte_is_detected_before_decode(self, transport: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from row_nodes import Collected, Node, hand_off, names, prompt_of
+from embedded_nodes import Collected, Node, hand_off, names, prompt_of
 
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
@@ -42,8 +42,8 @@ def single() -> Iterator[Node]:
         yield node
 
 
-class TestVllmRow23:
-    """Back-pressure is a matter of waiting, not of failing; a thousand at once complete; a slow peer holds up nobody else."""
+class TestBackPressure:
+    """Back-pressure is a matter of waiting, not of failing; a thousand at once complete; a slow peer delays no other peer."""
 
     @pytest.mark.parametrize("transport", ["local", "tcp"])
     def test_a_full_queue_is_waited_for(self, single: Node, transport: str) -> None:
@@ -87,7 +87,7 @@ class TestVllmRow23:
                 node.wait_idle()
                 node.engine._core.check_integrity()
 
-    def test_a_slow_peer_that_fills_the_queue_holds_up_nobody_else(self, single: Node) -> None:
+    def test_a_slow_peer_that_fills_the_queue_delays_no_other_peer(self, single: Node) -> None:
         is_released = threading.Event()
         with Node(thread=False) as slow, Node(thread=False) as quick, Node(max_in_flight=8) as target:
             target.transport.gate = lambda peer: is_released.is_set if peer.incarnation == slow.incarnation else None
@@ -102,7 +102,7 @@ class TestVllmRow23:
             assert all(request.wait(_LONG_S).is_good for request in held)
 
 
-class TestSglangRow23:
+class TestErrorsOfAPost:
     """A post that is refused for now is tried again within a limit; a permanent error is one failure on both sides, by name."""
 
     def test_a_transient_error_is_tried_again(self, single: Node) -> None:
@@ -132,7 +132,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-class TestSglangRow25:
+class TestResourcesPerPeer:
     """A thousand hand-offs over fifty peers: sockets, threads and files follow the peers, never the hand-offs."""
 
     @pytest.mark.parametrize(("peers", "each"), [(10, 5), pytest.param(50, 20, marks=pytest.mark.e2e)])

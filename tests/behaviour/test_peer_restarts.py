@@ -1,4 +1,4 @@
-"""A peer that comes back on the same address is somebody else: greeted anew, and nothing of its predecessor counts."""
+"""A peer that restarts on the same address is a new peer: it needs a new handshake, and nothing of its predecessor counts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from row_nodes import Node, false_source, hand_off, names, prompt_of
-from row_processes import CLUSTER_KEY, Served, served_pair
+from embedded_nodes import Node, false_source, hand_off, names, prompt_of
+from served_instances import CLUSTER_KEY, Served, served_pair
 
 from kvbaton.config import Trust
 from kvbaton.core.handoff import Incarnation
@@ -38,7 +38,7 @@ def restart(instance: Served) -> None:
     instance.start()
 
 
-class TestVllmRow14:
+class TestPeerRestart:
     """The survivor is not restarted, fails what it had with the old incarnation at once, and serves the next request."""
 
     def test_a_source_that_comes_back(self, pair: tuple[Served, Served]) -> None:
@@ -65,7 +65,7 @@ class TestVllmRow14:
             assert instance.complaints() == []
 
 
-class TestSglangRow17:
+class TestSourceKilledInMidCopy:
     """A source that dies in the middle of a copy: its hand-offs fail in about a second, and its successor is taken as it is."""
 
     def test_killed_in_the_middle_and_started_again(self, pair: tuple[Served, Served]) -> None:
@@ -91,8 +91,8 @@ class TestSglangRow17:
             source.wait_idle()
             target.wait_idle()
 
-    def test_a_successor_so_quick_that_nobody_saw_it_go(self) -> None:
-        """Its greeting from the same address, under another incarnation, is enough."""
+    def test_a_successor_that_starts_before_the_death_is_seen(self) -> None:
+        """Its hello from the same address, under another incarnation, is enough."""
         with Node() as source, Node() as target, false_source(target, source, prompt_of(2)) as peer:
             peer.announce()
             before, peer.intruder.incarnation = peer.intruder.incarnation, Incarnation("its-successor")

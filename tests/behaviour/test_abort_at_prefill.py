@@ -1,9 +1,9 @@
-"""A prefill that is given up, or was never begun: its target hears of it at once, not at a deadline."""
+"""A prefill that is aborted, or was never begun: its target is notified at once, not at a deadline."""
 
 from __future__ import annotations
 
 import pytest
-from row_nodes import Collected, Node, key_of, names, prompt_of
+from embedded_nodes import Collected, Node, key_of, names, prompt_of
 
 from kvbaton.errors import BadRequest
 from watching import wait_until
@@ -21,7 +21,7 @@ def waiting_target(source: Node, target: Node, name: str) -> Collected:
     return request
 
 
-class TestSglangRow16:
+class TestAbortAtPrefill:
     """An abort at the prefill side reaches decode without any deadline. These are 30 s and more; the tests wait 20 s."""
 
     def test_an_abort_while_computing(self) -> None:
@@ -48,7 +48,7 @@ class TestSglangRow16:
             assert request.tokens == target.alone(LONG).wait().tokens
 
     def test_an_abort_while_the_finished_cache_waits(self) -> None:
-        """Then nobody holds it any more, and whoever comes for it is refused at once."""
+        """Then it is not held any more, and a target that asks for it is refused at once."""
         name = next(names)
         with Node() as source, Node() as target:
             source.prefill(name, LONG).wait()
@@ -72,7 +72,7 @@ class TestSglangRow16:
             source.wait_idle()
 
     def test_a_request_that_was_refused_before_anything_started(self) -> None:
-        """The prefill instance cannot take the prompt at all; it has never heard of the hand-off when the target asks."""
+        """The prefill instance cannot take the prompt at all; it does not know the hand-off when the target asks."""
         name, prompt = next(names), prompt_of(2, 200)
         with Node(blocks=8) as source, Node() as target:
             with pytest.raises(BadRequest, match="the cache holds 128"):

@@ -1,4 +1,4 @@
-"""Rows that only show with a router in front: what prefill refuses, decode does not wait for."""
+"""With a router in front: decode does not wait for what prefill refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module", params=[HandoffSettings(mode=mode) for mode in Mode], ids=list(Mode))
 def stand(request: pytest.FixtureRequest) -> Iterator[Stand]:
-    """A prefill instance with little memory beside a decode instance with much. Their patience is 30 s and more."""
+    """A prefill instance with little memory beside a decode instance with much. Their timeouts are 30 s and more."""
     with Stand() as stand:
         stand.start("prefill", "prefill", "tiny", "--blocks", "8", handoff=request.param)
         stand.start("decode", "decode", "tiny", handoff=request.param)
@@ -26,7 +26,7 @@ def stand(request: pytest.FixtureRequest) -> Iterator[Stand]:
 
 
 def handoffs_live(stand: Stand) -> list[str]:
-    """What the instances say about live hand-offs and blocks, where it is not 0."""
+    """What the instances report of live hand-offs and blocks, where it is not 0."""
     found = []
     for instance in stand.instances("live"):
         states = blocks(int(instance["http_address"].rpartition(":")[2]))
@@ -34,7 +34,7 @@ def handoffs_live(stand: Stand) -> list[str]:
     return found
 
 
-class TestSglangRow16:
+class TestRefusedByPrefill:
     """A request that prefill refuses before anything started fails at once at both ends."""
 
     def test_refused_by_prefill_alone(self, stand: Stand) -> None:
@@ -44,7 +44,7 @@ class TestSglangRow16:
                 answer = reply.result(20)
                 assert 400 <= answer.status < 600
                 assert "the cache holds 128" in answer.error
-        wait_until(lambda: handoffs_live(stand) == [], "nobody waits for anything", timeout_s=5)
+        wait_until(lambda: handoffs_live(stand) == [], "no hand-off waits", timeout_s=5)
         served = stand.client.complete("Hello")
         assert served.status == 200
         assert served.document["kvbaton"]["handed_off"] is True

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from driver_rig import Intruder
-from row_nodes import Node, digest_of, false_source, false_target, hand_off, key_of, names, prompt_of
+from embedded_nodes import Node, digest_of, false_source, false_target, hand_off, key_of, names, prompt_of
 
 from kvbaton.config import Trust
 from kvbaton.core.auth import Seal, Way
@@ -57,8 +57,8 @@ def assert_works(pair: tuple[Node, Node]) -> None:
 
 
 def hello_frame(pair: tuple[Node, Node], key: bytes) -> bytes:
-    """A greeting that a source would take."""
-    frame = encode(Incarnation("somebody"), "", Hello(pair[1].card, wants_answer=False))
+    """A hello that a source would accept."""
+    frame = encode(Incarnation("unknown"), "", Hello(pair[1].card, wants_answer=False))
     return Seal(key).seal(frame, Way.TO_LISTENER)
 
 
@@ -66,11 +66,8 @@ def dropped(node: Node) -> int:
     return node.driver.stats().dropped_total.total()
 
 
-class TestVllmRow13:
-    """Garbage, oversized, truncated and unauthenticated frames are dropped and counted; the thread lives; others go on.
-
-    SGLang's row 22 asks for the same, and for bytes that are no frames at all.
-    """
+class TestFramesThatAreNoMessages:
+    """Garbage, oversized, truncated and unauthenticated frames are dropped and counted; the thread lives; others go on."""
 
     @pytest.mark.parametrize("side", [0, 1], ids=["source", "target"])
     def test_garbage_is_dropped_counted_and_survived(self, pair: tuple[Node, Node], side: int) -> None:
@@ -104,7 +101,7 @@ class TestVllmRow13:
         assert_works(pair)
 
 
-class TestSglangRow22:
+class TestForeignProtocols:
     """Whatever comes to the port, the thread survives and the next hand-off works."""
 
     @pytest.mark.parametrize("side", [0, 1], ids=["source", "target"])
@@ -153,7 +150,7 @@ def every_message(key: HandoffKey, grant: int) -> list[Message]:
 
 
 class TestValidMessagesInTheWrongState:
-    """Rows 13 of vLLM and 22 of SGLang, for peers with the key: every message when it is too late, too early or misdirected."""
+    """From peers with the key: every message when it is too late, too early or misdirected."""
 
     def test_after_the_end_at_the_source(self, pair: tuple[Node, Node]) -> None:
         source, target = pair
@@ -194,7 +191,7 @@ class TestValidMessagesInTheWrongState:
         assert_works(pair)
 
     def test_too_early_at_the_target(self, pair: tuple[Node, Node]) -> None:
-        """A confirmation of what nobody has moved starts no decode."""
+        """A confirmation of what was not moved starts no decode."""
         source, target = pair
         with false_source(target, source, prompt_of(next(_seeds)), KEY) as peer:
             for early in (Confirmed(peer.grant.key, peer.grant.grant, 1, 1), Stopped(peer.grant.key, peer.grant.grant)):
