@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-__all__ = ["ChoiceOptions", "PatienceOptions", "router"]
+__all__ = ["ChoiceOptions", "TimeoutOptions", "router"]
 
 _API_KEY_VARIABLE = "KVBATON_API_KEY"
 _INSTANCE_KEY_VARIABLE = "KVBATON_INSTANCE_API_KEY"
@@ -52,7 +52,7 @@ class ChoiceOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PatienceOptions:
+class TimeoutOptions:
     """How long the router waits for what, in seconds.
 
     Parameters
@@ -91,7 +91,7 @@ def router(
     cluster_key_file: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
-    patience: Annotated[PatienceOptions, Parameter(name="*")] = PatienceOptions(),  # noqa: B008
+    timeouts: Annotated[TimeoutOptions, Parameter(name="*")] = TimeoutOptions(),  # noqa: B008
     verbose: bool = False,
 ) -> int:
     """Route OpenAI-style requests to prefill and decode instances that register here, and serve the chat page at `/`.
@@ -145,12 +145,13 @@ def router(
         cluster_key=parse_trust(cluster_key_file).key,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(choice),
-        **asdict(patience),
+        **asdict(timeouts),
     )
     log = logging.getLogger("kvbaton")
     if settings.cluster_key is None and not is_loopback(settings.discovery_host):
         log.warning(
-            "anybody who reaches port %d on %s can register an instance and receive prompts; set a key with --cluster-key-file",
+            "every process that reaches port %d on %s can register an instance and receive prompts; set a key with"
+            " --cluster-key-file",
             discovery_port,
             settings.discovery_host,
         )
@@ -162,10 +163,12 @@ def router(
 
 
 def _api_keys(value: str) -> tuple[str, ...]:
-    """The keys of a list; one without any key in it must not let everybody in."""
+    """The keys of a list. A list without any key is an error: it must not turn the check off."""
     from kvbaton.errors import ConfigError
 
     keys = tuple(filter(None, value.split(",")))
     if value and not keys:
-        raise ConfigError(f"{_API_KEY_VARIABLE} is {value!r}, which holds no key; put one in, or unset it to let everybody in")
+        raise ConfigError(
+            f"{_API_KEY_VARIABLE} is {value!r}, which holds no key; put one in, or unset it to admit every client"
+        )
     return keys

@@ -1,4 +1,4 @@
-"""Who is alive: the instances a router may send requests to, and those it refused, with the reason.
+"""The live instances, to which a router may send requests, and those it refused, with the reason.
 
 An instance is known by its `http_address` and type. Another incarnation, or another control address, at the same
 `http_address` means that the process there was restarted: whatever was known of it is dropped at once, and a late message
@@ -21,7 +21,7 @@ __all__ = [
     "Left",
     "Outcome",
     "Refreshed",
-    "Refused",
+    "RegistrationRefused",
     "RefusedInstance",
     "Registered",
     "Registry",
@@ -33,8 +33,10 @@ _Key = tuple[str, InstanceType]
 
 _FIRST_ASIDE_S = 0.5
 _LONGEST_ASIDE_S = 8.0
+# vLLM's own connectors beat every 3 s; with a limit of 5 s one lost heartbeat would end such an instance. So the limit grows
+# with the interval that was seen, but at most to twice the setting.
 _MISSED_HEARTBEATS = 3.3
-_MOST_PATIENCE = 2.0
+_MOST_SILENCE = 2.0
 _SWEEP_S = 0.05
 _CALM_S = 60.0
 _COMINGS_FORGIVEN = 3
@@ -44,7 +46,7 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A live instance: its latest registration, when it came and was last heard of, and until when it is put aside.
+    """A live instance: its latest registration, when it came and was last seen, and until when it is put aside.
 
     `beat_s` is how far apart its heartbeats have been of late; 0 while that is unknown.
     """
@@ -63,7 +65,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """The instance in words."""
+        """The instance as it is named in logs and errors."""
         return f"{self.type.word} instance {self.http_address}"
 
     @property
@@ -115,8 +117,8 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The instance is not used; `is_new` when this reason was not known before, `wants_answer` when it is to be told."""
+class RegistrationRefused:
+    """The instance is not used; `is_new` when this reason was not known before, `wants_answer` when it requested an answer."""
 
     reason: str
     is_new: bool
@@ -125,14 +127,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The instance said goodbye; None when it was not known."""
+    """The instance sent a goodbye; None when it was not known."""
 
     instance: Instance | None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is held against an instance, told to a registry that has not seen it itself; 0 strikes is nothing any more."""
+    """The strikes of an instance, for a registry that has not counted them itself; 0 strikes clears them."""
 
     http_address: str
     type: InstanceType
@@ -141,11 +143,11 @@ class Standing:
     aside_s: float
 
 
-Outcome = Registered | Refreshed | Replaced | Refused | Left
+Outcome = Registered | Refreshed | Replaced | RegistrationRefused | Left
 
 
 class Registry:
-    """The instances that were heard of within `expire_after_s`, at most `max_instances` of them.
+    """The instances that were seen within `expire_after_s`, at most `max_instances` of them.
 
     Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side.
     """
@@ -168,13 +170,13 @@ class Registry:
         self._comings: OrderedDict[_Key, tuple[int, float]] = OrderedDict()
         self._expired: deque[Instance] = deque(maxlen=max_instances)
         self._next_sweep = _NEVER
-        self._keeps_silent = False
+        self._never_expires = False
         self._lock = threading.Lock()
         self.version = 0
         """Another number each time that the live instances may have changed."""
 
     def register(self, message: Registration, now: float) -> Outcome:
-        """Take in one message (registration, heartbeat or goodbye), and say what it changed."""
+        """Take in one message (registration, heartbeat or goodbye) and return what it changed."""
         with self._lock:
             self._drop_expired(now)
             if message.bye:
@@ -190,18 +192,18 @@ class Registry:
                 return self._refuse(message, now, reason)
             return self._admit(message, now, earlier)
 
-    def keep_silent(self) -> None:
-        """From now on silence ends nobody: whoever told of the instances has stopped. Goodbyes still do."""
+    def stop_expiring(self) -> None:
+        """From now on no instance expires, because the process that forwarded heartbeats has stopped. Goodbyes still count."""
         with self._lock:
-            self._keeps_silent = True
+            self._never_expires = True
 
     def expire(self, now: float) -> tuple[Instance, ...]:
         """Forget the instances that have been silent for too long; each of them is returned by one call."""
         with self._lock:
             self._drop_expired(now, at_once=True)
-            told = tuple(self._expired)
+            expired = tuple(self._expired)
             self._expired.clear()
-            return told
+            return expired
 
     def report_lost(self, instance: Instance, now: float) -> float | None:
         """The instance could not be reached: put it aside. Returns for how long; None when it is gone, or already aside."""
@@ -215,8 +217,8 @@ class Registry:
             self.version += 1
             return aside_s
 
-    def report_heard(self, instance: Instance) -> bool:
-        """The instance answered: what was held against it is forgotten. Whether there was anything."""
+    def report_reached(self, instance: Instance) -> bool:
+        """The instance answered: clear its strikes. Returns whether it had any."""
         with self._lock:
             known = self._live.get(_key(instance.registration))
             if known is None or not known.strikes or not _is_same_process(known.registration, instance.registration):
@@ -226,13 +228,13 @@ class Registry:
             return True
 
     def standing(self, instance: Instance, now: float) -> Standing:
-        """What is held against an instance now, in a form that can be told."""
+        """The strikes of an instance now, in a form that can be sent."""
         known = self.find(instance.http_address, instance.type) or instance
         aside_s = max(0.0, known.aside_until - now)
         return Standing(known.http_address, known.type, known.registration.incarnation, known.strikes, aside_s)
 
     def adopt(self, standing: Standing, now: float) -> None:
-        """Hold the same against an instance as whoever tells it; nothing changes when it is not the one that is live."""
+        """Take over the strikes that another process counted; nothing changes when its instance is not the one that is live."""
         with self._lock:
             known = self._live.get((standing.http_address, standing.type))
             if known is None or known.registration.incarnation != standing.incarnation:
@@ -244,7 +246,7 @@ class Registry:
             self.version += 1
 
     def find(self, http_address: str, kind: InstanceType, now: float | None = None) -> Instance | None:
-        """The instance of that type at that address, as it was last heard of. Only with `now` must it still be live."""
+        """The instance of that type at that address, as it was last seen. Only with `now` must it still be live."""
         with self._lock:
             known = self._live.get((http_address, kind))
             return None if known is None or (now is not None and not self._is_alive(known, now)) else known
@@ -260,13 +262,13 @@ class Registry:
             return tuple(r for r in self._refused.values() if now - r.last_seen < self.expire_after_s)
 
     def _is_alive(self, instance: Instance, now: float) -> bool:
-        patience_s = self.expire_after_s
+        silence_s = self.expire_after_s
         if instance.beat_s:
-            patience_s = min(max(patience_s, _MISSED_HEARTBEATS * instance.beat_s), _MOST_PATIENCE * patience_s)
-        return self._keeps_silent or now - instance.last_seen < patience_s
+            silence_s = min(max(silence_s, _MISSED_HEARTBEATS * instance.beat_s), _MOST_SILENCE * silence_s)
+        return self._never_expires or now - instance.last_seen < silence_s
 
     def _drop_expired(self, now: float, at_once: bool = False) -> None:
-        """Looking at everybody is done now and then only: a flood of messages must not make each of them dear."""
+        """All instances are looked at now and then only: a flood of messages must not make each of them expensive."""
         if not at_once and now < self._next_sweep:
             return
         self._next_sweep = now + _SWEEP_S
@@ -315,7 +317,7 @@ class Registry:
             return f"the registry is full: {len(self._live)} instances are live"
         return None
 
-    def _refuse(self, message: Registration, now: float, reason: str) -> Refused:
+    def _refuse(self, message: Registration, now: float, reason: str) -> RegistrationRefused:
         key = _key(message)
         self._drop_live_process(message)
         before = self._refused.pop(key, None)
@@ -324,7 +326,7 @@ class Registry:
         self._refused[key] = RefusedInstance(message, reason, since, now)
         while len(self._refused) > self._max_refused:
             self._refused.popitem(last=False)
-        return Refused(reason, is_new, message.answer)
+        return RegistrationRefused(reason, is_new, message.answer)
 
     def _forgive(self, message: Registration) -> None:
         refused = self._refused.get(_key(message))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.discovery.registry import Left, Refreshed, Refused, Registered, Registry, Replaced, Standing
+from kvbaton.discovery.registry import Left, Refreshed, Registered, RegistrationRefused, Registry, Replaced, Standing
 
 
 def message(
@@ -74,7 +74,7 @@ def test_a_late_message_of_an_earlier_incarnation_changes_nothing() -> None:
     registry = Registry()
     registry.register(message(incarnation="one"), 0.0)
     registry.register(message(incarnation="two"), 0.1)
-    assert isinstance(registry.register(message(incarnation="one"), 0.2), Refused)
+    assert isinstance(registry.register(message(incarnation="one"), 0.2), RegistrationRefused)
     assert registry.register(message(incarnation="one", bye=True), 0.3) == Left(None)
     assert [i.registration.incarnation for i in registry.live(0.3)] == ["two"]
 
@@ -115,7 +115,7 @@ def test_a_differing_transfer_mode_is_refused_and_others_keep_working() -> None:
     registry = Registry(TransferMode.READ)
     registry.register(message(), 0.0)
     outcome = registry.register(message("D", 8201, mode=TransferMode.WRITE), 0.1)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RegistrationRefused)
     assert "transfer_mode is WRITE there and READ here" in outcome.reason
     assert addresses(registry, 0.1) == ["127.0.0.1:8101"]
     assert [r.registration.http_address for r in registry.refused(0.1)] == ["127.0.0.1:8201"]
@@ -132,11 +132,11 @@ def test_a_differing_model_is_refused_with_both_values() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
     outcome = registry.register(message("D", 8201, fingerprint="bbb"), 0.1)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RegistrationRefused)
     assert "'bbb'" in outcome.reason
     assert "'aaa'" in outcome.reason
     by_name = registry.register(message("D", 8202, fingerprint="aaa", model="other"), 0.2)
-    assert isinstance(by_name, Refused)
+    assert isinstance(by_name, RegistrationRefused)
     assert "'other'" in by_name.reason
 
 
@@ -145,8 +145,8 @@ def test_a_refused_instance_is_taken_once_nothing_speaks_against_it() -> None:
     registry.register(message(fingerprint="aaa"), 0.0)
     other = message("D", 8201, fingerprint="bbb")
     first, second = registry.register(other, 1.0), registry.register(other, 2.0)
-    assert isinstance(first, Refused)
-    assert isinstance(second, Refused)
+    assert isinstance(first, RegistrationRefused)
+    assert isinstance(second, RegistrationRefused)
     assert (first.is_new, second.is_new) == (True, False)
     assert isinstance(registry.register(other, 6.0), Registered)
     assert registry.refused(6.0) == ()
@@ -157,14 +157,14 @@ def test_an_instance_restarted_with_another_model_is_not_used_under_its_old_entr
     registry.register(message(), 0.0)
     registry.register(message("D", 8201), 0.0)
     outcome = registry.register(message("D", 8201, incarnation="two", fingerprint="other"), 0.1)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RegistrationRefused)
     assert addresses(registry, 0.1) == ["127.0.0.1:8101"]
 
 
 def test_both_types_of_one_process_must_agree_too() -> None:
     registry = Registry()
     registry.register(message("P", fingerprint="aaa"), 0.0)
-    assert isinstance(registry.register(message("D", fingerprint="bbb"), 0.1), Refused)
+    assert isinstance(registry.register(message("D", fingerprint="bbb"), 0.1), RegistrationRefused)
 
 
 def test_the_only_instance_may_change_its_model() -> None:
@@ -177,7 +177,7 @@ def test_unknown_fingerprints_are_not_held_against_anyone() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
     assert isinstance(registry.register(message("D", 8201, fingerprint="", model=""), 0.1), Registered)
-    assert isinstance(registry.register(message("D", 8202, fingerprint="bbb"), 0.2), Refused)
+    assert isinstance(registry.register(message("D", 8202, fingerprint="bbb"), 0.2), RegistrationRefused)
 
 
 def test_every_table_is_bounded() -> None:
@@ -264,7 +264,7 @@ class TestQuarantine:
         registry.register(message(), 0.0)
         registry.report_lost(registry.live(0.0)[0], 0.0)
         before = registry.version
-        registry.report_heard(registry.live(0.0)[0])
+        registry.report_reached(registry.live(0.0)[0])
         (instance,) = registry.live(0.0)
         assert instance.aside_until < 0.0
         assert registry.version > before
@@ -297,7 +297,7 @@ class TestQuarantine:
         other.adopt(one.standing(instance, 1.0), 1.0)
         assert [(i.strikes, i.aside_until) for i in other.live(1.0)] == [(2, 1.5)]
         assert other.report_lost(instance, 1.5) == 2.0
-        assert one.report_heard(instance)
+        assert one.report_reached(instance)
         other.adopt(one.standing(instance, 1.6), 1.6)
         assert other.live(1.6)[0].strikes == 0
         assert other.live(1.6)[0].aside_until < 0.0

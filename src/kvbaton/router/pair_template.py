@@ -10,7 +10,7 @@ from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.discovery.registry import Instance
 
-__all__ = ["Params", "Wording"]
+__all__ = ["Params", "PairTemplate"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
 _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
@@ -31,7 +31,7 @@ class Params(msgspec.Struct, frozen=True):
         return b'%b,"transfer_id":"%b"}' % (self.start, transfer_id.encode())
 
 
-class Wording:
+class PairTemplate:
     """The bytes for one pair: heads, ids and parameters. Without `prefill`, decode does it all."""
 
     __slots__ = (
@@ -48,8 +48,8 @@ class Wording:
         if prefill is not None:
             in_push = decode.transfer_mode is TransferMode.WRITE
             self.prefill_head = _head(prefill, prefill_rank)
-            self.prefill_params = Params.of(_told(_DECODES_ELSEWHERE, decode, prefill_rank, with_tp_size=in_push))
-            self.push_params = Params.of(_source_told(prefill, prefill_rank))
+            self.prefill_params = Params.of(_peer_params(_DECODES_ELSEWHERE, decode, prefill_rank, with_tp_size=in_push))
+            self.push_params = Params.of(_source_params(prefill, prefill_rank))
             self.source_dp_size = prefill.registration.dp_size
             self._request_id += make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
 
@@ -69,18 +69,18 @@ def _answer_lines(prefill: Instance | None, decode: Instance) -> bytes:
     return f"{source}X-KVBaton-Decode: {decode.http_address}\r\nX-KVBaton-Mode: {mode}\r\n".encode()
 
 
-def _source_told(prefill: Instance, prefill_rank: int | None) -> dict[str, Any]:
-    """What decode is told of its source in push: also where it listens, for engines that forget the request id."""
+def _source_params(prefill: Instance, prefill_rank: int | None) -> dict[str, Any]:
+    """What decode is params of its source in push: also where it listens, for engines that forget the request id."""
     address = ControlAddress.parse(prefill.zmq_address)
-    told = _told(_PREFILLS_ELSEWHERE, prefill, prefill_rank, with_tp_size=True)
-    return {**told, "remote_host": address.host, "remote_port": address.handshake}
+    params = _peer_params(_PREFILLS_ELSEWHERE, prefill, prefill_rank, with_tp_size=True)
+    return {**params, "remote_host": address.host, "remote_port": address.handshake}
 
 
-def _told(sides: dict[str, bool], peer: Instance, prefill_rank: int | None, *, with_tp_size: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {**sides, "remote_engine_id": None, "remote_block_ids": None}
-    told["remote_dp_size"] = peer.registration.dp_size
+def _peer_params(sides: dict[str, bool], peer: Instance, prefill_rank: int | None, *, with_tp_size: bool) -> dict[str, Any]:
+    params: dict[str, Any] = {**sides, "remote_engine_id": None, "remote_block_ids": None}
+    params["remote_dp_size"] = peer.registration.dp_size
     if with_tp_size:
-        told["remote_tp_size"] = peer.registration.tp_size
+        params["remote_tp_size"] = peer.registration.tp_size
         if prefill_rank is not None:
-            told["remote_dp_rank"] = prefill_rank
-    return told
+            params["remote_dp_rank"] = prefill_rank
+    return params
