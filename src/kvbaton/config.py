@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import enum
+import hashlib
+import hmac
 import ipaddress
 import logging
 import math
@@ -25,11 +27,13 @@ from kvbaton.errors import ConfigError
 __all__ = [
     "CLUSTER_KEY_VARIABLE",
     "DEFAULT_HANDOFF",
+    "HTTP_KEY_HEADER",
     "AllowList",
     "HandoffSettings",
     "Limits",
     "OnFailure",
     "Trust",
+    "http_token",
     "is_loopback",
     "parse_limits",
     "parse_trust",
@@ -39,6 +43,9 @@ log = logging.getLogger(__name__)
 
 CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
 """The environment variable that may hold the cluster key; command lines never do, because everybody can read them."""
+
+HTTP_KEY_HEADER = "x-kvbaton-key"
+"""The HTTP header in which a holder of the cluster key proves it to an instance: its value is `http_token(key)`."""
 
 _MAX_KEY_BYTES = 4096
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
@@ -172,6 +179,11 @@ class Trust:
                 f"the control port would listen on {host}, where others can reach it, without a cluster key or an allow-list; "
                 f"set a key (--cluster-key-file or {CLUSTER_KEY_VARIABLE}), name the peers (--allow), or listen on 127.0.0.1"
             )
+
+
+def http_token(key: bytes) -> str:
+    """The token of a cluster key for HTTP. Derived: a captured header does not reveal the key of the control channel."""
+    return hmac.new(key, b"kvbaton http", hashlib.sha256).hexdigest()
 
 
 def _resolve(name: str) -> set[str]:

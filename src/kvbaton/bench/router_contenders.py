@@ -13,11 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet, Part
-from kvbaton.launch.local import kvbaton_command
+from kvbaton.launch.local import kvbaton_command, new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.router_peers import RouterPeers, sglang_router_part, vllm_router_part
 
@@ -29,6 +30,7 @@ SGLANG_ROUTER = "sglang-router"
 NO_ROUTER = "no router"
 """The name of the contender that is an instance itself."""
 
+_CLUSTER_KEY = new_cluster_key()
 _HEALTHY_S = 60.0
 _DRIVE_EXTRA_S = 60.0
 _COMPILE_S = 120.0
@@ -136,7 +138,8 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
                 fleet.start(_router(contender, peers, port, discovery_port, ports))
                 for kind, instance_port in instances.items():
                     message = _registration(kind, instance_port, contender.transfer_mode)
-                    stack.enter_context(ThreadAnnouncer(message, [f"127.0.0.1:{discovery_port}"]))
+                    routers = [f"127.0.0.1:{discovery_port}"]
+                    stack.enter_context(ThreadAnnouncer(message, routers, cluster_key=_CLUSTER_KEY.encode()))
             fleet.wait_healthy(_HEALTHY_S)
             found.append(RunningRouter(contender, port, fleet.pid("router")))
         yield found
@@ -146,7 +149,7 @@ def _router(contender: Contender, peers: RouterPeers | None, port: int, discover
     if contender.processes:
         command = kvbaton_command("router", "--port", str(port), "--discovery-port", str(discovery_port))
         command += ["--processes", str(contender.processes)]
-        return Part("router", command, f"http://127.0.0.1:{port}/health")
+        return Part("router", command, f"http://127.0.0.1:{port}/health", {CLUSTER_KEY_VARIABLE: _CLUSTER_KEY})
     if peers is None:
         raise LocalError("the other routers are not installed")
     part = vllm_router_part(peers, port, discovery_port, ports.pick(), "--log-level", "error")

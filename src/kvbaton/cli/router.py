@@ -116,7 +116,8 @@ def router(
     processes
         how many processes serve the port together.
     cluster_key_file
-        file that holds the key all instances share: only kvbaton's instances with this key are taken. Without it, all are.
+        file that holds the key all instances share; the variable KVBATON_CLUSTER_KEY may hold it instead. Only kvbaton's
+        instances with this key are admitted; without a key, all are.
     forward_header
         header of clients that instances see; may be repeated. By default Authorization (unless the router has keys of its
         own), traceparent, tracestate and X-Session-Id.
@@ -124,7 +125,7 @@ def router(
         log more.
     """
     from kvbaton.cli.running import raise_open_files, run_server, set_up_logging, settle_memory
-    from kvbaton.config import is_loopback, parse_trust
+    from kvbaton.config import CLUSTER_KEY_VARIABLE, is_loopback, parse_trust
     from kvbaton.core.addresses import in_url
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
@@ -142,18 +143,20 @@ def router(
         processes=processes,
         api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
-        cluster_key=parse_trust(cluster_key_file).key,
+        cluster_key=parse_trust(cluster_key_file, os.environ).key,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(choice),
         **asdict(timeouts),
     )
     log = logging.getLogger("kvbaton")
-    if settings.cluster_key is None and not is_loopback(settings.discovery_host):
+    if settings.cluster_key is None:
         log.warning(
-            "every process that reaches port %d on %s can register an instance and receive prompts; set a key with"
-            " --cluster-key-file",
+            "NO CLUSTER KEY: every process%s that reaches port %d on %s can register an instance, receive prompts and forge"
+            " answers; set a key with --cluster-key-file or %s",
+            " and every user of this machine" if is_loopback(settings.discovery_host) else "",
             discovery_port,
             settings.discovery_host,
+            CLUSTER_KEY_VARIABLE,
         )
     raise_open_files()
     settle_memory()

@@ -76,7 +76,7 @@ class StaticInstances:
     def _keep(self, listed: Registration, now: float) -> None:
         """What an instance registers itself takes precedence over the list."""
         known = self._registry.find(listed.http_address, listed.type, now)
-        outcome = self._registry.register(listed if known is None else known.registration, now)
+        outcome = self._registry.register(listed if known is None else known.registration, now, is_listed=True)
         if isinstance(outcome, RegistrationRefused) and outcome.is_new:
             name = f"{listed.type.word} instance {listed.http_address}"
             _logger.warning("discovery: %s of %s refused: %s", name, self._path, outcome.reason)

@@ -82,9 +82,16 @@ def new_board(processes: int) -> Board:
     return Board(processes, COLUMNS + MAX_SLOTS)
 
 
+def new_registry(settings: RouterSettings) -> Registry:
+    """The registry of a router with these settings."""
+    return Registry(
+        settings.transfer_mode, settings.expire_after_s, is_keyed=settings.cluster_key is not None, notices_pauses=True
+    )
+
+
 async def serve_router(settings: RouterSettings, ready: Callable[[], None] | None = None) -> None:
     """Run a router until cancelled; `ready` is called once both ports are open. Raises ConfigError when one cannot be bound."""
-    registry = Registry(settings.transfer_mode, settings.expire_after_s)
+    registry = new_registry(settings)
     core = RouterCore(settings, registry, new_board(1), Rings(1))
     static = None if settings.instances_file is None else StaticInstances(settings.instances_file, registry)
     with Listener(registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key) as listener:

@@ -52,10 +52,11 @@ _READY = b"ready"
 
 
 class _RegistrationUpdate(msgspec.Struct, array_like=True, tag="news"):
-    """A registration for the workers, and the slot of its instance."""
+    """A registration for the workers, the slot of its instance, and whether the first process has admitted it."""
 
     slot: int
     frame: bytes
+    is_admitted: bool
 
 
 class _StandingUpdate(msgspec.Struct, array_like=True, tag="held"):
@@ -74,7 +75,7 @@ class _Worker:
     started: float
     is_over: bool = False
     """Whether it has ended, and its process id may belong to another process."""
-    missed: dict[InstanceKey, Registration] = field(default_factory=dict)
+    missed: dict[InstanceKey, _RegistrationUpdate] = field(default_factory=dict)
     """What could not be sent because it did not keep up: the last message of each instance."""
 
 
@@ -82,12 +83,13 @@ class _PublishingRegistry(Registry):
     """The first process's registry: what it takes in is forwarded to the workers."""
 
     def __init__(self, settings: RouterSettings, publish: Callable[[Registration, Outcome, float], None]) -> None:
-        super().__init__(settings.transfer_mode, settings.expire_after_s)
+        is_keyed = settings.cluster_key is not None
+        super().__init__(settings.transfer_mode, settings.expire_after_s, is_keyed=is_keyed, notices_pauses=True)
         self._publish = publish
 
-    def register(self, message: Registration, now: float) -> Outcome:
-        """Take in one message, and pass it on."""
-        outcome = super().register(message, now)
+    def register(self, message: Registration, now: float, *, is_listed: bool = False, is_decided: bool = False) -> Outcome:
+        """Take in one message, and forward it."""
+        outcome = super().register(message, now, is_listed=is_listed, is_decided=is_decided)
         self._publish(message, outcome, now)
         return outcome
 
@@ -101,7 +103,7 @@ class _SharingRegistry(Registry):
     """A worker's registry: strikes of instances are reported to the other processes."""
 
     def __init__(self, settings: RouterSettings, publish: Callable[[Standing], None]) -> None:
-        super().__init__(settings.transfer_mode, settings.expire_after_s)
+        super().__init__(settings.transfer_mode, settings.expire_after_s, notices_pauses=True)
         self._publish = publish
 
     def report_lost(self, instance: Instance, now: float) -> float | None:
@@ -184,19 +186,20 @@ class _Head:
                 return
             self._published[key] = now
             for worker in self._workers:
-                self._send_to(worker, message)
+                self._send_to(worker, key, self._update(message, not isinstance(outcome, RegistrationRefused)))
 
-    def _send_to(self, worker: _Worker, message: Registration) -> None:
-        key = instance_key(message)
+    def _update(self, message: Registration, is_admitted: bool) -> _RegistrationUpdate:
+        return _RegistrationUpdate(self._slots.slot_of(instance_key(message)), encode_registration(message), is_admitted)
+
+    def _send_to(self, worker: _Worker, key: InstanceKey, update: _RegistrationUpdate) -> None:
         worker.missed.pop(key, None)
-        was_sent = self._send(worker, _RegistrationUpdate(self._slots.slot_of(key), encode_registration(message)))
-        if not was_sent and len(worker.missed) < _MOST_MISSED:
-            worker.missed[key] = message
+        if not self._send(worker, update) and len(worker.missed) < _MOST_MISSED:
+            worker.missed[key] = update
 
-    def _send(self, worker: _Worker, news: _RegistrationUpdate | _StandingUpdate) -> bool:
+    def _send(self, worker: _Worker, update: _RegistrationUpdate | _StandingUpdate) -> bool:
         """False when the worker does not keep up. One that is dead is replaced, and its successor is sent everything."""
         try:
-            worker.channel.send(msgspec.msgpack.encode(news))
+            worker.channel.send(msgspec.msgpack.encode(update))
         except BlockingIOError:
             return False
         except OSError:
@@ -207,8 +210,8 @@ class _Head:
         """A long list of instances arrives at once, each time; without this, the end of the list would never be sent."""
         with self._lock:
             for worker in self._workers:
-                for key, message in list(worker.missed.items()):
-                    self._send_to(worker, message)
+                for key, update in list(worker.missed.items()):
+                    self._send_to(worker, key, update)
                     if key in worker.missed:
                         break
 
@@ -250,7 +253,8 @@ class _Head:
             with self._lock:
                 self._workers[index] = self._start(worker.row)
             for instance in registry.live(now):
-                self._send_to(self._workers[index], instance.registration)
+                message = instance.registration
+                self._send_to(self._workers[index], instance_key(message), self._update(message, is_admitted=True))
                 if instance.strikes:
                     self._send(self._workers[index], _StandingUpdate(registry.standing(instance, now)))
 
@@ -350,14 +354,15 @@ def _read_head(channel: socket.socket, core: RouterCore, stopping: asyncio.Event
     if not content:
         stopping.set()
         return
-    news = msgspec.msgpack.decode(content, type=_RegistrationUpdate | _StandingUpdate)
-    if isinstance(news, _StandingUpdate):
-        core.registry.adopt(news.standing, time.monotonic())
+    update = msgspec.msgpack.decode(content, type=_RegistrationUpdate | _StandingUpdate)
+    if isinstance(update, _StandingUpdate):
+        core.registry.adopt(update.standing, time.monotonic())
         return
-    message = decode_registration(news.frame)
+    message = decode_registration(update.frame)
     if isinstance(message, Registration):
-        core.slots.assign(instance_key(message), news.slot)
-        core.registry.register(message, time.monotonic())
+        core.slots.assign(instance_key(message), update.slot)
+        # The first process sees every message; judged here again, from fewer heartbeats, a claim could end differently.
+        core.registry.register(message, time.monotonic(), is_decided=update.is_admitted)
 
 
 def _send_to_head(channel: socket.socket, standing: Standing) -> None:
