@@ -66,7 +66,8 @@ class Attempt(Caller):
     _decode: Call | None = None
     _verdict: asyncio.TimerHandle | None = None
     _has_begun = False
-    _is_held = False
+    _may_hold = False
+    """Whether prefill may hold a cache that only a decode which goes on would fetch."""
     _is_paused = False
     _is_over = False
 
@@ -88,6 +89,7 @@ class Attempt(Caller):
             self._call_prefill(job.bootstrap_payload(job.pair.prefill))
             self._call_decode(job.bootstrap_payload(job.pair.decode))
         elif job.pair.transfer_mode is TransferMode.WRITE:
+            self._may_hold = True
             self._call_prefill(job.prefill_payload())
             self._call_decode(job.push_payload())
         else:
@@ -104,7 +106,7 @@ class Attempt(Caller):
                 call.close()
         self._seats.leave_prefill()
         self._seats.leave_decode()
-        self._release_cache()
+        self._release_caches()
 
     def pause(self) -> None:
         """Take no more of decode's stream for now, or of the one that is to come."""
@@ -134,7 +136,7 @@ class Attempt(Caller):
         """A piece of a stream; what prefill streams is of no use."""
         if call is self._decode:
             self._has_begun = True
-            self._is_held = False
+            self._may_hold = False
             self._owner.decode_streamed(call.content_type, piece)
 
     def call_ended(self, call: Call) -> None:
@@ -167,7 +169,7 @@ class Attempt(Caller):
             else:
                 self._give_up(failure)
         elif self._decode is None:
-            self._is_held = True
+            self._may_hold = True
             try:
                 payload = self._pair_request.pull_payload(answer.content)
             except PeerError as error:
@@ -175,16 +177,21 @@ class Attempt(Caller):
                 return
             self._call_decode(payload)
 
-    def _release_cache(self) -> None:
-        """In pull, have prefill release what it holds; an instance without that route lets it expire."""
-        source = self._pair_request.pair.prefill
-        if not self._is_held or source is None:
+    def _release_caches(self) -> None:
+        """Have prefill release what it holds, in push also decode what it expects; an instance without that route ignores it.
+
+        Closing a call aborts a request that still runs. A short prefill may have finished, and its source then waits for a
+        target that was aborted before the two had met: only this message reaches it before `defer_timeout`.
+        """
+        pair = self._pair_request.pair
+        if not self._may_hold or pair.prefill is None:
             return
-        self._is_held = False
+        self._may_hold = False
         path = f"/handoffs/{self._pair_request.transfer_id}"
-        payload = request_head("DELETE", path, source.http_address, 0, self._pair_request.lines)
         deadline = self._upstream.clock() + _AFTERMATH_S
-        self._upstream.start(Call(Caller(), source, payload, deadline=deadline))
+        for instance in (pair.prefill, pair.decode) if pair.transfer_mode is TransferMode.WRITE else (pair.prefill,):
+            payload = request_head("DELETE", path, instance.http_address, 0, self._pair_request.lines)
+            self._upstream.start(Call(Caller(), instance, payload, deadline=deadline))
 
     def _pronounce(self, failure: Failure) -> None:
         if not self._is_over and not self._has_begun:
@@ -222,7 +229,7 @@ class Attempt(Caller):
     def _finish(self) -> None:
         """Decode is done; prefill, which then is nearly done, is not interrupted."""
         self._is_over = True
-        self._is_held = False
+        self._may_hold = False
         self._decode = None
         self._seats.leave_decode()
         if self._prefill is not None and not self._prefill.is_over:

@@ -25,6 +25,7 @@ from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response, 
 from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
+from kvbaton.router.pair_template import instance_lines
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.request_queue import RequestQueue
 from kvbaton.router.routed import RoutedTransfers
@@ -77,8 +78,8 @@ class Dispatcher:
         ]
         self._forwarded = tuple(name.encode() for name in names)
         self._forwarded_names = frozenset(self._forwarded)
-        key = settings.instance_api_key
-        self._instance_lines = head_lines({"Authorization": f"Bearer {key}"}) if key is not None else b""
+        self._instance_lines = instance_lines(settings)
+        self._replaces_authorization = settings.instance_api_key is not None
 
     def serve(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one completion request, now or later."""
@@ -113,7 +114,7 @@ class Dispatcher:
         if self._forwarded_names.isdisjoint(headers):
             return self._instance_lines
         found = [b"%b: %b\r\n" % (name, headers[name]) for name in self._forwarded if name in headers]
-        if self._instance_lines:
+        if self._replaces_authorization:
             found = [line for line in found if not line.startswith(b"authorization:")]
         return self._instance_lines + b"".join(found)
 

@@ -23,7 +23,9 @@ from kvbaton.observe.story import Account, tell_story
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response
 from kvbaton.router.http.upstream import Upstream, fetch
+from kvbaton.router.pair_template import instance_lines
 from kvbaton.router.routed import Routed, RoutedTransfers
+from kvbaton.router.settings import RouterSettings
 
 __all__ = ["HandoffPages"]
 
@@ -43,15 +45,17 @@ class HandoffPages:
         registry: Registry,
         upstream: Upstream,
         routed: RoutedTransfers,
-        timeout_s: float,
+        settings: RouterSettings,
+        *,
         is_shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._upstream = upstream
         self._routed = routed
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.explain_timeout_s
         self._is_shared = is_shared
+        self._lines = instance_lines(settings)
         self._clock = clock
         self._asking = 0
 
@@ -115,7 +119,7 @@ class HandoffPages:
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
             where = instance.registration.handoffs_address or None
-            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where)
+            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where, self._lines)
             return Account(name, _read(answer, instance, transfer_id))
         except PeerError as error:
             return Account(name, problem=str(error))

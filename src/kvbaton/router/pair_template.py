@@ -6,11 +6,14 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.config import HTTP_KEY_HEADER, http_token
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.discovery.registry import Instance
+from kvbaton.router.http.messages import head_lines
+from kvbaton.router.settings import RouterSettings
 
-__all__ = ["Params", "PairTemplate"]
+__all__ = ["PairTemplate", "Params", "instance_lines"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
 _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
@@ -56,6 +59,16 @@ class PairTemplate:
     def request_id_line(self, tail: str) -> bytes:
         """The header that names both control addresses; `tail` is 32 lowercase hex digits that make the id unique."""
         return b"%b%b\r\n" % (self._request_id, tail.encode())
+
+
+def instance_lines(settings: RouterSettings) -> bytes:
+    """The headers of every request to an instance: its API key, and the proof that this router has the cluster key."""
+    headers = {}
+    if settings.instance_api_key is not None:
+        headers["Authorization"] = f"Bearer {settings.instance_api_key}"
+    if settings.cluster_key is not None:
+        headers[HTTP_KEY_HEADER] = http_token(settings.cluster_key)
+    return head_lines(headers)
 
 
 def _head(instance: Instance, dp_rank: int | None) -> bytes:

@@ -174,6 +174,7 @@ async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
 async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_know() -> None:
     async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
+        await asyncio.to_thread(router.announcers[d.port].stop)
         reborn = msgspec.structs.replace(d.registration(), incarnation="another")
         with ThreadAnnouncer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
             async with asyncio.timeout(20):
