@@ -8,7 +8,7 @@ from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.observe.records import InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
-from kvbaton.observe.transfer_report import InstanceAnswer
+from kvbaton.observe.transfer_report import SideAnswer
 
 __all__ = ["TRANSFER", "Way", "account", "notes_of_pull", "notes_of_push"]
 
@@ -110,9 +110,9 @@ def _finish(way: Way, filled: float) -> Way:
     return way
 
 
-def account(side: Side, *ways: Way) -> InstanceAnswer:
+def account(side: Side, *ways: Way) -> SideAnswer:
     """What the instance of one side tells."""
-    return InstanceAnswer(name=f"{side} instance", record=record(side, *ways))
+    return SideAnswer(name=f"{side} instance", record=record(side, *ways))
 
 
 def record(side: Side, *ways: Way) -> InstanceRecord:

@@ -14,7 +14,7 @@ import pytest
 
 import kvbaton
 from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, handoff_settings
-from kvbaton.cli.router import ChoiceOptions, PatienceOptions, router
+from kvbaton.cli.router import ChoiceOptions, TimeoutOptions, router
 from kvbaton.cli.serve import serve
 from kvbaton.cli.verify import verify
 from kvbaton.config import HandoffSettings, Limits
@@ -71,7 +71,7 @@ def test_router_offers_exactly_the_modes_there_are() -> None:
 def test_defaults_of_router_are_those_of_its_settings() -> None:
     defaults = _defaults(router)
     settings = RouterSettings()
-    options = {**asdict(ChoiceOptions()), **asdict(PatienceOptions())}
+    options = {**asdict(ChoiceOptions()), **asdict(TimeoutOptions())}
     offered = {name: defaults[name] for name in ("host", "port", "discovery_port", "processes", "instances_file")}
     for name, default in {**offered, **options}.items():
         assert default == getattr(settings, name), name

@@ -83,7 +83,7 @@ def _start(fleet: Fleet, bench: ServeBench, mode: Mode) -> _Servers:
     router_port, discovery_port = ports.pick(), ports.pick()
     extra = ("--step-tokens", str(bench.chunk_tokens))
     options = InstanceOptions(bench.model, bench.transport, _ENGINES, extra, handoff=HandoffSettings(mode=mode))
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=options.cluster_key))
     urls = {}
     for role in ("prefill", "decode"):
         part, urls[role] = instance_part(role, role, options, ports, [f"127.0.0.1:{discovery_port}"])

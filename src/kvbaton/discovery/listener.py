@@ -33,7 +33,7 @@ from kvbaton.core.auth import Seal
 from kvbaton.discovery.heartbeats import AnswerKind
 from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, decode_registration
-from kvbaton.discovery.registry import Left, Outcome, Refreshed, Refused, Registered, Registry, Replaced
+from kvbaton.discovery.registry import Left, Outcome, Refreshed, Registered, RegistrationRefused, Registry, Replaced
 from kvbaton.discovery.zmtp import Zmtp, ZmtpError, encode_frame
 from kvbaton.errors import Bug, ConfigError
 
@@ -326,7 +326,7 @@ class Listener:
                 self._tell_join(f"discovery: {name} was restarted ({message.zmq_address}, before: {was})", now)
             case Left(instance=instance) if instance is not None:
                 self._tell_join(f"discovery: {name} said goodbye", now)
-            case Refused(reason=reason):
+            case RegistrationRefused(reason=reason):
                 held_back = self._limit.allow((message.http_address, message.type, reason), now)
                 if held_back is not None:
                     _logger.warning("discovery: %s refused: %s%s", name, reason, _more(held_back))
@@ -346,7 +346,7 @@ def _answer_to(outcome: Outcome | Malformed, nonce: bytes) -> bytes | None:
             return msgspec.msgpack.encode({"type": AnswerKind.CHALLENGE, "nonce": nonce})
         case Registered(instance) | Refreshed(instance) | Replaced(instance) if instance.registration.answer:
             return msgspec.msgpack.encode({"type": AnswerKind.WELCOME})
-        case Refused(reason, wants_answer=True):
+        case RegistrationRefused(reason, wants_answer=True):
             return msgspec.msgpack.encode({"type": AnswerKind.REFUSED, "reason": reason})
     return None
 

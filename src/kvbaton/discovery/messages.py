@@ -57,7 +57,7 @@ class InstanceType(enum.StrEnum):
 
 
 class TransferMode(enum.StrEnum):
-    """Who decides when the cache moves: READ is pull, WRITE is push."""
+    """Which side decides when the cache moves: READ is pull, WRITE is push."""
 
     READ = "READ"
     WRITE = "WRITE"
@@ -81,9 +81,9 @@ class Dispatch(enum.StrEnum):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says about itself; `bye` means that it leaves now, `answer` that it wants to hear what came of it.
+    """What an instance states about itself; `bye` means that it leaves now, `answer` that it requests the outcome.
 
-    `handoffs_address` is where it tells of its hand-offs, when that is not its `http_address`.
+    `handoffs_address` is where it serves its hand-off records, when that is not its `http_address`.
     """
 
     type: InstanceType
@@ -121,7 +121,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A message that is skipped: the cause, the field it lies in (empty: the whole message), and what was wrong, in words."""
+    """A message that is skipped: the cause, the field it lies in (empty: the whole message), and what was wrong, as text."""
 
     cause: Cause
     field: str
@@ -132,7 +132,7 @@ class Malformed:
 
 
 def encode_registration(registration: Registration, seal: Seal | None = None, nonce: bytes = b"") -> bytes:
-    """The one frame that is sent, sealed where there is a key; what says nothing new is left out.
+    """The one frame that is sent, sealed where there is a key; fields at their defaults are left out.
 
     `nonce` is what the router gave this connection: under the seal, it shows that the frame was not recorded elsewhere.
     """

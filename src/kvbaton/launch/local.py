@@ -45,11 +45,14 @@ def kvbaton_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvbaton.cli.main", *arguments]
 
 
-def router_part(host: str, port: int, discovery_port: int, health_path: str = "/health") -> Part:
+def router_part(
+    host: str, port: int, discovery_port: int, health_path: str = "/health", cluster_key: str | None = None
+) -> Part:
     """A router for instances of this machine, of either mode: wherever it serves, registrations are only taken on loopback."""
     command = kvbaton_command("router", "--host", host, "--port", str(port))
     command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
-    return Part("router", command, f"http://{in_url(host)}:{port}{health_path}")
+    environment = {} if cluster_key is None else {CLUSTER_KEY_VARIABLE: cluster_key}
+    return Part("router", command, f"http://{in_url(host)}:{port}{health_path}", environment)
 
 
 def instance_part(

@@ -18,13 +18,13 @@ from kvbaton.observe.formatting import duration, outcome_text, size, waited_for
 from kvbaton.observe.phases import Bar, HandoffPhase, Sides, Wait, bars, waits
 from kvbaton.observe.records import InstanceInfo, InstanceRecord, SideRecord
 
-__all__ = ["InstanceAnswer", "SideEnd", "HandoffReport", "Mark", "TransferReport", "Participant", "build_report"]
+__all__ = ["SideAnswer", "SideEnd", "HandoffReport", "Mark", "TransferReport", "Participant", "build_report"]
 
 _Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceAnswer:
+class SideAnswer:
     """What one instance answered when asked about a transfer; without a record, `problem` is the reason."""
 
     name: str
@@ -93,7 +93,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     handoffs: tuple[HandoffReport, ...]
 
 
-def build_report(transfer_id: str, source: InstanceAnswer, target: InstanceAnswer) -> TransferReport:
+def build_report(transfer_id: str, source: SideAnswer, target: SideAnswer) -> TransferReport:
     """Join the source sides in a prefill instance's record with the target sides in a decode instance's record."""
     sources, targets = _records(source, Side.SOURCE), _records(target, Side.TARGET)
     shared = sorted(sources.keys() & targets.keys())
@@ -107,7 +107,7 @@ def build_report(transfer_id: str, source: InstanceAnswer, target: InstanceAnswe
     return TransferReport(transfer_id, _summary(handoffs), total, clock, participants, handoffs)
 
 
-def _records(answer: InstanceAnswer, side: Side) -> dict[_Key, SideRecord]:
+def _records(answer: SideAnswer, side: Side) -> dict[_Key, SideRecord]:
     if answer.record is None:
         return {}
     return {(record.prompt_index, record.sample_index): record for record in answer.record.sides if record.side is side}
@@ -132,7 +132,7 @@ def _ends_of(sides: Sides) -> Iterator[float]:
             yield track.last_s
 
 
-def _participant(side: Side, answer: InstanceAnswer) -> Participant:
+def _participant(side: Side, answer: SideAnswer) -> Participant:
     record = answer.record
     if record is None:
         return Participant(side, answer.name, None, answer.problem or "it was not asked", 0)

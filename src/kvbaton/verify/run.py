@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import aiohttp
 import msgspec
 
-from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.config import CLUSTER_KEY_VARIABLE, DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.lacks import check_lacks
 from kvbaton.engines.embedded.models import find_model
@@ -155,7 +155,7 @@ def _start(fleet: Fleet, settings: VerifySettings, loaded: EngineModel, say: Cal
     router_port, discovery_port = ports.pick(), ports.pick()
     make = _vllm_parts if settings.engine == "vllm" else _embedded_parts
     parts, single_url = make(settings, loaded, ports, discovery_port, say)
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=parts[0].environment[CLUSTER_KEY_VARIABLE]))
     for part in parts:
         fleet.start(part)
     fleet.wait_healthy(_HEALTHY_WITHIN_S[settings.engine])

@@ -15,7 +15,7 @@ from kvbaton.launch.local import InstanceOptions, instance_part
 from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
 from watching import wait_until
 
-__all__ = ["Answer", "RealStand", "ask", "handed_over", "requests_to_try"]
+__all__ = ["InstanceAnswer", "RealStand", "ask", "handed_over", "requests_to_try"]
 
 _START_S = 120.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -23,7 +23,7 @@ _HANDED_OVER = re.compile(r'^kvbaton_handoffs_total\{(?=[^}]*outcome="delivered"
 
 
 @dataclass(frozen=True)
-class Answer:
+class InstanceAnswer:
     """What a client has at the end, however it came: the status, the text and why it ended."""
 
     status: int
@@ -32,7 +32,7 @@ class Answer:
     tokens: int | None = None
 
 
-def ask(client: Client, path: str, body: dict[str, Any], stream: bool) -> Answer:
+def ask(client: Client, path: str, body: dict[str, Any], stream: bool) -> InstanceAnswer:
     """Ask, and put together what came."""
     return _streamed(client, path, body) if stream else _whole(client, path, body)
 
@@ -137,19 +137,19 @@ class RealStand(Stand):
         self.single = self.client
 
 
-def _whole(client: Client, path: str, body: dict[str, Any]) -> Answer:
+def _whole(client: Client, path: str, body: dict[str, Any]) -> InstanceAnswer:
     reply = client.post(path, body)
     if reply.status != 200:
-        return Answer(reply.status, reply.content.decode(errors="replace"), None)
+        return InstanceAnswer(reply.status, reply.content.decode(errors="replace"), None)
     (choice,) = reply.document["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return Answer(200, text, choice["finish_reason"], reply.document["usage"]["completion_tokens"])
+    return InstanceAnswer(200, text, choice["finish_reason"], reply.document["usage"]["completion_tokens"])
 
 
-def _streamed(client: Client, path: str, body: dict[str, Any]) -> Answer:
+def _streamed(client: Client, path: str, body: dict[str, Any]) -> InstanceAnswer:
     with client.stream(path, body) as response:
         if response.status != 200:
-            return Answer(response.status, response.read().decode(errors="replace"), None)
+            return InstanceAnswer(response.status, response.read().decode(errors="replace"), None)
         text, reason, ended = "", None, False
         for event in stream_events(response):
             if event == "[DONE]":
@@ -159,4 +159,4 @@ def _streamed(client: Client, path: str, body: dict[str, Any]) -> Answer:
                 text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 reason = choice["finish_reason"] or reason
         assert ended, f"the stream broke off after {text!r}"
-        return Answer(200, text, reason)
+        return InstanceAnswer(200, text, reason)

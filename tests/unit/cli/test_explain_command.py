@@ -15,7 +15,7 @@ import pytest
 from kvbaton.cli.main import main
 from kvbaton.core.timeline import Side
 from kvbaton.launch.ports import PortPicker
-from kvbaton.observe.transfer_report import InstanceAnswer, build_report
+from kvbaton.observe.transfer_report import SideAnswer, build_report
 from true_notes import TRANSFER, Way, account, notes_of_pull, notes_of_push
 
 
@@ -100,7 +100,7 @@ def test_one_side_and_many_hand_offs_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], router: FakeRouter
 ) -> None:
     way = notes_of_push(Way())
-    lone = build_report(TRANSFER, account(Side.SOURCE, way), InstanceAnswer("decode:1", problem="it is gone"))
+    lone = build_report(TRANSFER, account(Side.SOURCE, way), SideAnswer("decode:1", problem="it is gone"))
     many = msgspec.structs.replace(lone, handoffs=lone.handoffs * 12)
     router.pages[f"/handoffs/{TRANSFER}"] = (200, msgspec.json.encode(many))
     assert explained(monkeypatch, TRANSFER, "--router", router.url) == 0

@@ -13,11 +13,11 @@ from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.observe.phases import Bar
 from kvbaton.observe.phases import HandoffPhase as Phase
-from kvbaton.observe.transfer_report import HandoffReport, InstanceAnswer, TransferReport, build_report
+from kvbaton.observe.transfer_report import HandoffReport, SideAnswer, TransferReport, build_report
 from true_notes import SPAN_BYTES, TRANSFER, Way, account, notes_of_pull, notes_of_push
 
 SLACK_S = 1e-6
-UNKNOWN = InstanceAnswer("decode 127.0.0.1:1", problem="it does not answer")
+UNKNOWN = SideAnswer("decode 127.0.0.1:1", problem="it does not answer")
 
 _short = st.floats(min_value=1e-5, max_value=0.05)
 _clocks = st.floats(min_value=-1e5, max_value=1e5)
@@ -153,9 +153,7 @@ def test_the_sentence_names_the_longest_wait() -> None:
 
 
 def test_a_target_alone_is_reported() -> None:
-    report = build_report(
-        TRANSFER, InstanceAnswer("prefill:1", problem="it is gone"), account(Side.TARGET, notes_of_push(Way()))
-    )
+    report = build_report(TRANSFER, SideAnswer("prefill:1", problem="it is gone"), account(Side.TARGET, notes_of_push(Way())))
     handoff = report.handoffs[0]
     assert not report.clock.is_joined
     assert "source side (prefill:1) is not known: it is gone" in report.sentence

@@ -205,6 +205,8 @@ class Router:
     settings: RouterSettings
     client: aiohttp.ClientSession
     task: asyncio.Task[None]
+    announcers: dict[int, ThreadAnnouncer] = field(default_factory=dict)
+    """Of each instance, by its port."""
 
     async def post(
         self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
@@ -231,14 +233,17 @@ async def routing(*instances: FakeInstance, headers: dict[str, str] | None = Non
     chosen = RouterSettings(port=port, discovery_port=_other(port), **settings)
     ready = asyncio.Event()
     task = asyncio.create_task(serve_router(chosen, ready.set))
-    announcers = [ThreadAnnouncer(i.registration(), [f"127.0.0.1:{chosen.discovery_port}"], heartbeat_s=0.3) for i in instances]
+    routers = [f"127.0.0.1:{chosen.discovery_port}"]
+    announcers = [
+        ThreadAnnouncer(i.registration(), routers, heartbeat_s=0.3, cluster_key=chosen.cluster_key) for i in instances
+    ]
     try:
         await _ready(task, ready)
         for announcer in announcers:
             announcer.start()
         timeout = aiohttp.ClientTimeout(DEADLINE_S)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout, headers=headers) as client:
-            router = Router(chosen, client, task)
+            router = Router(chosen, client, task, dict(zip((i.port for i in instances), announcers, strict=True)))
             await _registered(router, len(instances))
             yield router
     finally:

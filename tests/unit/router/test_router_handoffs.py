@@ -30,8 +30,8 @@ from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Registry
 from kvbaton.observe.transfer_report import TransferReport
-from kvbaton.router.policy import Pair
-from kvbaton.router.routed import Rings, RoutedTransfers, SharedTransfers
+from kvbaton.router.policy import InstancePair
+from kvbaton.router.routed import Rings, RoutedTransfers
 from kvbaton.router.slots import SlotBook, instance_key
 from true_notes import TRANSFER, Way, notes_of_push, record
 
@@ -174,6 +174,7 @@ async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
 async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_know() -> None:
     async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
+        await asyncio.to_thread(router.announcers[d.port].stop)
         reborn = msgspec.structs.replace(d.registration(), incarnation="another")
         with ThreadAnnouncer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
             async with asyncio.timeout(20):
@@ -205,26 +206,18 @@ async def test_too_many_questions_at_once_are_turned_away_and_nothing_sticks() -
         assert (await router.get(path))[0] == 200
 
 
-def test_only_the_newest_transfers_are_remembered() -> None:
-    routed = RoutedTransfers(limit=3)
-    pair = Pair(None, None)  # type: ignore[arg-type]
-    for number in range(10):
-        routed.add(f"tx-{number}", pair, float(number))
-    assert len(routed) == 3
-    assert [one.transfer_id for one in routed.newest(100)] == ["tx-9", "tx-8", "tx-7"]
-    assert [one.transfer_id for one in routed.newest(1)] == ["tx-9"]
-    assert routed.get("tx-6") is None
-
-
 def test_processes_see_each_others_newest_transfers() -> None:
     rings, registry, slots = Rings(2), Registry(), SlotBook(8)
-    one, other = (SharedTransfers(rings, row, slots, registry) for row in range(2))
+    one, other = (RoutedTransfers(rings, row, slots, registry) for row in range(2))
     live = {}
     for kind in InstanceType:
         registry.register(FakeInstance(kind, prefill_well, port=9000).registration(), 0.0)
         live[kind] = registry.live(0.0, kind)[0]
         slots.slot_of(instance_key(live[kind].registration))
-    pair, alone = Pair(live[InstanceType.PREFILL], live[InstanceType.DECODE]), Pair(None, live[InstanceType.DECODE])
+    pair, alone = (
+        InstancePair(live[InstanceType.PREFILL], live[InstanceType.DECODE]),
+        InstancePair(None, live[InstanceType.DECODE]),
+    )
     for number in range(5000):
         (one, other)[number % 2].add(f"tx-{number:032x}", pair if number % 3 else alone, 1.0 + number)
     for book in (one, other):
@@ -241,9 +234,9 @@ def test_processes_see_each_others_newest_transfers() -> None:
 
 def test_a_slot_that_somebody_else_has_taken_over_names_nobody() -> None:
     rings, registry, slots = Rings(1), Registry(), SlotBook(8)
-    book = SharedTransfers(rings, 0, slots, registry)
+    book = RoutedTransfers(rings, 0, slots, registry)
     registry.register(FakeInstance(InstanceType.DECODE, prefill_well, port=9000).registration(), 0.0)
-    book.add("tx-" + "0" * 32, Pair(None, registry.live(0.0)[0]), 1.0)
+    book.add("tx-" + "0" * 32, InstancePair(None, registry.live(0.0)[0]), 1.0)
     assert book.newest(1)[0].pair.decode.http_address == "127.0.0.1:9000"
     slots.keep((), 0.0, lambda _slot: 0)
     slots.keep((), 100.0, lambda _slot: 0)

@@ -19,7 +19,7 @@ from kvbaton.launch.fleet import Fleet, Part
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.vllm import VllmOptions, nixl_part, vllm_part
 from kvbaton.observe.records import InstanceRecord
-from kvbaton.observe.transfer_report import HandoffReport, InstanceAnswer, build_report
+from kvbaton.observe.transfer_report import HandoffReport, SideAnswer, build_report
 
 __all__ = ["NIXL", "SINGLE", "Variant", "start_variants"]
 
@@ -47,7 +47,7 @@ class Variant:
         """Where the time of one hand-off went; None for a variant that does not tell. Raises PeerError when it should."""
         if self.notes is None:
             return None
-        source, target = (InstanceAnswer(address, _record(address, transfer_id)) for address in self.notes)
+        source, target = (SideAnswer(address, _record(address, transfer_id)) for address in self.notes)
         return build_report(transfer_id, source, target).handoffs[0]
 
 

@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import Protocol, cast
 
 import httptools
 
 from kvbaton.router.answers import error_response
-from kvbaton.router.http.messages import Request, Response, head_lines, status_line
+from kvbaton.router.http.messages import HttpRequest, Response, head_lines, status_line
+from kvbaton.router.settings import RouterSettings
 
-if TYPE_CHECKING:
-    from kvbaton.router.http.server import HttpServer
-
-__all__ = ["ClientConnection", "Guest"]
+__all__ = ["ClientConnection", "ConnectionServer", "RequestOwner"]
 
 _logger = logging.getLogger(__name__)
 
 _WRITE_BUFFER_BYTES = 128 * 1024
+# A close with unread bytes sends RST, which can destroy the answer in the client's buffers; so the client may finish sending.
 _LINGER_S = 1.0
 _MAX_AHEAD = 16
 _HEADER_MARKS = len(b": \r\n")
 _CHUNKED = b"Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n"
 
 
-class Guest(Protocol):
-    """Whoever serves the request that a connection is busy with."""
+class RequestOwner(Protocol):
+    """Serves the request that a connection is busy with."""
 
     def client_gone(self) -> None:
         """The client hung up; nothing can be sent any more."""
@@ -43,23 +43,59 @@ class Guest(Protocol):
         """The client has caught up."""
 
 
+class ConnectionServer(Protocol):
+    """What a connection needs of the server that accepted it."""
+
+    settings: RouterSettings
+    is_draining: bool
+    clock: Callable[[], float]
+
+    def admit(self, connection: ClientConnection) -> bool:
+        """Take a new connection in; False when there are too many."""
+
+    def discard(self, connection: ClientConnection) -> None:
+        """Forget a connection that is closed."""
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """Answer a request, now or later."""
+
+    def count(self, path: str, status: int) -> None:
+        """An answer was sent."""
+
+
 class ClientConnection(asyncio.Protocol):
-    """A connection that belongs to `server`, which hands its requests out; `guest` is told what becomes of the client."""
+    """A connection of `server`, which hands its requests out; the owner of the current request is notified about its client."""
 
     __slots__ = (
-        "_ahead", "_body", "_body_bytes", "_closing", "_guest", "_head_bytes", "_headers", "_in_head", "_is_receiving",
-        "_max_head_bytes", "_parser", "_quiet_bytes", "_refusal", "_request", "_server", "_transport", "_url", "deadline",
+        "_ahead",
+        "_body",
+        "_body_bytes",
+        "_closing",
+        "_head_bytes",
+        "_headers",
+        "_in_head",
+        "_is_receiving",
+        "_max_head_bytes",
+        "_owner",
+        "_parser",
+        "_quiet_bytes",
+        "_refusal",
+        "_request",
+        "_server",
+        "_transport",
+        "_url",
+        "deadline",
         "stalled_since",
     )  # fmt: skip
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: ConnectionServer) -> None:
         self._server = server
         self._max_head_bytes = server.settings.max_head_bytes
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._ahead: deque[Request] = deque()
-        self._request: Request | None = None
-        self._guest: Guest | None = None
+        self._ahead: deque[HttpRequest] = deque()
+        self._request: HttpRequest | None = None
+        self._owner: RequestOwner | None = None
         self._refusal: Response | None = None
         self._closing = False
         self._in_head = False
@@ -82,31 +118,33 @@ class ClientConnection(asyncio.Protocol):
             return
         self.deadline = self._server.clock() + self._server.settings.head_timeout_s
 
+    # No eof_received: an HTTP client that only half-closes counts as gone, as with every other HTTP server.
+
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """Tell whoever serves this client that it is gone."""
+        """Notify the owner of the current request."""
         self._transport = None
         self._closing = True
         self._server.discard(self)
-        guest, self._guest = self._guest, None
-        if guest is not None:
-            guest.client_gone()
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.client_gone()
 
     def pause_writing(self) -> None:
         """The client reads slower than it is written to."""
         self.stalled_since = self._server.clock()
-        if self._guest is not None:
-            self._guest.client_pauses()
+        if self._owner is not None:
+            self._owner.client_pauses()
 
     def resume_writing(self) -> None:
         """The client has read what was waiting."""
         self.stalled_since = None
-        if self._guest is not None:
-            self._guest.client_resumes()
+        if self._owner is not None:
+            self._owner.client_resumes()
 
     def data_received(self, data: bytes) -> None:
         """Read on; whatever is wrong with the bytes ends in one 4xx.
 
-        The parser keeps what it cannot tell of yet, the unfinished header or trailer: that is limited, too.
+        The parser buffers an unfinished header or trailer, of which no callback reports: those bytes are limited, too.
         """
         if self._closing:
             return
@@ -179,7 +217,7 @@ class ClientConnection(asyncio.Protocol):
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         is_old = parser.get_http_version() == "1.0"
         method = parser.get_method().decode("latin-1")
-        request = Request(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
+        request = HttpRequest(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
         self._headers, self._body = {}, []
         if self._request is None:
             self._serve(request)
@@ -188,21 +226,11 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._refuse(429, f"more than {_MAX_AHEAD} requests were sent ahead of their answers")
 
-    def host(self, guest: Guest) -> None:
-        """From now on, tell `guest` what becomes of the client of the current request; it may have earlier answers to read."""
-        self._guest = guest
+    def host(self, owner: RequestOwner) -> None:
+        """From now on, notify `owner` about the client, which may still have earlier answers to read."""
+        self._owner = owner
         if self.stalled_since is not None:
-            guest.client_pauses()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something can still be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is being served."""
-        return self._request is None
+            owner.client_pauses()
 
     def send(self, response: Response) -> None:
         """Answer the current request."""
@@ -266,17 +294,17 @@ class ClientConnection(asyncio.Protocol):
     def _path(self) -> str:
         return self._url.partition(b"?")[0].decode("latin-1")
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: HttpRequest) -> None:
         self._request = request
         self.deadline = None
         try:
             self._server.handle(self, request)
         except Exception:
             _logger.exception("router: %s %s failed; this is a bug", request.method, request.path)
-            guest, self._guest = self._guest, None
-            if guest is not None:
-                guest.client_gone()
-            self.send(error_response(500, "the router failed; its log says why", code="bug"))
+            owner, self._owner = self._owner, None
+            if owner is not None:
+                owner.client_gone()
+            self.send(error_response(500, "the router failed; see its log", code="bug"))
 
     def _persistence(self) -> bytes:
         if self._request is None or not self._request.keep_alive or self._server.is_draining or self._refusal is not None:
@@ -284,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
         return b"Connection: keep-alive\r\n" if self._request.is_http_1_0 else b""
 
     def _finish(self, status: int, *, keep: bool = True) -> None:
-        request, self._request, self._guest = self._request, None, None
+        request, self._request, self._owner = self._request, None, None
         if request is None:
             return
         self._server.count(request.path, status)

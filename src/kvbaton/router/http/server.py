@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.client_connection import ClientConnection
-from kvbaton.router.http.messages import Request
+from kvbaton.router.http.messages import HttpRequest
 from kvbaton.router.settings import RouterSettings
 
 __all__ = ["HttpServer"]
@@ -16,12 +16,12 @@ __all__ = ["HttpServer"]
 _BACKLOG = 4096
 _DRAIN_LOOK_S = 0.02
 
-Handler = Callable[[ClientConnection, Request], None]
+Handler = Callable[[ClientConnection, HttpRequest], None]
 Count = Callable[[str, int], None]
 
 
 class HttpServer:
-    """Serves `handler`, which answers each request now or later; `count` hears path and status of each answer."""
+    """Serves `handler`, which answers each request now or later; `count` gets path and status of each answer."""
 
     def __init__(
         self, settings: RouterSettings, handler: Handler, count: Count, clock: Callable[[], float] = time.monotonic
@@ -31,7 +31,6 @@ class HttpServer:
         self.count = count
         self.clock = clock
         self.is_draining = False
-        self.turned_away_total = 0
         self._connections: set[ClientConnection] = set()
         self._listening: asyncio.Server | None = None
 
@@ -55,7 +54,6 @@ class HttpServer:
     def admit(self, connection: ClientConnection) -> bool:
         """Take a new connection in; False when there are too many."""
         if len(self._connections) >= self.settings.max_connections:
-            self.turned_away_total += 1
             return False
         self._connections.add(connection)
         return True

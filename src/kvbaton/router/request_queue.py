@@ -6,10 +6,10 @@ import heapq
 import itertools
 from typing import Protocol
 
-__all__ = ["Waiter", "Waiting"]
+__all__ = ["QueuedRequest", "RequestQueue"]
 
 
-class Waiter(Protocol):
+class QueuedRequest(Protocol):
     """A request that waits."""
 
     def try_again(self, now: float) -> bool:
@@ -19,29 +19,29 @@ class Waiter(Protocol):
         """The deadline has passed; it is no longer in the queue."""
 
 
-class Waiting:
+class RequestQueue:
     """A bounded queue. Belongs to the event loop's thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._count = itertools.count()
-        self._heap: list[tuple[int, int, Waiter]] = []
-        self._deadlines: dict[Waiter, float] = {}
+        self._heap: list[tuple[int, int, QueuedRequest]] = []
+        self._deadlines: dict[QueuedRequest, float] = {}
 
     def __len__(self) -> int:
         return len(self._deadlines)
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody else may wait."""
+        """Whether no other request may wait."""
         return len(self._deadlines) >= self._limit
 
-    def add(self, waiter: Waiter, priority: int, deadline: float) -> None:
+    def add(self, waiter: QueuedRequest, priority: int, deadline: float) -> None:
         """Let a request wait; smaller priorities go first, as in vLLM."""
         self._deadlines[waiter] = deadline
         heapq.heappush(self._heap, (priority, next(self._count), waiter))
 
-    def discard(self, waiter: Waiter) -> None:
+    def discard(self, waiter: QueuedRequest) -> None:
         """The request waits no longer."""
         self._deadlines.pop(waiter, None)
 
@@ -57,7 +57,7 @@ class Waiting:
                 heapq.heappop(self._heap)
 
     def sweep(self, now: float) -> None:
-        """Send those away whose deadline has passed."""
+        """Remove and notify the requests whose deadline has passed."""
         for waiter in [waiter for waiter, deadline in self._deadlines.items() if now >= deadline]:
             self.discard(waiter)
             waiter.waited_too_long()
