@@ -1,6 +1,65 @@
-"""Makes the helpers in this directory importable by every test, and lets properties be tested on a busy machine."""
+"""For every test: helpers in this directory can be imported, properties may be slow, and large suites can be sampled.
 
+`--sample` keeps, of the cases of each test that is marked `sampled(count)`, that many. Which ones depends on a seed alone: the
+commit, unless one is given. So one commit always runs the same cases, the next one others, and `--sample SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+_COMMIT = "HEAD"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", nargs="?", const=_COMMIT, metavar="SEED", help="only a sample of the tests marked `sampled`")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = _seed(config)
+    return "" if seed is None else f"sampled tests: --sample {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = _seed(config)
+    if seed is None:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for test, of_it in cases.items():
+        marker = of_it[0].get_closest_marker("sampled")
+        assert marker is not None
+        left_out |= {*of_it} - {*random.Random(f"{seed} {test}").sample(of_it, min(marker.args[0], len(of_it)))}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def _seed(config: pytest.Config) -> str | None:
+    given: str | None = config.getoption("--sample")
+    return _commit() if given == _COMMIT else given
+
+
+def _commit() -> str:
+    """The commit that is checked out, and whether files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def noted_commit(request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]) -> None:
+    """The JUnit file, where there is one, names the commit that was tested."""
+    if request.config.getoption("--junitxml"):
+        record_testsuite_property("commit", _commit())
