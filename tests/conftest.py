@@ -24,9 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", nargs="?", const=_COMMIT, metavar="SEED", help="only a sample of the tests marked `sampled`")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     seed = _seed(config)
-    return "" if seed is None else f"sampled tests: --sample {seed}"
+    if seed is not None:
+        terminalreporter.line(f"a sample of the cases; the same again: --sample={seed}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
