@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_handing import Client, Given, Pair, is_near_tie, prompt_of, together
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 from watching import wait_until
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(2400)]
 
 LIMITS = {"transfer_timeout": 30, "defer_timeout": 40}
 NEAR_TIES = 0.02
@@ -24,7 +24,7 @@ NEAR_TIES = 0.02
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
 def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
-    sides = [Wanted(role, role, request.param, settings=LIMITS, holds=True) for role in ("prefill", "decode")]
+    sides = [ServerSpec(role, role, request.param, settings=LIMITS, holds=True) for role in ("prefill", "decode")]
     with servers(*sides) as (prefill, decode):
         yield Pair(request.param, prefill, decode, single)
 

@@ -15,7 +15,7 @@ from vllm_peer_tests import Case, PeerTests, peer_tests
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(3600)]
 
 RUN: dict[str, tuple[str, ...]] = {
     "test_remote_decode_lifecycle.py": (

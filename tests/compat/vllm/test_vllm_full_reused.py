@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of, together
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 LIMITS = {"transfer_timeout": 100, "defer_timeout": 120, "stop_timeout": 2, "retry": 0.5}
 LEASE_S = 6.0
@@ -37,8 +37,8 @@ def pair(policy: OnFailure, single: Server) -> Iterator[Pair]:
     """A source that promises `defer_timeout`, and keeps its blocks for `LEASE_S`."""
     arguments = ("--num-gpu-blocks-override", str(BLOCKS), "--no-enable-prefix-caching")
     sides = [
-        Wanted("prefill", "prefill", Mode.PULL, settings=LIMITS, arguments=arguments, holds=True, lease_s=LEASE_S),
-        Wanted("decode", "decode", Mode.PULL, policy, settings=LIMITS, arguments=arguments, holds=True),
+        ServerSpec("prefill", "prefill", Mode.PULL, settings=LIMITS, arguments=arguments, holds=True, lease_s=LEASE_S),
+        ServerSpec("decode", "decode", Mode.PULL, policy, settings=LIMITS, arguments=arguments, holds=True),
     ]
     with servers(*sides) as (prefill, decode):
         yield Pair(Mode.PULL, prefill, decode, single)

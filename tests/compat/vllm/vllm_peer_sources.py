@@ -104,11 +104,11 @@ def _fetch(link: str, path: Path) -> None:
             shutil.copyfileobj(answer, file)
     except OSError as error:
         raise LocalError(f"fetching {plain} failed: {error}") from error
-    wanted = urllib.parse.parse_qs(fragment).get("sha256", [""])[0]
+    expected = urllib.parse.parse_qs(fragment).get("sha256", [""])[0]
     with path.open("rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
-    if wanted and got != wanted:
-        raise LocalError(f"fetching {plain} failed: its sha256 is {got}, and the index says {wanted}; try again")
+    if expected and got != expected:
+        raise LocalError(f"fetching {plain} failed: its sha256 is {got}, and the index says {expected}; try again")
 
 
 def _unpack(archive: Path, directory: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
@@ -30,7 +30,7 @@ def fault_pair(mode: Mode, policy: OnFailure, caches: bool, single: Server) -> I
     if not caches:
         arguments += ("--no-enable-prefix-caching",)
     sides = [
-        Wanted(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True) for role in ("prefill", "decode")
+        ServerSpec(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True) for role in ("prefill", "decode")
     ]
     with servers(*sides) as (prefill, decode):
         yield Pair(mode, prefill, decode, single, policy)
