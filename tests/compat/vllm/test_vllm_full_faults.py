@@ -1,4 +1,4 @@
-"""Signals and aborts on real vLLM, with hand-offs standing at every stage at the same time: who survives serves on.
+"""Signals and aborts on real vLLM, with hand-offs at every stage at the same time: the survivor goes on serving.
 
 In push the decode server fails requests whose load failed, and both servers cache prefixes; in pull it computes them itself,
 and nothing is cached, so that blocks are used again at once. `test_vllm_full_policies.py` has the policies the other way round.
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_frees_both_sides(pair: Pair, case: LeaveCase) -> N
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_one_side_stands_still_for_longer_than_every_deadline(pair: Pair, side: str) -> None:
-    """Its blocks come back when it goes on; what the other side freed meanwhile is used again, and nobody serves it."""
+    """Its blocks come back when it goes on; what the other side freed meanwhile is used again, and never served."""
 
     async def send(client: Client) -> None:
         stopped, survivor = struck_first(pair, side)
@@ -76,7 +76,7 @@ def test_one_side_is_killed_in_mid_prefill_and_while_tokens_stream(pair: Pair, s
             halves = [(case.side, await reached.enter_async_context(case.reach(client))) for case in RUNNING]
             standing = [each.tasks[case_side].done() for case_side, each in halves]
             ending.signal(signal.SIGKILL)
-        assert not any(standing), "one has ended before the kill; this tests less than it says"
+        assert not any(standing), "one has ended before the kill; this tests less than its name"
         for _, each in halves:
             await assert_all_are_right_or_failed(client, each)
         await assert_goes_on(client, survivor, f"a kill of {side} in between")

@@ -34,12 +34,12 @@ def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("pair", [Mode.PUSH], indirect=True, ids=str)
 @pytest.mark.parametrize("case", [case for case in LEAVE_CASES if case.side == "source"], ids=str)
-def test_a_target_whose_source_was_left_does_as_its_policy_says(pair: Pair, case: LeaveCase) -> None:
+def test_a_target_whose_source_was_left_follows_its_policy(pair: Pair, case: LeaveCase) -> None:
     """In push: in pull there is no target yet while a source can be left."""
     together(pair, lambda client: leave(client, case))
 
 
-def test_a_target_whose_source_stands_still_does_as_its_policy_says(pair: Pair) -> None:
+def test_a_target_whose_source_stands_still_follows_its_policy(pair: Pair) -> None:
     """Blocks that it freed are used again before the source goes on."""
 
     async def send(client: Client) -> None:
@@ -59,7 +59,7 @@ def test_a_target_whose_source_stands_still_does_as_its_policy_says(pair: Pair) 
     together(pair, send)
 
 
-def test_a_target_whose_source_was_killed_does_as_its_policy_says(pair: Pair) -> None:
+def test_a_target_whose_source_was_killed_follows_its_policy(pair: Pair) -> None:
     async def send(client: Client) -> None:
         scene = Scene(client, "killed")
         await scene.begin(*STAGES)

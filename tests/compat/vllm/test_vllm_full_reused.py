@@ -45,17 +45,17 @@ def pair(policy: OnFailure, single: Server) -> Iterator[Pair]:
 
 
 async def let_blocks_be_used_again(client: Client) -> None:
-    """The source stands still for longer than its lease, goes on, and gives its blocks to others."""
+    """The source stands still for longer than its lease, goes on, and its blocks go to other requests."""
     prefill = client.pair.prefill
     prefill.signal(signal.SIGSTOP)
     await asyncio.sleep(LEASE_S)
     prefill.signal(signal.SIGCONT)
-    await client.until(prefill.is_idle, "the source to give up", DELAY_S / 2)
+    await client.until(prefill.is_idle, "the source to free its blocks", DELAY_S / 2)
     await client.write_to_blocks(prefill, BLOCKS)
 
 
 def test_blocks_that_were_used_again_are_read_and_never_served(pair: Pair, policy: OnFailure) -> None:
-    """The bytes that the target reads are those of somebody else. That is the control: who asked nobody would serve them."""
+    """The target reads the bytes of another request. That is the control: without the check they would be served."""
 
     async def send(client: Client) -> None:
         prompt = prompt_of(120, "reused")

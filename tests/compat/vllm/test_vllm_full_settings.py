@@ -86,7 +86,7 @@ def test_what_failed_is_computed_where_that_is_the_policy(pair: Pair) -> None:
     pair.wait_idle()
 
 
-def test_the_control_without_checksums_nobody_notices(pair: Pair) -> None:
+def test_the_control_without_checksums_wrong_bytes_are_served(pair: Pair) -> None:
     if pair.mode is Mode.PULL:
         pytest.skip("in pull the second server checks everything")
 

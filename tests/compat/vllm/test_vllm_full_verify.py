@@ -22,7 +22,7 @@ def test_every_answer_is_the_same(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_control_that_moves_nothing_is_found_out(mode: Mode) -> None:
+def test_the_control_that_moves_nothing_is_detected(mode: Mode) -> None:
     code, document = verify("--mode", mode, "--requests", str(REQUESTS), "--drop-writes")
     assert code == 1
     assert document["ok"] is False

@@ -124,7 +124,7 @@ REFUSED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
-    """Long before the source would give up by itself. vLLM forgets the header then, so the parameters must name the source."""
+    """Long before the source would time out by itself. vLLM forgets the header then, so the parameters must name the source."""
 
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(140, seed=f"refused {name}")
@@ -165,7 +165,7 @@ NUMBERS = frozenset(KVTransferParams.__struct_fields__) - FLAGS - TEXTS
 
 
 def wrong_params(side: str) -> Iterator[dict[str, object]]:
-    """Every field with every kind of value, in a request that wants to be on this side."""
+    """Every field with every kind of value, in a request for this side."""
     for field in (*KVTransferParams.__struct_fields__, "remote_block_ids", "transfer_mode"):
         for value in VALUES:
             yield {side: True, "transfer_id": "wrong", "remote_host": "127.0.0.1", "remote_port": 1, field: value}
@@ -192,7 +192,7 @@ def must_fail(is_prefill: bool, params: dict[str, object]) -> bool:
 
 
 def test_what_must_fail_is_known() -> None:
-    """Nobody listens at the source's address, so a target never lands; a prefill is computed unless it cannot be read."""
+    """No process listens at the source's address, so no hand-off lands; a prefill is computed unless it cannot be read."""
     source, target = ({side: True, "transfer_id": "t", "remote_host": "127.0.0.1"} for side in sorted(FLAGS))
     assert [must_fail(is_prefill, target) for is_prefill in (False, True)] == [True, True]
     assert [must_fail(is_prefill, source) for is_prefill in (False, True)] == [True, False]
@@ -272,7 +272,7 @@ def test_many_sources_without_a_transfer_id_are_handed_over(standing: VllmStand,
 
 @pytest.mark.parametrize("name", MANY)
 def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: str) -> None:
-    """vLLM tells of it once, however many prompts and samples it has."""
+    """vLLM reports it once, however many prompts and samples it has."""
 
     async def send(session: aiohttp.ClientSession) -> None:
         pair = standing.pair

@@ -1,4 +1,4 @@
-"""`kvbaton verify --engine vllm`, a few short requests: all well when all is well, and found out when nothing is moved."""
+"""`kvbaton verify --engine vllm`, a few short requests: exit code 0 when all is well, and 1 when nothing is moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_answer_is_the_same() -> None:
     assert document["bytes_moved"] == document["bytes_planned"] > 0
 
 
-def test_the_control_that_moves_nothing_is_found_out() -> None:
+def test_the_control_that_moves_nothing_is_detected() -> None:
     code, document = verify(*SHORT, "--drop-writes")
     assert code == 1
     assert document["ok"] is False

@@ -140,7 +140,7 @@ def _expired(pair: Pair) -> dict[str, float]:
 
 
 async def _assert_lost(client: Client, halves: Halves) -> None:
-    """A target that has lost its source fails, or computes all of it, as its policy says."""
+    """A target that has lost its source fails, or computes all of it, as its policy states."""
     (end,) = await asyncio.wait_for(asyncio.gather(halves.tasks["target"], return_exceptions=True), 60)
     if client.pair.policy is OnFailure.FAIL:
         assert isinstance(end, PeerError), end

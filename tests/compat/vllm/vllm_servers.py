@@ -46,7 +46,8 @@ _METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A server to start. `holds` gives it the connector that stands still on command; `kv_role` overrides that of `role`.
+    """A server to start. `holds` gives it the connector that holds messages and copies up on command; `kv_role` overrides
+    that of `role`.
 
     With `lease_s` it keeps blocks for so long only, whatever its settings make it promise.
     """
@@ -105,7 +106,7 @@ class Server:
         wait_until(lambda: not any(map(is_running, engine)), f"the engine of {self.name} to end after SIGTERM", 60)
 
     def wait_ended(self) -> None:
-        """Wait until the server itself is gone. vLLM waits for its clients, whose requests nobody answers any more."""
+        """Wait until the server itself is gone. vLLM waits for its clients, whose requests get no answer any more."""
         pid = self._fleet.pid(self.name)
         wait_until(lambda: not is_running(pid), f"{self.name} to end after SIGTERM", 60)
 
@@ -125,7 +126,7 @@ class Server:
         return (self._fleet.log_directory / f"{self.name}.log").read_text(errors="replace")
 
     def _keep_log(self) -> None:
-        """Copy the log to `$KVBATON_VLLM_LOGS`, where somebody wants to read it later."""
+        """Copy the log to `$KVBATON_VLLM_LOGS`, if that is set."""
         kept, log = os.environ.get(LOGS_VARIABLE), self._fleet.log_directory / f"{self.name}.log"
         if kept and log.exists():
             shutil.copy(log, Path(kept) / f"{int(time.time())}-{self.name}.log")
@@ -137,7 +138,7 @@ class Server:
         return dict(_named(*match) for match in _METRIC.findall(text))
 
     def is_idle(self) -> bool:
-        """Whether it holds no block for anybody, and has nothing to do."""
+        """Whether it holds no block and has no request."""
         found = self.metrics()
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         return not any(found[name] for name in names)
@@ -152,7 +153,7 @@ class Server:
     def wait_idle(self, timeout_s: float = 90.0) -> None:
         """Wait for that."""
         wait_until(
-            self.is_idle, f"{self.name} to hold no block for anybody; its log ends with\n{self.log()[-3000:]}", timeout_s
+            self.is_idle, f"{self.name} to hold no block and no request; its log ends with\n{self.log()[-3000:]}", timeout_s
         )
 
     def held(self) -> list[str]:

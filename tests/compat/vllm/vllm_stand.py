@@ -26,7 +26,7 @@ from watching import wait_until
 __all__ = ["DEFER_S", "LIMITS", "VllmStand", "both", "session", "stand", "together"]
 
 DEFER_S = 25
-"""How long a source keeps blocks that nobody comes for."""
+"""How long a source keeps blocks that no target fetches."""
 LIMITS = {"transfer_timeout": 20, "defer_timeout": DEFER_S}
 """Of every server of a stand."""
 
