@@ -1,7 +1,8 @@
 """For every test: helpers in this directory can be imported, properties may be slow, and large suites can be sampled.
 
-`--sample` keeps, of the cases of each test that is marked `sampled(count)`, that many. Which ones depends on a seed alone: the
-commit, unless one is given. So one commit always runs the same cases, the next one others, and `--sample SEED` repeats a run.
+`--sample` keeps, of the cases of each test that is marked `sampled(count)`, that many; with `sampled(count, by="name")`, that
+many for each value of the parameter `name`. Which ones depends on a seed alone: the commit, unless one is given. So one commit
+always runs the same cases, the next one others, and `--sample=SEED` repeats a run.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = _seed(config)
     if seed is None:
         return
-    cases: dict[str, list[pytest.Item]] = {}
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        marker = item.get_closest_marker("sampled")
+        if marker and isinstance(item, pytest.Function):
+            by = marker.kwargs.get("by")
+            group = item.nodeid.partition("[")[0] + (f" {item.callspec.params[by]}" if by else "")
+            cases.setdefault((group, marker.args[0]), []).append(item)
     left_out: set[pytest.Item] = set()
-    for test, of_it in cases.items():
-        marker = of_it[0].get_closest_marker("sampled")
-        assert marker is not None
-        left_out |= {*of_it} - {*random.Random(f"{seed} {test}").sample(of_it, min(marker.args[0], len(of_it)))}
+    for (group, count), found in cases.items():
+        left_out |= {*found} - {*random.Random(f"{seed} {group}").sample(found, min(count, len(found)))}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 

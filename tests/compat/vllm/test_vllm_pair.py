@@ -41,6 +41,7 @@ def test_answers_are_those_of_one_server(standing: VllmStand) -> None:
     standing.pair.wait_idle()
 
 
+@pytest.mark.sampled(1)
 def test_an_abort_storm_leaves_nothing_behind(standing: VllmStand) -> None:
     generator = random.Random(1)
 
@@ -64,6 +65,7 @@ def test_an_abort_storm_leaves_nothing_behind(standing: VllmStand) -> None:
     standing.pair.wait_idle()
 
 
+@pytest.mark.sampled(1)
 def test_an_idle_source_frees_blocks_that_no_target_fetches(standing: VllmStand) -> None:
     pair = standing.pair
 

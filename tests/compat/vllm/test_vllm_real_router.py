@@ -29,6 +29,7 @@ def _requests() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.sampled(1, by="stream")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_the_real_router_gets_the_answers_of_one_server(standing: VllmStand, stream: bool) -> None:
     pair = standing.pair
@@ -45,6 +46,7 @@ def test_the_real_router_gets_the_answers_of_one_server(standing: VllmStand, str
     wait_until(lambda: _handed_over(pair.decode) == before + len(_requests()), "each to be counted as handed over", 30)
 
 
+@pytest.mark.sampled(1)
 def test_the_real_router_cuts_no_answer(standing: VllmStand) -> None:
     """It prints a chat's answer anew and keeps its length: what this connector adds must not change under that. A client that
     gets fewer bytes than it was promised raises."""

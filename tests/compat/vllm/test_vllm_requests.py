@@ -1,4 +1,7 @@
-"""Requests of every kind through a prefill and a decode vLLM: right answers, or an error for that request alone."""
+"""Requests of every kind through a prefill and a decode vLLM: right answers, or an error for that request alone.
+
+With `--sample`, each kind in one of the two modes.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,7 @@ HANDED_OFF = {"several prompts": 3, "several samples": 2, "first token ends the 
 """How many hand-offs some of them make at least."""
 
 
+@pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", SHAPES)
 def test_requests_of_every_shape(standing: VllmStand, name: str) -> None:
     async def send(session: aiohttp.ClientSession) -> None:
@@ -72,6 +76,7 @@ def test_requests_of_every_shape(standing: VllmStand, name: str) -> None:
     wait_until(lambda: delivered(standing) >= before + HANDED_OFF.get(name, 0), f"{name}: each is handed off", 30)
 
 
+@pytest.mark.sampled(1)
 def test_a_stream_has_the_same_text(standing: VllmStand) -> None:
     async def stream(session: aiohttp.ClientSession, url: str) -> str:
         body = {"model": MODEL, "prompt": prompt_of(200, seed=5), "max_tokens": 8, "temperature": 0, "stream": True}
@@ -88,6 +93,7 @@ def test_a_stream_has_the_same_text(standing: VllmStand) -> None:
     together(send)
 
 
+@pytest.mark.sampled(1)
 def test_a_plain_request_to_either_server_is_computed_there(standing: VllmStand) -> None:
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(50, seed=6)
@@ -98,6 +104,7 @@ def test_a_plain_request_to_either_server_is_computed_there(standing: VllmStand)
     together(send)
 
 
+@pytest.mark.sampled(1, by="blocks")
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_what_the_target_has_cached_is_not_sent_again(standing: VllmStand, blocks: int) -> None:
     """A prompt of whole blocks, twice: all but the last block are there the second time, on both sides."""
@@ -122,6 +129,7 @@ REFUSED: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
     """Long before the source would time out by itself. vLLM forgets the header then, so the parameters must name the source."""
@@ -202,6 +210,7 @@ def test_what_must_fail_is_known() -> None:
     assert not must_fail(False, {"do_remote_prefill": None, "transfer_id": 7})
 
 
+@pytest.mark.sampled(1, by="side")
 @pytest.mark.parametrize("side", sorted(FLAGS))
 def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: VllmStand, side: str) -> None:
     """Exactly those that have to fail do; the answer of each other one is that of the single server, but for near ties."""
@@ -232,6 +241,7 @@ def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: Vllm
     pair.wait_idle()
 
 
+@pytest.mark.sampled(1)
 def test_bad_parameters_fail_a_request_with_prompt_logprobs_too(standing: VllmStand) -> None:
     """vLLM loads nothing for such a request, and would answer it."""
     bad = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "both"}
@@ -270,6 +280,7 @@ def test_many_sources_without_a_transfer_id_are_handed_over(standing: VllmStand,
     standing.pair.wait_idle(DEFER_S / 2)
 
 
+@pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", MANY)
 def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: str) -> None:
     """vLLM reports it once, however many prompts and samples it has."""
