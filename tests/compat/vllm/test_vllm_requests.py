@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from vllm_handing import Client, Given, assert_equal, is_near_tie, prompt_of
 from vllm_servers import BLOCK_TOKENS, MODEL
-from vllm_stand import DEFER_S, VllmStand, both, together
+from vllm_stand import VllmStand, both, together
 
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.handoff_params import KVTransferParams
@@ -132,10 +132,11 @@ REFUSED: dict[str, dict[str, object]] = {
 @pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
-    """Long before the source would time out by itself. vLLM forgets the header then, so the parameters must name the source."""
+    """The source is notified. vLLM forgets the header then, so the parameters must name the source."""
 
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(140, seed=f"refused {name}")
+        before = await client.expired()
         header, transfer_id = client.header(), f"refused-{name.replace(' ', '-')}"
         params: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": transfer_id}
         params |= {"remote_host": "127.0.0.1", "remote_port": standing.pair.prefill.control_port}
@@ -148,9 +149,15 @@ def test_a_request_that_the_target_refuses_before_admission_frees_its_source(sta
         ) as response:
             assert response.status == 400, await response.text()
         await asyncio.wait([prefill])
+        await assert_released(client, before)
 
     together(send)
-    standing.pair.wait_idle(DEFER_S / 2)
+
+
+async def assert_released(client: Client, before: dict[str, float]) -> None:
+    """All blocks come back, and not because a lease has expired since."""
+    await asyncio.to_thread(client.pair.wait_idle)
+    assert await client.expired() == before
 
 
 VALUES: tuple[object, ...] = (
@@ -268,16 +275,17 @@ def test_many_sources_without_a_transfer_id_are_handed_over(standing: VllmStand,
         pytest.skip("in push both instances are asked at once, and need the transfer id before there is an answer")
 
     async def send(session: aiohttp.ClientSession) -> None:
-        pair = standing.pair
+        pair, client = standing.pair, Client(session, standing.pair)
+        before = await client.expired()
         single = await completion(session, pair.single.url, **MANY[name])
         asked = {**MANY[name], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
         params = (await completion(session, pair.prefill.url, **asked))["kv_transfer_params"]
         given = await completion(session, pair.decode.url, **MANY[name], kv_transfer_params=params)
         assert texts(given) == texts(single)
         assert given["kv_transfer_params"]["kvbaton"]["handed_off"]
+        await assert_released(client, before)
 
     together(send)
-    standing.pair.wait_idle(DEFER_S / 2)
 
 
 @pytest.mark.sampled(1, by="name")
@@ -286,7 +294,8 @@ def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: s
     """vLLM reports it once, however many prompts and samples it has."""
 
     async def send(session: aiohttp.ClientSession) -> None:
-        pair = standing.pair
+        pair, client = standing.pair, Client(session, standing.pair)
+        before = await client.expired()
         transfer_id = f"refused-{name.replace(' ', '-')}-{pair.mode}"
         asked = {**MANY[name], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer_id}}
         await completion(session, pair.prefill.url, **asked)
@@ -294,6 +303,6 @@ def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: s
         params |= {"remote_host": "127.0.0.1", "remote_port": pair.prefill.control_port}
         with pytest.raises(PeerError, match="HTTP 400"):
             await completion(session, pair.decode.url, **{**MANY[name], "kv_transfer_params": params, "logprobs": 100_000})
+        await assert_released(client, before)
 
     together(send)
-    standing.pair.wait_idle(DEFER_S / 2)

@@ -149,6 +149,16 @@ class Client:
         prompts = [prompt_of(3, f"filler {index}") for index in range(2 * blocks)]
         await asyncio.gather(*(self.alone(prompt, 2, server.url) for prompt in prompts))
 
+    async def expired(self) -> dict[str, float]:
+        """How many hand-offs have expired, by side. vLLM publishes with its next step, so a plain request makes each step."""
+        found = {}
+        for side in ("source", "target"):
+            server = self.pair.server(side)
+            await self.alone(prompt_of(3), 2, server.url)
+            name = f'vllm:kvbaton_handoffs_total{{outcome="expired",side="{side}"}}'
+            found[side] = (await asyncio.to_thread(server.metrics)).get(name, 0.0)
+        return found
+
     async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         """Wait, while requests go on."""
         give_up_at = asyncio.get_running_loop().time() + timeout_s

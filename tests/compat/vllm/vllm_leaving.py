@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm_handing import Client, Given, Pair, assert_equal, prompt_of
+from vllm_handing import Client, Given, assert_equal, prompt_of
 from vllm_scenes import BEFORE_RELEASE, BLOCKS, STAGES, TOKENS, Scene, Stage
 from vllm_servers import BLOCK_TOKENS, Server
 
@@ -110,9 +110,7 @@ class LeaveCase:
 
 async def leave(client: Client, case: LeaveCase) -> None:
     """Let the client leave at that stage. The other half ends as it must, no block stays in use, and both sides serve on."""
-    for server in (client.pair.prefill, client.pair.decode):
-        await client.alone(prompt_of(3), 2, server.url)  # what expired before is published with the next step
-    before = await asyncio.to_thread(_expired, client.pair)
+    before = await client.expired()
     async with case.reach(client) as halves:
         leaving = halves.tasks[case.side]
         assert not leaving.done(), "it has ended; its client cannot leave any more"
@@ -125,18 +123,10 @@ async def leave(client: Client, case: LeaveCase) -> None:
     await asyncio.to_thread(client.pair.wait_idle, 60)
     client.pair.assert_alive()
     await client.assert_serves(prompt_of(140, f"after {case}"))
-    after = await asyncio.to_thread(_expired, client.pair)
+    after = await client.expired()
     expired = {side for side in after if after[side] > before[side]}
     assert expired <= {case.expires}, f"these were not notified that the client has left: {expired}"
     assert not case.surely or expired, f"no message can have reached the {case.expires}, and it has not expired"
-
-
-def _expired(pair: Pair) -> dict[str, float]:
-    """How many hand-offs have expired, by side. vLLM publishes with its next step."""
-    return {
-        side: pair.server(side).metrics().get(f'vllm:kvbaton_handoffs_total{{outcome="expired",side="{side}"}}', 0)
-        for side in ("source", "target")
-    }
 
 
 async def _assert_lost(client: Client, halves: Halves) -> None:
