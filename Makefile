@@ -113,8 +113,9 @@ test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 	@for each in nixl._api mooncake.engine; do $(MOVERS)/python -c "import $$each" >/dev/null 2>&1 || \
 		echo "== NOT TESTED: $$each cannot be imported here, so its tests were skipped"; done
 
-# Compiling every module ahead takes more time than installing it; what is imported is compiled then.
-peers: export PIP_NO_COMPILE = 1
+# Compiling every module ahead takes more time than installing it; what is imported is compiled then. For pip the value 0 of this
+# variable turns the option on.
+peers: export PIP_NO_COMPILE = 0
 peers: $(VENV)-movers/.installed
 	@$(BIN)/python tools/install_peers.py
 
