@@ -1,6 +1,6 @@
 """Draws the pictures of docs/layouts.md from real layouts, plans and meetings: `python tools/layout_pictures.py [--check]`.
 
-Exit code 1 with `--check` when a picture differs from what the code says, 0 otherwise.
+Exit code 1 with `--check` when a picture differs from the code, 0 otherwise.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ _SPANS = 8
 _EACH = 3
 _BLOCKS = 128
 _BLOCKS_EACH = 4
-_PATIENCE_S = 20.0
+_WAIT_S = 20.0
 _FRESH = 64
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where hand-offs stand when the fault strikes. `holder` is the side that can tell that they are there."""
+    """Where hand-offs stand when the fault strikes. `holder` is the side whose gauges show that they are there."""
 
     name: str
     holder: str
@@ -39,7 +39,7 @@ class Stage:
     waits: bool = True
     is_pull_too: bool = True
     router_cancels: bool = False
-    """Nobody's patience runs at this stage: it is the router that notices, and cancels the other side."""
+    """No timeout runs at this stage: it is the router that notices, and cancels the other side."""
 
 
 STAGES = (
@@ -81,7 +81,7 @@ class Times:
         self.taken.setdefault(what, []).extend(seconds)
 
     def lines(self) -> Iterator[str]:
-        """Median and maximum of each, as the rows of a table."""
+        """Median and maximum of each, as lines of a table."""
         for what, values in sorted(self.taken.items()):
             if values:
                 yield f"| {what} | {sorted(values)[len(values) // 2]:.2f} s | {max(values):.2f} s | {len(values)} |"
@@ -108,13 +108,13 @@ class Scene:
         for stage in stages_of(self.mode):
             self.relay.begin(self._load(stage.name, stage), self.source, self.target)
             holder = self.process(stage.holder)
-            self.relay.wait(partial(self._stands, holder, stage), stage.name, _PATIENCE_S)
+            self.relay.wait(partial(self._stands, holder, stage), stage.name, _WAIT_S)
 
     def _stands(self, holder: BareProcess, stage: Stage) -> bool:
         return holder.gauges().held[stage.name] >= _EACH
 
     def cancel_queued(self, side: str) -> None:
-        """What a router does when it has lost the other side: cancel what nobody's patience would end."""
+        """What a router does when it has lost the other side: cancel what no timeout would end."""
         self.process(side).order(*(Cancel(stage.name) for stage in stages_of(self.mode) if stage.router_cancels))
 
     def halt(self, name: str) -> None:
@@ -124,13 +124,13 @@ class Scene:
 
     def wait_idle(self, process: BareProcess) -> float:
         """Wait until an instance has no live hand-off and no block in use; the moment at which that was so."""
-        self.relay.wait(lambda: _is_idle(process), f"all blocks of {process.name} are back", _PATIENCE_S)
+        self.relay.wait(lambda: _is_idle(process), f"all blocks of {process.name} are back", _WAIT_S)
         return time.monotonic()
 
     def outcomes(self, name: str, process: BareProcess) -> set[str]:
         """How the hand-offs of a load ended on one instance, once all have."""
         ends = self.relay.ends[name, process.name]
-        self.relay.wait(lambda: len(ends) >= _EACH, f"{name} has ended at {process.name}", _PATIENCE_S)
+        self.relay.wait(lambda: len(ends) >= _EACH, f"{name} has ended at {process.name}", _WAIT_S)
         return {end.outcome for end in ends}
 
     def begin_fresh(self, name: str, survivor: str, other: BareProcess) -> None:
@@ -148,7 +148,7 @@ class Scene:
         for each, count in ((f"{name} kept", _BLOCKS // _BLOCKS_EACH // 2), (name, _FRESH)):
             for (task, process), ends in self.relay.ends.items():
                 if task == each:
-                    self.relay.wait(partial(_has, ends, count), f"{count} of {each} at {process}", _PATIENCE_S)
+                    self.relay.wait(partial(_has, ends, count), f"{count} of {each} at {process}", _WAIT_S)
                     assert {end.outcome for end in ends} == {"delivered"}, ends
         self.fresh[name].order(Free(f"{name} kept"))
 

@@ -30,21 +30,21 @@ def story(client: Client, transfer_id: str) -> TransferReport:
     return msgspec.json.decode(reply.content, type=TransferReport)
 
 
-def ends(told: TransferReport) -> list[Outcome | None]:
-    return [end.outcome for handoff in told.handoffs for end in handoff.ends]
+def ends(joined: TransferReport) -> list[Outcome | None]:
+    return [end.outcome for handoff in joined.handoffs for end in handoff.ends]
 
 
-def test_both_sides_of_a_real_hand_off_are_joined_and_one_is_told_when_the_other_is_dead(stand: Stand) -> None:
+def test_both_sides_of_a_real_hand_off_are_joined_and_one_alone_is_shown_when_the_other_is_dead(stand: Stand) -> None:
     reply = stand.client.complete("hello " * 30)
     transfer_id = reply.headers["X-KVBaton-Transfer"]
     wait_until(lambda: ends(story(stand.client, transfer_id)) == [Outcome.DELIVERED] * 2, "both sides have ended")
-    told = story(stand.client, transfer_id)
-    assert told.clock.is_joined
-    assert told.clock.uncertain_s is not None
-    assert told.handoffs[0].wire_bytes == reply.document["kvbaton"]["bytes_moved"] > 0
-    assert told.handoffs[0].exposed_s is not None
+    joined = story(stand.client, transfer_id)
+    assert joined.clock.is_joined
+    assert joined.clock.uncertain_s is not None
+    assert joined.handoffs[0].wire_bytes == reply.document["kvbaton"]["bytes_moved"] > 0
+    assert joined.handoffs[0].exposed_s is not None
     assert [line["transfer_id"] for line in stand.client.get("/handoffs").document["handoffs"]] == [transfer_id]
     stand.kill("p")
-    told = story(stand.client, transfer_id)
-    assert told.participants[0].problem != ""
-    assert ends(told) == [None, Outcome.DELIVERED]
+    joined = story(stand.client, transfer_id)
+    assert joined.participants[0].problem != ""
+    assert ends(joined) == [None, Outcome.DELIVERED]

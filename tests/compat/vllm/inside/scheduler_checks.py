@@ -1,7 +1,7 @@
 """Both halves of the connector under vLLM's own scheduler, without servers and without a model: runs in vLLM's environment.
 
 Prints one JSON object: what each check found, "" when it is as it should be. The agents are scripted; vLLM's scheduler asserts
-by itself that every id is told once, and only while it waits for it. Arguments: the directory of a model.
+by itself that every id is reported once, and only while it waits for it. Arguments: the directory of a model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def source_aborted_in_mid_prefill(model: str) -> None:
     engine.step()
     engine.abort(request)
     engine.run(3)
-    assert engine.free_blocks < engine.blocks, "somebody may be reading"
+    assert engine.free_blocks < engine.blocks, "a target may still be reading"
     engine.port.push(SourceEnded(key_of("tx"), Outcome.CANCELLED))
     engine.run(1)
     engine.assert_at_rest()
@@ -132,7 +132,7 @@ def sources_without_a_grant_leave_room_when_they_are_computed_in_chunks(model: s
 
 
 def source_with_prompt_logprobs_leaves_room_too_and_computes_every_token(model: str) -> None:
-    """vLLM asks the connector and ignores what it says, unless it is kept from that."""
+    """vLLM asks the connector and ignores its answer, unless it is kept from that."""
     engine = Engine("source", model, blocks=32 + 3 + 1)
     engine.add("a", prompt(32, 1), source_params("tx-0"))
     engine.run(2)
@@ -182,7 +182,7 @@ def target_that_finds_no_blocks_asks_for_none_and_is_served_later(model: str) ->
     engine.assert_at_rest()
 
 
-def target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes(model: str) -> None:
+def target_aborted_while_it_loads_keeps_its_blocks_until_no_write_can_land(model: str) -> None:
     engine = Engine("target", model)
     request = engine.add("a", prompt(40), target_params("tx"))
     engine.run(1)
@@ -306,7 +306,7 @@ def target_preempted_after_it_landed_computes_by_itself(model: str) -> None:
     engine.assert_at_rest()
 
 
-def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
+def a_request_refused_before_admission_releases_its_source(model: str) -> None:
     """vLLM admits such a request only to end it at once."""
     engine = Engine("target", model)
     request = engine.add("a", prompt(1), target_params("tx"), is_refused=True)
@@ -316,7 +316,7 @@ def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
     engine.assert_at_rest()
 
 
-def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str) -> None:
+def in_any_order_each_id_is_reported_once_and_every_block_returns(model: str) -> None:
     """Random requests, ends and aborts, in any order; vLLM's own assertions are the check."""
     _anything(model, range(60), is_async=False)
 
@@ -388,10 +388,10 @@ def _key(argument: Any) -> Any:
 
 
 def statistics_are_found_by_the_name_of_the_connector(model: str) -> None:
-    told = {"handoffs": 1}
-    read = MultiConnector.build_kv_connector_stats({KVBatonConnector.__name__: told})
+    counted = {"handoffs": 1}
+    read = MultiConnector.build_kv_connector_stats({KVBatonConnector.__name__: counted})
     assert isinstance(read.data[KVBatonConnector.__name__], KVBatonStats)
-    assert read.data[KVBatonConnector.__name__].data == told
+    assert read.data[KVBatonConnector.__name__].data == counted
 
 
 CHECKS: tuple[Callable[[str], None], ...] = (
@@ -405,7 +405,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     source_with_prompt_logprobs_leaves_room_too_and_computes_every_token,
     target_waits_without_keeping_others_waiting_and_computes_one_token,
     target_that_finds_no_blocks_asks_for_none_and_is_served_later,
-    target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes,
+    target_aborted_while_it_loads_keeps_its_blocks_until_no_write_can_land,
     target_whose_load_failed_ends_with_an_error,
     target_whose_load_failed_is_computed_where_that_is_the_policy,
     bad_parameters_fail_a_request_with_prompt_logprobs_too,
@@ -413,8 +413,8 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     nothing_of_a_failed_load_enters_the_prefix_cache,
     what_landed_is_cached_and_not_asked_for_again,
     target_preempted_after_it_landed_computes_by_itself,
-    a_request_refused_before_admission_lets_its_source_go,
-    whatever_happens_each_id_is_told_once_and_every_block_comes_back,
+    a_request_refused_before_admission_releases_its_source,
+    in_any_order_each_id_is_reported_once_and_every_block_returns,
     the_same_with_steps_that_overlap,
     statistics_are_found_by_the_name_of_the_connector,
 )
