@@ -14,15 +14,15 @@ from kvbaton.errors import AddressError, BadRequest
 
 __all__ = [
     "HandoffInfo",
-    "HandoffWish",
+    "HandoffParams",
     "KVTransferParams",
-    "SourceWish",
-    "TargetWish",
+    "SourceParams",
+    "TargetParams",
     "answer_params",
     "automatic_id",
     "read_params",
     "size_doubt",
-    "told_seconds",
+    "shown_seconds",
 ]
 
 _FIELD = "kv_transfer_params"
@@ -56,14 +56,14 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceWish:
+class SourceParams:
     """The caller wants this instance to prefill, and another one to decode."""
 
     transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
-class TargetWish:
+class TargetParams:
     """The caller wants this instance to decode what `source` has prefilled."""
 
     transfer_id: TransferId
@@ -71,7 +71,7 @@ class TargetWish:
     source_incarnation: Incarnation | None
 
 
-HandoffWish = SourceWish | TargetWish
+HandoffParams = SourceParams | TargetParams
 
 
 def automatic_id() -> TransferId:
@@ -81,7 +81,7 @@ def automatic_id() -> TransferId:
 
 def read_params(
     params: KVTransferParams | None, request_id: str | None, make_id: Callable[[], TransferId] = automatic_id
-) -> HandoffWish | None:
+) -> HandoffParams | None:
     """What the caller wants to hand off; None for a plain request. Raises BadRequest that names the field.
 
     The source's address comes from the request id when that carries one, else from the `remote_*` keys. A prefill without a
@@ -92,9 +92,9 @@ def read_params(
     if params.do_remote_decode and params.do_remote_prefill:
         raise _bad("do_remote_prefill", "do_remote_decode and do_remote_prefill are both true; a request has one side only")
     if params.do_remote_decode:
-        return SourceWish(_transfer_id(params, make_id))
+        return SourceParams(_transfer_id(params, make_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
-    return TargetWish(_transfer_id(params, None), _source_address(params, request_id), incarnation)
+    return TargetParams(_transfer_id(params, None), _source_address(params, request_id), incarnation)
 
 
 def size_doubt(params: KVTransferParams | None) -> str | None:
@@ -111,7 +111,7 @@ def size_doubt(params: KVTransferParams | None) -> str | None:
     )
 
 
-def answer_params(wish: SourceWish, info: HandoffInfo) -> dict[str, object]:
+def answer_params(wish: SourceParams, info: HandoffInfo) -> dict[str, object]:
     """What a source's answer carries for the request that goes to the target."""
     return {
         "do_remote_prefill": True,
@@ -126,7 +126,7 @@ def answer_params(wish: SourceWish, info: HandoffInfo) -> dict[str, object]:
     }
 
 
-def told_seconds(seconds: float) -> float:
+def shown_seconds(seconds: float) -> float:
     """A duration for an answer: of few digits, and never so small that JSON is written with an exponent.
 
     vllm-router parses an answer, prints it again and keeps its old Content-Length: a number that comes out shorter or longer

@@ -9,7 +9,7 @@ import msgspec
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
-from kvbaton.engines.handoff_params import KVTransferParams, TargetWish, read_params
+from kvbaton.engines.handoff_params import KVTransferParams, TargetParams, read_params
 from kvbaton.errors import BadRequest
 
 __all__ = ["declined_requests"]
@@ -30,7 +30,7 @@ def declined_requests(raw: bytes, request_id: str | None) -> list[GenerationRequ
         wish = read_params(body.kv_transfer_params, request_id)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
         return []
-    if not isinstance(wish, TargetWish):
+    if not isinstance(wish, TargetParams):
         return []
     indices = islice(product(range(_prompts(body.prompt)), range(_samples(body.n))), _MAX_CHOICES)
     return [

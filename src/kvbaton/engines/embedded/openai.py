@@ -17,7 +17,7 @@ import msgspec
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
-from kvbaton.engines.handoff_params import HandoffWish, KVTransferParams, read_params
+from kvbaton.engines.handoff_params import HandoffParams, KVTransferParams, read_params
 from kvbaton.errors import BadRequest
 
 __all__ = [
@@ -130,7 +130,7 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     tokens_as_ids: bool
-    wish: HandoffWish | None
+    wish: HandoffParams | None
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
@@ -174,7 +174,7 @@ def _assemble(
     prompts: list[tuple[int, ...]],
     sampling: Sampling,
     limits: ModelLimits,
-    wish: HandoffWish | None,
+    wish: HandoffParams | None,
     response_id: str,
     field: str = "prompt",
 ) -> ApiRequest:

@@ -15,7 +15,7 @@ import orjson
 
 from kvbaton.engines.embedded.openai import ApiRequest
 from kvbaton.engines.embedded.request import FinishReason, RequestRecord, TokenOutput
-from kvbaton.engines.handoff_params import told_seconds
+from kvbaton.engines.handoff_params import shown_seconds
 
 __all__ = ["DONE_EVENT", "Answer", "Choice", "sse_event"]
 
@@ -177,4 +177,4 @@ def _logprob(value: float) -> float:
 
 def _record(record: RequestRecord) -> dict[str, Any]:
     fields = dataclasses.asdict(record)
-    return {name: told_seconds(value) if isinstance(value, float) else value for name, value in fields.items()}
+    return {name: shown_seconds(value) if isinstance(value, float) else value for name, value in fields.items()}

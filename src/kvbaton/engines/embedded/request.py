@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, RequestId
-from kvbaton.engines.handoff_params import HandoffWish, SourceWish
+from kvbaton.engines.handoff_params import HandoffParams, SourceParams
 
 __all__ = [
     "FinishReason",
@@ -52,10 +52,10 @@ class FromSource:
     source_incarnation: Incarnation | None = None
 
 
-def handoff_of(wish: HandoffWish, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
+def handoff_of(wish: HandoffParams, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
     """The hand-off that a caller wishes for one prompt's one sample."""
     key = HandoffKey(wish.transfer_id, prompt_index, sample_index)
-    return ToTarget(key) if isinstance(wish, SourceWish) else FromSource(key, wish.source, wish.source_incarnation)
+    return ToTarget(key) if isinstance(wish, SourceParams) else FromSource(key, wish.source, wish.source_incarnation)
 
 
 @dataclass(frozen=True, slots=True)

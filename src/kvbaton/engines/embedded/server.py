@@ -38,7 +38,7 @@ from kvbaton.engines.embedded.openai import (
 from kvbaton.engines.embedded.openai_answers import DONE_EVENT, Answer, sse_event
 from kvbaton.engines.embedded.stats import EngineStats
 from kvbaton.engines.embedded.submission import Runner, Submission
-from kvbaton.engines.handoff_params import HandoffInfo, SourceWish, answer_params, size_doubt
+from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, answer_params, size_doubt
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 
@@ -222,8 +222,8 @@ class _Face:
             _logger.warning("%s", doubt)
 
     async def _answer(self, http: web.Request, api: ApiRequest) -> web.StreamResponse:
-        params = answer_params(api.wish, self._handoff) if isinstance(api.wish, SourceWish) and self._handoff else None
-        if isinstance(api.wish, SourceWish):
+        params = answer_params(api.wish, self._handoff) if isinstance(api.wish, SourceParams) and self._handoff else None
+        if isinstance(api.wish, SourceParams):
             self._remember(api.wish.transfer_id, api)
         answer = Answer(api, self._served_model, self._tokenizer.token_text, params)
         with Submission(self._engine, api.requests, progress_timeout_s=self._progress_timeout_s) as submission:

@@ -17,8 +17,8 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, 
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
-    SourceWish,
-    TargetWish,
+    SourceParams,
+    TargetParams,
     answer_params,
     automatic_id,
     read_params,
@@ -29,7 +29,7 @@ __all__ = [
     "AutomaticIds",
     "EngineRequest",
     "HandoffInfo",
-    "SourceWish",
+    "SourceParams",
     "Wish",
     "answer_params",
     "indices",
@@ -89,7 +89,7 @@ class Wish:
     """What a request wants: to be a source, to be a target, or, with a `problem`, something that cannot be."""
 
     key: HandoffKey | None
-    source: SourceWish | None = None
+    source: SourceParams | None = None
     wanted: SourceWanted | None = None
     problem: str = ""
 
@@ -132,7 +132,7 @@ def read_wish(request: EngineRequest, mode: Mode, automatic: AutomaticIds) -> Wi
     problem = key_problem(key) or ("" if request.prompt_token_ids else "a prompt without token ids cannot be handed off")
     if problem:
         return Wish(None, problem=problem)
-    if isinstance(wish, TargetWish):
+    if isinstance(wish, TargetParams):
         wanted = SourceWanted(key, prompt_digest(request), wish.source, wish.source_incarnation, mode)
         return Wish(key, wanted=wanted)
     return Wish(key, source=wish)

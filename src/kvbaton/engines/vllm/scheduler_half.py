@@ -47,7 +47,7 @@ from kvbaton.engines.vllm.requests import (
     AutomaticIds,
     EngineRequest,
     HandoffInfo,
-    SourceWish,
+    SourceParams,
     Wish,
     answer_params,
     is_refused,
@@ -89,7 +89,7 @@ class Room:
 class _Source:
     request: EngineRequest
     key: HandoffKey
-    wish: SourceWish
+    wish: SourceParams
     told_tokens: int = 0
     is_granted: bool = False
     is_over: bool = False

@@ -31,7 +31,7 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
-from kvbaton.engines.handoff_params import told_seconds
+from kvbaton.engines.handoff_params import shown_seconds
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -398,8 +398,8 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
         "handed_off": True,
         "bytes_planned": stats.bytes_planned,
         "bytes_moved": stats.bytes_moved,
-        "handover_s": told_seconds(stats.handover_s),
-        "handoff_s": told_seconds(stats.handover_s + stats.wire_s),
+        "handover_s": shown_seconds(stats.handover_s),
+        "handoff_s": shown_seconds(stats.handover_s + stats.wire_s),
         "transport": stats.transport,
         "source_writes": stats.source_writes,
     }

@@ -10,7 +10,7 @@ from served import INFO, Reply, ScriptedEngine, run, serving
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
 from kvbaton.engines.embedded.request import FromSource, ToTarget, handoff_of
-from kvbaton.engines.handoff_params import KVTransferParams, SourceWish, TargetWish, answer_params, read_params
+from kvbaton.engines.handoff_params import KVTransferParams, SourceParams, TargetParams, answer_params, read_params
 from kvbaton.errors import BadRequest
 
 P = ControlAddress.of("127.0.0.1", 6301)
@@ -93,7 +93,7 @@ def test_target_takes_the_address_from_the_request_id() -> None:
 
 def test_target_understands_what_a_source_answers() -> None:
     engine = ScriptedEngine()
-    params = {**answer_params(SourceWish(TransferId("tx")), INFO), "remote_dp_size": 1}
+    params = {**answer_params(SourceParams(TransferId("tx")), INFO), "remote_dp_size": 1}
     assert replied(engine, params, REQUEST_ID).status == 200
     assert engine.submitted[0].handoff == FromSource(HandoffKey(TransferId("tx")), P, Incarnation("inc-p"))
 
@@ -111,7 +111,7 @@ def test_a_size_that_a_router_made_up_is_told_and_harms_nobody(
 @pytest.mark.parametrize("request_id", [None, "plain-id", FOREIGN_ID])
 def test_target_falls_back_to_the_body(request_id: str | None) -> None:
     params = KVTransferParams(do_remote_prefill=True, transfer_id="t", remote_host="::1", remote_port=7)
-    assert read_params(params, request_id) == TargetWish(TransferId("t"), ControlAddress.of("::1", 7), None)
+    assert read_params(params, request_id) == TargetParams(TransferId("t"), ControlAddress.of("::1", 7), None)
 
 
 def test_two_ports_are_accepted() -> None:
@@ -119,7 +119,7 @@ def test_two_ports_are_accepted() -> None:
         do_remote_prefill=True, transfer_id="t", remote_host="h", remote_handshake_port=7, remote_notify_port=8
     )
     wish = read_params(params, None)
-    assert isinstance(wish, TargetWish)
+    assert isinstance(wish, TargetParams)
     assert wish.source == ControlAddress("h", 7, 8)
 
 
@@ -203,7 +203,7 @@ def test_whatever_comes_is_understood_or_refused(params: KVTransferParams, reque
     except BadRequest as error:
         refusal = error.field
     assert refusal is None or refusal.startswith("kv_transfer_params.")
-    if isinstance(wish, TargetWish):
+    if isinstance(wish, TargetParams):
         assert 0 < wish.source.handshake < 65536
         assert handoff_of(wish, 1, 2).key.sample_index == 2
     assert (wish is None and refusal is None) == (not params.do_remote_decode and not params.do_remote_prefill)
