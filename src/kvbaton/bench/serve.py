@@ -83,7 +83,7 @@ def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, pr
     options = EngineOptions(bench.model, bench.transport, _ENGINES, handoff, step_tokens=bench.chunk_tokens)
     engine.check_support(options)
     side = engine.prepare(options, progress)
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=options.cluster_key))
     parts = pair_parts(side, side, (1, 1), ports, discovery_port)
     for part in parts:
         fleet.start(part)

@@ -90,7 +90,7 @@ def up(
     started = time.monotonic()
     with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
         try:
-            fleet.start(router_part(host, port, discovery_port))
+            fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key))
             for part in pair_parts(side, side, (prefill, decode), ports, discovery_port):
                 fleet.start(part)
             fleet.wait_healthy(plugin.healthy_within_s, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))

@@ -21,10 +21,12 @@ from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.card import Card, RankCard
+from kvbaton.core.aux_area import AuxArea
+from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import Incarnation, Mode
 from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Observer, no_observer
+from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
@@ -33,6 +35,7 @@ from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
 __all__ = [
+    "ONE_RANK",
     "AgentSettings",
     "LateAnnouncer",
     "ModelIdentity",
@@ -44,6 +47,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+ONE_RANK = Shape()
+"""An instance that is not cut."""
 
 _LOOK_S = 0.5
 _ANSWER_S = 2.0
@@ -125,7 +131,7 @@ def open_driver(
         if transport is None:
             transport = agents.open_transport(incarnation, region)
             opened.callback(transport.close)
-        card = instance_card(incarnation, model, (RankCard(0, layout, (transport.endpoint(),)),), agents.limits)
+        card = instance_card(incarnation, model, agents.limits, [layout], endpoints=[transport.endpoint()])
         limits = limits or agents.limits
         driver = Driver(card, layout, transport, limits, sockets, news, agents.handoff, observe, memory=region.view)
         opened.pop_all()
@@ -138,15 +144,27 @@ def new_incarnation() -> Incarnation:
 
 
 def instance_card(
-    incarnation: Incarnation, model: ModelIdentity, ranks: Sequence[RankCard], limits: Limits, shape: str = "tp1"
+    incarnation: Incarnation,
+    model: ModelIdentity,
+    limits: Limits,
+    layouts: Sequence[Layout],
+    *,
+    shape: Shape = ONE_RANK,
+    endpoints: Sequence[Endpoint] = (),
+    aux_areas: Sequence[AuxArea | None] = (),
 ) -> Card:
-    """The card of an instance whose coordinator runs in this process."""
+    """The card of an instance whose coordinator runs in this process; what is by rank is in the order of ranks.
+
+    Without endpoints it can be compared with another card, but no peer can use it.
+    """
+    reachable: list[tuple[Endpoint, ...]] = [(endpoint,) for endpoint in endpoints] or [()] * len(layouts)
+    areas = list(aux_areas) or [None] * len(layouts)
     return Card(
         incarnation=incarnation,
         model=model.name,
         fingerprint=model.fingerprint,
-        shape=shape,
-        ranks=tuple(ranks),
+        shape=str(shape),
+        ranks=tuple(RankCard(rank, *parts) for rank, parts in enumerate(zip(layouts, reachable, areas, strict=True))),
         process=this_process(),
         defer_timeout=limits.defer_timeout,
         transfer_timeout=limits.transfer_timeout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
+from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.core.addresses import in_url
 from kvbaton.launch.fleet import Part
 
@@ -21,8 +22,11 @@ def kvbaton_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvbaton.cli.main", *arguments]
 
 
-def router_part(host: str, port: int, discovery_port: int, health_path: str = "/health") -> Part:
+def router_part(
+    host: str, port: int, discovery_port: int, health_path: str = "/health", cluster_key: str | None = None
+) -> Part:
     """A router for instances of this machine, of either mode: wherever it serves, registrations are only taken on loopback."""
     command = kvbaton_command("router", "--host", host, "--port", str(port))
     command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
-    return Part("router", command, f"http://{in_url(host)}:{port}{health_path}")
+    environment = {} if cluster_key is None else {CLUSTER_KEY_VARIABLE: cluster_key}
+    return Part("router", command, f"http://{in_url(host)}:{port}{health_path}", environment)

@@ -120,7 +120,7 @@ def _start(
     prepared = [engine.prepare(options, progress) for options in (prefill, decode, single)]
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=prefill.cluster_key))
     alone = prepared[2].part("single", "both", ports)
     for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):
         fleet.start(part)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
+
 from kvbaton.agent.driver import RanksDriver
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
@@ -21,7 +23,7 @@ from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.lacks import without
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 from kvbaton.engines.embedded.shaped.setup import RankTransport
-from kvbaton.engines.instance import ModelIdentity, instance_card, new_incarnation
+from kvbaton.engines.instance import ONE_RANK, ModelIdentity, instance_card, new_incarnation
 from kvbaton.engines.serving import serve_engine
 from kvbaton.errors import LocalError
 from kvbaton.observe.records import About
@@ -30,9 +32,6 @@ from kvbaton.observe.timelines import Timelines
 __all__ = ["ONE_RANK", "InstanceSettings", "Role", "serve_instance"]
 
 log = logging.getLogger(__name__)
-
-ONE_RANK = Shape()
-"""An instance that is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,16 @@ class _Instance:
         body = make_body(_body_settings(settings, incarnation), parts, say, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         model = ModelIdentity(body.loaded.name, body.loaded.fingerprint)
-        ranks = without(body.cards, settings.lacks)
-        card = instance_card(incarnation, model, ranks, settings.limits, str(settings.shape))
+        card = instance_card(
+            incarnation,
+            model,
+            settings.limits,
+            [rank.layout for rank in body.cards],
+            shape=settings.shape,
+            endpoints=[endpoint for rank in body.cards for endpoint in rank.endpoints],
+            aux_areas=[rank.aux for rank in body.cards],
+        )
+        card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
         self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
         self.driver = RanksDriver(card, body.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
