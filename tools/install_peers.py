@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvbaton.engines.embedded.weights import default_cache_dir
+from kvbaton.engines.vllm.setup.environment import ensure_environment
+from kvbaton.launch.installing import default_cache_dir
 from kvbaton.launch.router_peers import ensure_router_peers
-from kvbaton.launch.vllm_environment import ensure_environment
 
 if __name__ == "__main__":
     ensure_environment(default_cache_dir(), print)

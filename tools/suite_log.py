@@ -20,7 +20,7 @@ import msgspec
 
 import kvbaton
 from kvbaton.bench.report import describe_hardware
-from kvbaton.launch.vllm_environment import VLLM_VERSION
+from kvbaton.engines.vllm.setup.environment import VLLM_VERSION
 
 __all__ = ["log_of", "main"]
 

@@ -15,8 +15,10 @@ from system import Client, Reply, blocks
 from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.base import EngineOptions
+from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.fleet import Death, Fleet
-from kvbaton.launch.local import InstanceOptions, instance_part, new_cluster_key
+from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker, check_port_free
 from watching import wait_until
 
@@ -47,9 +49,9 @@ class Served:
 
     def __init__(self, role: str, *extra: str) -> None:
         pull = HandoffSettings(mode=Mode.PULL)
-        options = InstanceOptions("tiny", "local", 2, ("--poison", *extra), CLUSTER_KEY, pull)
-        self.part, url = instance_part(role, role, options, PortPicker())
-        self.port = int(url.rpartition(":")[2])
+        options = EngineOptions("tiny", "local", 2, pull, arguments=("--poison", *extra), cluster_key=CLUSTER_KEY)
+        self.part = EmbeddedServers(options).part(role, role, PortPicker())
+        self.port = int(self.part.base_url.rpartition(":")[2])
         command = list(self.part.command)
         self.control_port = int(command[command.index("--control-port") + 1])
         self.client = KeyedClient(self.port)

@@ -17,8 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.engines.base import EngineOptions
+from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.fleet import Fleet
-from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command, new_cluster_key, router_part
+from kvbaton.launch.local import kvbaton_command, new_cluster_key, router_part
 from kvbaton.launch.ports import PortPicker
 from watching import command_line, descendants, wait_until
 
@@ -200,11 +202,12 @@ class Stand:
         handoff: HandoffSettings = DEFAULT_HANDOFF,
     ) -> int:
         """Start an instance, with the key of the others unless another is given, and wait until it is healthy; its port."""
-        options = InstanceOptions(model, "local", 2, extra, cluster_key or self.cluster_key, handoff)
-        part, url = instance_part(name, role, options, self.ports, [f"127.0.0.1:{self.discovery_port}"])
+        key = cluster_key or self.cluster_key
+        side = EmbeddedServers(EngineOptions(model, "local", 2, handoff, arguments=extra, cluster_key=key))
+        part = side.part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         self._fleet(name).start(part)
         self.fleets[name].wait_healthy(_START_S)
-        return int(url.rpartition(":")[2])
+        return int(part.base_url.rpartition(":")[2])
 
     def kill(self, name: str) -> None:
         """End an instance as the kernel would: at once, without a message to its peers."""

@@ -16,13 +16,11 @@ import kvbaton
 from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, handoff_settings
 from kvbaton.cli.router import ChoiceOptions, TimeoutOptions, router
 from kvbaton.cli.serve import serve
-from kvbaton.cli.verify import verify
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.router.settings import RouterSettings
 from kvbaton.transport.choose import AUTO, TRANSPORTS
-from kvbaton.verify.run import VerifySettings
 
 
 def _modules() -> Iterator[str]:
@@ -44,15 +42,6 @@ def test_the_command_line_offers_exactly_the_roles_there_are() -> None:
 
 def test_defaults_of_serve_are_those_of_the_limits() -> None:
     assert asdict(LimitOptions()) == msgspec.structs.asdict(Limits())
-
-
-def test_defaults_of_verify_are_those_of_its_settings() -> None:
-    defaults = _defaults(verify)
-    assert defaults.pop("handoff") == HandoffOptions()
-    settings = VerifySettings().shown()
-    for name in msgspec.structs.asdict(HandoffSettings()):
-        del settings[name]
-    assert {name: defaults[name] for name in settings} == settings
 
 
 def test_options_of_a_handoff_are_its_settings_with_the_same_choices() -> None:

@@ -24,10 +24,10 @@ from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import head_range
-from kvbaton.engines.embedded.weights import default_cache_dir
+from kvbaton.engines.sglang.environment import ensure_sglang
+from kvbaton.engines.vllm.setup.environment import ensure_environment
 from kvbaton.errors import ConfigError
-from kvbaton.launch.sglang_environment import ensure_sglang
-from kvbaton.launch.vllm_environment import ensure_environment
+from kvbaton.launch.installing import default_cache_dir
 
 __all__ = ["PlanBench", "ensure_plan_peers", "run_plan_bench"]
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-__all__ = ["BenchReport", "BenchRow", "Setting", "describe_hardware"]
+from kvbaton.errors import ConfigError
+
+__all__ = ["BenchReport", "BenchRow", "Setting", "check_can_plot", "describe_hardware"]
 
 Setting = str | int | float
 """What a row or a report may say about its circumstances."""
@@ -80,3 +82,11 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+
+
+def check_can_plot() -> None:
+    """Raise ConfigError without matplotlib; asked before a long run, which must not end with that."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib; install it with: pip install 'kvbaton[plot]'") from error

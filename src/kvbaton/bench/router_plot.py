@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import BenchReport
+from kvbaton.bench.report import BenchReport, check_can_plot
 from kvbaton.bench.router_contenders import NO_ROUTER, Contender
 from kvbaton.bench.router_rows import LoadCase, RouterBench, contenders_of, median_of, series_name
-from kvbaton.bench.vllm.plot import check_can_plot
 from kvbaton.discovery.messages import TransferMode
 
 __all__ = ["plot_router_bench"]

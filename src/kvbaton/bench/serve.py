@@ -11,7 +11,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -20,17 +19,16 @@ import numpy as np
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.base import EngineOptions, EnginePlugin, Progress, pair_parts
 from kvbaton.errors import ConfigError, PeerLost, ProtocolError
 from kvbaton.launch.fleet import Fleet
-from kvbaton.launch.local import InstanceOptions, instance_part, router_part
+from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
 
 __all__ = ["ServeBench", "run_serve_bench"]
 
-Progress = Callable[[str], None]
 Series = dict[str, list[float]]
 
-_HEALTHY_S = 180.0
 _REQUEST_S = 300.0
 _BYTES = range(3, 250)
 _ENGINES = 2
@@ -67,29 +65,30 @@ class _Servers:
     prefill_url: str
 
 
-def run_serve_bench(bench: ServeBench, progress: Progress) -> BenchReport:
+def run_serve_bench(bench: ServeBench, engine: EnginePlugin, progress: Progress) -> BenchReport:
     """Measure; writes no files but cached weights. Raises KVBatonError when instances or requests fail."""
     series: Series = {}
     for mode in Mode:
         progress(f"starting a router, a prefill and a decode instance ({mode})")
         with Fleet() as fleet:
-            servers = _start(fleet, bench, mode)
+            servers = _start(fleet, bench, engine, mode, progress)
             series |= asyncio.run(_measure(bench, mode, servers, progress))
     return BenchReport(_rows(bench, series), describe_hardware(), [series])
 
 
-def _start(fleet: Fleet, bench: ServeBench, mode: Mode) -> _Servers:
+def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, progress: Progress) -> _Servers:
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
-    extra = ("--step-tokens", str(bench.chunk_tokens))
-    options = InstanceOptions(bench.model, bench.transport, _ENGINES, extra, handoff=HandoffSettings(mode=mode))
+    handoff = HandoffSettings(mode=mode)
+    options = EngineOptions(bench.model, bench.transport, _ENGINES, handoff, step_tokens=bench.chunk_tokens)
+    engine.check_support(options)
+    side = engine.prepare(options, progress)
     fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=options.cluster_key))
-    urls = {}
-    for role in ("prefill", "decode"):
-        part, urls[role] = instance_part(role, role, options, ports, [f"127.0.0.1:{discovery_port}"])
+    parts = pair_parts(side, side, (1, 1), ports, discovery_port)
+    for part in parts:
         fleet.start(part)
-    fleet.wait_healthy(_HEALTHY_S)
-    return _Servers(f"http://127.0.0.1:{router_port}", urls["prefill"])
+    fleet.wait_healthy(engine.healthy_within_s)
+    return _Servers(f"http://127.0.0.1:{router_port}", parts[0].base_url)
 
 
 async def _measure(bench: ServeBench, mode: Mode, servers: _Servers, progress: Progress) -> Series:

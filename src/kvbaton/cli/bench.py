@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvbaton.cli.options import EngineName, TransportName
 from kvbaton.cli.running import end_like_ctrl_c
+from kvbaton.engines.table import DEFAULT_ENGINE
 
 if TYPE_CHECKING:
     from kvbaton.bench.report import BenchReport, Setting
@@ -160,8 +161,8 @@ def plan(
 @bench_app.command
 def serve(
     *,
-    engine: EngineName = "embedded",
-    peer: Literal["nixl"] | None = None,
+    engine: EngineName = DEFAULT_ENGINE,
+    peer: str = "",
     model: str = "smollm2",
     transport: TransportName = "local",
     requests: int = 40,
@@ -177,15 +178,13 @@ def serve(
 ) -> int:
     """What a hand-off costs a client: hand-over at low load, and the first token beside a prefill with no hand-off at all.
 
-    With vLLM as the engine: what a pair adds to the first token of one server, what it uses of the processors, and where
-    the hand-over goes; with a peer, beside that one's pair in the same run.
+    With another engine than the embedded one: what a pair adds to the first token of one server, what it uses of the
+    processors, and where the time of the hand-over goes; with a peer, beside a pair with that connector in the same run.
 
     Parameters
     ----------
-    engine
-        `embedded`, or `vllm`: real vLLM servers on this machine's CPUs, installed on first use.
     peer
-        `nixl`: compare with the connector that vLLM ships; the engine is vllm then.
+        compare with another connector of the engine, such as `nixl` of vLLM; the engine is one that has it then.
     model
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     transport
@@ -199,25 +198,38 @@ def serve(
     chunks
         embedded: length, in such steps, of the prompts whose first token is measured; at least 4.
     mode
-        vllm: which of kvbaton's modes to measure.
+        other engines: which of kvbaton's modes to measure.
     lengths
-        vllm: tokens of the prompts, with commas between them.
+        other engines: tokens of the prompts, with commas between them.
     rounds
         how often the first token is measured with and without a hand-off, in turns.
     plot
-        vllm: file for a picture, drawn as .png and as .svg.
+        other engines: file for a picture, drawn as .png and as .svg.
     out
         file for the raw results (JSON).
     json
         print one JSON object instead of a table.
     """
     from kvbaton.bench.serve import ServeBench, run_serve_bench
+    from kvbaton.bench.servers.plot import plot_servers_bench
+    from kvbaton.bench.servers.run import ServersBench, run_servers_bench
+    from kvbaton.core.handoff import Mode
+    from kvbaton.engines.table import engine_with_connector, find_engine
 
     _begin(out, plot)
-    if engine == "vllm" or peer is not None:
-        return _serve_vllm(model, transport, mode, peer or "", _numbers(lengths, "--lengths"), rounds, plot, out, json)
-    bench = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
-    return _finish("serve", run_serve_bench(bench, _progress), bench.described(), out, json)
+    plugin = find_engine(engine)
+    if peer and peer not in plugin.support.connectors[1:]:
+        plugin = engine_with_connector(peer, "--peer")
+    if plugin.reports_handover:
+        alone = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
+        return _finish("serve", run_serve_bench(alone, plugin, _progress), alone.described(), out, json)
+    modes = tuple(Mode) if mode == "both" else (Mode(mode),)
+    bench = ServersBench(plugin, model, transport, modes, peer, _numbers(lengths, "--lengths"), rounds)
+    report = run_servers_bench(bench, _progress)
+    if plot is not None:
+        for path in plot_servers_bench(report, bench.lengths, bench.variants, plot):
+            _progress(f"drawn: {path}")
+    return _finish("serve", report, bench.described(), out, json)
 
 
 @bench_app.command
@@ -268,30 +280,6 @@ def router(
         for path in plot_router_bench(report, bench, plot):
             _progress(f"drawn: {path}")
     return _finish("router", report, bench.described(), out, json)
-
-
-def _serve_vllm(
-    model: str,
-    transport: str,
-    mode: str,
-    peer: str,
-    lengths: tuple[int, ...],
-    rounds: int,
-    plot: Path | None,
-    out: Path | None,
-    json: bool,
-) -> int:
-    from kvbaton.bench.vllm.plot import plot_vllm_bench
-    from kvbaton.bench.vllm.serve import VllmServeBench, run_vllm_bench
-    from kvbaton.core.handoff import Mode
-
-    modes = tuple(Mode) if mode == "both" else (Mode(mode),)
-    bench = VllmServeBench(model, transport, modes, peer, lengths, rounds)
-    report = run_vllm_bench(bench, _progress)
-    if plot is not None:
-        for path in plot_vllm_bench(report, bench.lengths, bench.variants, plot):
-            _progress(f"drawn: {path}")
-    return _finish("serve", report, bench.described(), out, json)
 
 
 @bench_app.command
@@ -373,7 +361,7 @@ def _begin(out: Path | None, plot: Path | None = None) -> None:
 
     From now on a signal ends the command as Ctrl-C does.
     """
-    from kvbaton.bench.vllm.plot import check_can_plot
+    from kvbaton.bench.report import check_can_plot
     from kvbaton.errors import ConfigError
 
     for option, path in (("--out", out), ("--plot", plot)):

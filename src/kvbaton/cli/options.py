@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from kvbaton.engines.table import OWN_ENGINES
+
 if TYPE_CHECKING:
     from kvbaton.config import HandoffSettings
 
 __all__ = ["EngineName", "HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
 
-EngineName = Literal["embedded", "vllm"]
-"""What computes: the engine of this package, or vLLM in an environment of its own."""
+EngineName = Annotated[
+    str,
+    Parameter(
+        help=f"what computes: {', '.join(f'`{name}`' for name in OWN_ENGINES)}, or an engine that another package registers; "
+        "others than `embedded` run as real servers on this machine's CPUs, installed on first use."
+    ),
+]
+"""The name of an engine; `find_engine` refuses one that is not known."""
 
 TransportName = Literal["auto", "cuda", "local", "mooncake", "mori", "nixl", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -16,24 +16,19 @@ from rich.panel import Panel
 from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.core.addresses import in_url
-
-if TYPE_CHECKING:
-    from kvbaton.config import HandoffSettings
-    from kvbaton.launch.fleet import Part
-    from kvbaton.launch.ports import PortPicker
+from kvbaton.engines.table import DEFAULT_ENGINE
 
 __all__ = ["up"]
 
 _DEFAULT_HANDOFF = HandoffOptions()
-_HEALTHY_WITHIN_S = {"embedded": 180.0, "vllm": 900.0}
 _WATCH_S = 0.2
-_LAST_WORDS_S = 1.0
+_LAST_OUTPUT_S = 1.0
 _SHOWN = ("WARNING", "ERROR", "CRITICAL", "Traceback")
 
 
 def up(
     *,
-    engine: EngineName = "embedded",
+    engine: EngineName = DEFAULT_ENGINE,
     prefill: int = 1,
     decode: int = 1,
     model: str = "smollm2",
@@ -43,14 +38,12 @@ def up(
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     verbose: bool = False,
 ) -> int:
-    """Start a router, prefill and decode instances on this machine, and a chat page to talk to them.
+    """Start a router, prefill and decode instances on this machine, and a chat page to use them.
 
     The instances share a cluster key: that of KVBATON_CLUSTER_KEY if it is set, else a new one.
 
     Parameters
     ----------
-    engine
-        `embedded`, or `vllm`: real vLLM servers on this machine's CPUs, installed on first use.
     prefill
         how many prefill instances.
     decode
@@ -58,7 +51,7 @@ def up(
     model
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     host
         where the router listens.
     port
@@ -67,7 +60,8 @@ def up(
         show everything that the parts log.
     """
     from kvbaton.config import CLUSTER_KEY_VARIABLE, parse_trust
-    from kvbaton.engines.embedded.models import find_model
+    from kvbaton.engines.base import EngineOptions, pair_parts
+    from kvbaton.engines.table import find_engine
     from kvbaton.errors import ConfigError
     from kvbaton.launch.fleet import Fleet
     from kvbaton.launch.local import new_cluster_key, router_part
@@ -80,24 +74,26 @@ def up(
     check_writes(transport, handoff.unfenced_writes)
     console = Console()
     check_port_free(host, port, "--port")
-    say = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
-    served = find_model(model, progress=say).name
+    progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
+    parse_trust(None, os.environ)
+    plugin = find_engine(engine)
+    cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
+    options = EngineOptions(model, transport, prefill + decode, handoff_settings(handoff), cluster_key=cluster_key)
+    plugin.check_support(options)
+    served = plugin.check(options, options, progress).name
+    side = plugin.prepare(replace(options, served_name=served), progress)
     ports = PortPicker()
     discovery_port = ports.pick()
-    parse_trust(None, os.environ)
-    cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
-    common = (model, served, transport, handoff_settings(handoff), cluster_key)
-    parts = _instances(engine, (prefill, decode), common, ports, discovery_port, say)
     end_like_ctrl_c()
-    if engine == "vllm":
-        say(f"starting {prefill + decode} vLLM servers; that takes one to two minutes, and about 2.5 GB of memory each")
+    if plugin.start_notice:
+        progress(plugin.start_notice)
     started = time.monotonic()
     with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
         try:
             fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key))
-            for part in parts:
+            for part in pair_parts(side, side, (prefill, decode), ports, discovery_port):
                 fleet.start(part)
-            fleet.wait_healthy(_HEALTHY_WITHIN_S[engine], lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
+            fleet.wait_healthy(plugin.healthy_within_s, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
             _welcome(console, host, port, served, time.monotonic() - started)
             return _watch(fleet, console)
         except KeyboardInterrupt:
@@ -105,35 +101,14 @@ def up(
             return 0
 
 
-def _instances(
-    engine: EngineName,
-    counts: tuple[int, int],
-    common: tuple[str, str, str, HandoffSettings, str],
-    ports: PortPicker,
-    discovery_port: int,
-    say: Callable[[str], None],
-) -> list[Part]:
-    """The prefill and decode instances, of whichever engine."""
-    from kvbaton.launch.local import InstanceOptions, pair_parts
-    from kvbaton.launch.vllm import vllm_pair_parts
-    from kvbaton.launch.vllm_ready import ready_vllm
-
-    model, served, transport, handoff, cluster_key = common
-    if engine == "vllm":
-        ready = ready_vllm(model, served, transport, sum(counts), handoff, say, cluster_key=cluster_key)
-        return vllm_pair_parts(*counts, ready, ports, discovery_port)
-    options = InstanceOptions(model, transport, sum(counts), handoff=handoff, cluster_key=cluster_key)
-    return pair_parts(*counts, options, ports, discovery_port)
-
-
 def _watch(fleet: Any, console: Console) -> int:
-    """Wait until a part dies; the survivors get a moment to tell their clients."""
+    """Wait until a part dies; the survivors get a moment to answer their clients."""
     while (death := fleet.death()) is None:
         time.sleep(_WATCH_S)
     console.print(f"[bold red]{death}[/]; stopping the others", highlight=False)
     for line in death.last_lines[-5:]:
         console.print(f"  {death.name} | {line}", markup=False, highlight=False, style="dim")
-    time.sleep(_LAST_WORDS_S)
+    time.sleep(_LAST_OUTPUT_S)
     return 1
 
 

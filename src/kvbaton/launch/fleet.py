@@ -36,12 +36,19 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process to start: what it is called, how, and where it says that it is healthy. Its environment may hold secrets."""
+    """One process to start: its name, its command line, and the URL that answers 200 when it is healthy."""
 
     name: str
     command: Sequence[str]
     health_url: str
     environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """May hold secrets."""
+    base_url: str = ""
+    """Where clients reach it."""
+    control_address: str = ""
+    """Where other instances reach it, as a `ControlAddress`; for an instance that hands caches over."""
+    handoffs_address: str = ""
+    """Where it reports its hand-offs, if it does."""
 
 
 @dataclass(frozen=True, slots=True)

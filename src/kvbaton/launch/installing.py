@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import platform
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -11,15 +13,30 @@ from pathlib import Path
 
 from kvbaton.errors import LocalError
 
-__all__ = ["alone", "run_logged"]
+__all__ = ["TORCH_VERSION", "alone", "default_cache_dir", "run_logged", "torch_for_cpus"]
+
+TORCH_VERSION = "2.13.0"
+"""The release of torch that engines are installed with."""
 
 _KEPT_LINES = 15
 _LOOK_S = 0.5
 
 
+def default_cache_dir() -> Path:
+    """`$KVBATON_CACHE`, or `~/.cache/kvbaton`."""
+    return Path(os.environ.get("KVBATON_CACHE") or Path.home() / ".cache" / "kvbaton")
+
+
+def torch_for_cpus() -> list[str]:
+    """What pip has to be asked for. Elsewhere than on x86 the plain package is the one for CPUs."""
+    if platform.machine() != "x86_64":
+        return [f"torch=={TORCH_VERSION}"]
+    return ["--extra-index-url", "https://download.pytorch.org/whl/cpu", f"torch=={TORCH_VERSION}+cpu"]
+
+
 @contextlib.contextmanager
 def alone(lock: Path, what: str, limit_s: float) -> Iterator[None]:
-    """Hold `lock` meanwhile. Raises LocalError when somebody else is busy with `what` for longer than the limit."""
+    """Hold `lock` meanwhile. Raises LocalError when another process is busy with `what` for longer than the limit."""
     give_up_at = time.monotonic() + limit_s
     with lock.open("w") as file:
         while True:
@@ -28,7 +45,7 @@ def alone(lock: Path, what: str, limit_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > give_up_at:
-                    raise LocalError(f"somebody else has been {what} for {limit_s:g} s (lock {lock})") from None
+                    raise LocalError(f"another process has been {what} for {limit_s:g} s (lock {lock})") from None
                 time.sleep(_LOOK_S)
         yield
 

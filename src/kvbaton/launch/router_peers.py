@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbaton.engines.embedded.weights import default_cache_dir
 from kvbaton.launch.fleet import Part
-from kvbaton.launch.installing import alone, run_logged
+from kvbaton.launch.installing import alone, default_cache_dir, run_logged
 
 __all__ = [
     "RouterPeers",

@@ -11,7 +11,8 @@ from system import Client, Stand, blocks, stream_events
 
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
-from kvbaton.launch.local import InstanceOptions, instance_part
+from kvbaton.engines.base import EngineOptions
+from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
 from watching import wait_until
 
@@ -69,16 +70,16 @@ class RealStand(Stand):
         ports = (self.router_port, self.discovery_port, self.ports.pick())
         part = vllm_router_part(peers, *ports, *self.flags, connector=self.connector)
         self._fleet("vllm-router").start(part)
-        single, url = instance_part("single", "both", self._options(()), self.ports)
+        single = EmbeddedServers(self._options(())).part("single", "both", self.ports)
         self._fleet("single").start(single)
-        self.single = Client(int(url.rpartition(":")[2]))
+        self.single = Client(int(single.base_url.rpartition(":")[2]))
         return self
 
     def launch(self, name: str, role: str, *extra: str, port: int | None = None, mode: Mode | None = None) -> int:
         """Start an instance, on this port if one is named; its port. It registers when it is healthy."""
         options = replace(self._options(("--poison", *extra)), handoff=HandoffSettings(mode=mode or self.mode))
-        part, url = instance_part(name, role, options, self.ports, [f"127.0.0.1:{self.discovery_port}"])
-        picked = url.rpartition(":")[2]
+        part = EmbeddedServers(options).part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
+        picked = part.base_url.rpartition(":")[2]
         if port is not None:
             command = [str(port) if word == picked else word for word in part.command]
             part = replace(part, command=command, health_url=part.health_url.replace(picked, str(port)))
@@ -129,8 +130,8 @@ class RealStand(Stand):
         marks = re.findall(rf"(Add|Remove) (?:Prefill|Decode) \[HTTP:127\.0\.0\.1:{port},", self.log())
         return bool(marks) and marks[-1] == "Add"
 
-    def _options(self, extra: tuple[str, ...]) -> InstanceOptions:
-        return InstanceOptions("tiny", "local", 3, extra, self.cluster_key)
+    def _options(self, extra: tuple[str, ...]) -> EngineOptions:
+        return EngineOptions("tiny", "local", 3, arguments=extra, cluster_key=self.cluster_key)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,8 +10,8 @@ import pytest
 import vllm_peer_sources
 from vllm_peer_sources import distribution_link, ensure_peer_tests, indexes
 
+from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import LocalError
-from kvbaton.launch.vllm_environment import VllmEnvironment
 
 
 def test_the_index_is_that_of_pip() -> None:

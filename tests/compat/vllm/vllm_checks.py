@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_servers import ready
 
-from kvbaton.launch.vllm_environment import VLLM_VERSION
+from kvbaton.engines.vllm.setup.environment import VLLM_VERSION
 
 __all__ = ["CHECKS", "run_checks"]
 

@@ -13,9 +13,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import LocalError
 from kvbaton.launch.installing import alone, run_logged
-from kvbaton.launch.vllm_environment import VllmEnvironment
 
 __all__ = ["distribution_link", "ensure_peer_tests", "ensure_pytest", "indexes"]
 

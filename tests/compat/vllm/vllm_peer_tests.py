@@ -15,9 +15,9 @@ from vllm_peer_sources import ensure_peer_tests, ensure_pytest
 from vllm_servers import ready
 
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.vllm.setup.environment import VLLM_VERSION
+from kvbaton.engines.vllm.setup.servers import VllmServers
 from kvbaton.errors import LocalError
-from kvbaton.launch.vllm import VllmOptions
-from kvbaton.launch.vllm_environment import VLLM_VERSION
 
 __all__ = ["Case", "PeerTests", "peer_tests"]
 
@@ -43,7 +43,7 @@ class PeerTests:
 
     directory: Path
     pytest_packages: Path
-    options: VllmOptions
+    options: VllmServers
 
     def names(self) -> dict[str, list[str]]:
         """Every test of every file, without parameters, as `test_name` or `TestClass::test_name`."""

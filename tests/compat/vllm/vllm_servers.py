@@ -21,14 +21,15 @@ import pytest
 
 from kvbaton.config import HandoffSettings, OnFailure
 from kvbaton.core.handoff import Integrity, Mode
-from kvbaton.engines.embedded.weights import default_cache_dir
+from kvbaton.engines.base import EngineOptions
+from kvbaton.engines.vllm.setup.environment import VLLM_VERSION, ensure_environment
+from kvbaton.engines.vllm.setup.plugin import VllmPlugin
+from kvbaton.engines.vllm.setup.servers import VllmServers
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.installing import default_cache_dir
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
-from kvbaton.launch.vllm import VllmOptions, vllm_part
-from kvbaton.launch.vllm_environment import VLLM_VERSION, ensure_environment
-from kvbaton.launch.vllm_ready import ready_vllm
 from watching import command_line, descendants, is_running, processor_s, wait_until
 
 __all__ = ["BLOCK_TOKENS", "MODEL", "Server", "ServerSpec", "ready", "servers", "starting"]
@@ -183,13 +184,13 @@ def _named(name: str, labels: str, value: str) -> tuple[str, float]:
     return (f"{name}{{{','.join(own)}}}" if own else name), float(value)
 
 
-def ready(version: str = VLLM_VERSION) -> VllmOptions:
+def ready(version: str = VLLM_VERSION) -> VllmServers:
     """vLLM, installed if need be. That it cannot be is the only reason for which these tests are skipped."""
     try:
         ensure_environment(default_cache_dir(), print, version)
     except LocalError as error:
         pytest.skip(f"NOTHING IS TESTED WITH VLLM, because it cannot be installed here: {error}")
-    return ready_vllm(MODEL, MODEL, "local", 3, HandoffSettings(), print, version=version)
+    return VllmPlugin(version).prepare(EngineOptions(MODEL, "local", 3, served_name=MODEL), print)
 
 
 @contextmanager
@@ -218,17 +219,18 @@ def starting(*specs: ServerSpec, version: str = VLLM_VERSION) -> Iterator[list[S
         yield started
 
 
-def _server(spec: ServerSpec, options: VllmOptions, ports: PortPicker, hold: Path) -> Server:
+def _server(spec: ServerSpec, prepared: VllmServers, ports: PortPicker, hold: Path) -> Server:
     handoff = HandoffSettings(mode=spec.mode, integrity=spec.integrity, on_failure=spec.policy)
-    mine = replace(
-        options,
+    options = replace(
+        prepared.options,
         handoff=handoff,
         transport=spec.transport,
         cluster_key=_CLUSTER_KEY,
-        settings={"poison": True, **spec.settings},
-        arguments=("--max-num-batched-tokens", "256", *spec.arguments),
+        step_tokens=256,
+        arguments=tuple(spec.arguments),
     )
-    part, url = vllm_part(spec.name, spec.role, mine, ports, spec.routers)
+    mine = replace(prepared, options=options, settings={"poison": True, **spec.settings})
+    part = mine.part(spec.name, spec.role, ports, spec.routers)
     command, control_port = list(part.command), 0
     if "--kv-transfer-config" in command:
         at = command.index("--kv-transfer-config") + 1
@@ -241,4 +243,4 @@ def _server(spec: ServerSpec, options: VllmOptions, ports: PortPicker, hold: Pat
         command[at] = json.dumps(config)
     path = os.pathsep.join((part.environment["PYTHONPATH"], str(_INSIDE)))
     environment = {**part.environment, "PYTHONPATH": path, "KVBATON_HOLD": str(hold)}
-    return Server(replace(part, command=command, environment=environment), url, control_port, hold)
+    return Server(replace(part, command=command, environment=environment), part.base_url, control_port, hold)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.bench.serve import ServeBench, run_serve_bench
+from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError
 
 
 @pytest.mark.e2e
 def test_both_modes_and_both_kinds_of_first_tokens_are_measured() -> None:
     bench = ServeBench("tiny", requests=3, prompt_tokens=20, chunk_tokens=16, chunks=4, rounds=2)
-    report = run_serve_bench(bench, print)
+    report = run_serve_bench(bench, find_engine("embedded"), print)
     (series,) = report.rounds
     assert {name: len(values) for name, values in series.items()} == {
         "hand-over, push": 3,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 
 from kvbaton.config import HandoffSettings, OnFailure
 from kvbaton.core.handoff import AuxWay, Integrity, Mode
-from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command, pair_parts, router_part
+from kvbaton.engines.base import Controls, EngineOptions, pair_parts
+from kvbaton.engines.embedded.plugin import EmbeddedServers
+from kvbaton.launch.local import kvbaton_command, router_part
 from kvbaton.launch.ports import PortPicker
 
 HANDOFF = HandoffSettings(Mode.PULL, Integrity.FULL, AuxWay.DATA, OnFailure.RECOMPUTE)
-OPTIONS = InstanceOptions("tiny", "tcp", 5, ("--poison",), handoff=HANDOFF)
+OPTIONS = EngineOptions("tiny", "tcp", 5, HANDOFF, controls=Controls(poison=True))
+SERVERS = EmbeddedServers(OPTIONS)
 
 
 def _value(command: list[str], option: str) -> str:
@@ -30,10 +34,10 @@ def test_a_router_is_healthy_where_it_listens() -> None:
 
 
 def test_an_instance_gets_its_role_options_and_routers() -> None:
-    part, url = instance_part("d", "decode", OPTIONS, PortPicker(), ["127.0.0.1:1", "127.0.0.1:2"])
+    part = SERVERS.part("d", "decode", PortPicker(), ["127.0.0.1:1", "127.0.0.1:2"])
     command = list(part.command)
-    assert part.health_url == f"{url}/health"
-    assert url.endswith(":" + _value(command, "--port"))
+    assert part.health_url == f"{part.base_url}/health"
+    assert part.base_url.endswith(":" + _value(command, "--port"))
     assert (_value(command, "--role"), _value(command, "--model"), _value(command, "--transport")) == ("decode", "tiny", "tcp")
     assert (_value(command, "--mode"), _value(command, "--integrity")) == ("pull", "full")
     assert (_value(command, "--aux-way"), _value(command, "--on-failure")) == ("data", "recompute")
@@ -43,15 +47,15 @@ def test_an_instance_gets_its_role_options_and_routers() -> None:
 
 
 def test_a_switch_of_the_handoff_is_given_without_a_value() -> None:
-    part, _ = instance_part("d", "decode", OPTIONS, PortPicker())
+    part = SERVERS.part("d", "decode", PortPicker())
     assert "--unfenced-writes" not in part.command
-    writing = InstanceOptions("tiny", "nixl", 5, ("--poison",), handoff=HandoffSettings(unfenced_writes=True))
-    part, _ = instance_part("d", "decode", writing, PortPicker())
+    writing = replace(OPTIONS, transport="nixl", handoff=HandoffSettings(unfenced_writes=True))
+    part = EmbeddedServers(writing).part("d", "decode", PortPicker())
     assert list(part.command)[-2:] == ["--unfenced-writes", "--poison"]
 
 
 def test_a_pair_is_as_large_as_asked_for_and_shares_no_port() -> None:
-    parts = pair_parts(2, 3, OPTIONS, PortPicker(), 12000)
+    parts = pair_parts(SERVERS, SERVERS, (2, 3), PortPicker(), 12000)
     assert [part.name for part in parts] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     used = Counter(_value(list(part.command), option) for part in parts for option in ("--port", "--control-port"))
     assert set(used.values()) == {1}

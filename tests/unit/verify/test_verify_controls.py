@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.core.handoff import AuxWay
 from kvbaton.errors import ConfigError
-from kvbaton.verify.run import VerifySettings, run_verify
+from kvbaton.verify.run import VerifiedPair, run_verify
+from kvbaton.verify.settings import VerifySettings
 
 REFUSED = {
     "no such rank": (VerifySettings(model="tiny-gqa2", decode_shape="tp2", decode_lacks="rank:2"), "there are ranks 0 to 1"),
@@ -18,18 +21,45 @@ REFUSED = {
         "--drop layer:1: of tiny only all",
     ),
     "a state that it does not have": (VerifySettings(model="tiny", drop="conv"), "--drop conv: of tiny only all"),
-    "one token, which nobody decodes": (
-        VerifySettings(model="tiny", drop_writes=True, max_tokens=1),
-        "--max-tokens is 1; it must be at least 2",
+}
+BY_VLLM = {
+    "leaves out": (VerifySettings(model="tiny", drop="all"), "--drop is no control of vLLM; use --drop-writes with vllm"),
+    "dtype": (VerifySettings(model="tiny", decode_cache_dtype="float16"), "--cache-dtype is float16; with vLLM it is float32"),
+    "lacks": (VerifySettings(model="tiny", decode_lacks="layer:0"), "--decode-lacks is no control of vLLM"),
+    "shape": (VerifySettings(model="tiny-gqa8", decode_shape="tp2"), "a shape is tp2; instances of vLLM have one rank"),
+    "another model": (VerifySettings(model="tiny", decode_model="tiny:1"), "--decode-model is tiny:1; with vLLM both sides"),
+    "no room for a prompt": (
+        VerifySettings(model="tiny", max_tokens=2048),
+        "--max-tokens is 2048; the context has 2048 tokens",
     ),
-    "vllm leaves out": (VerifySettings(model="tiny", engine="vllm", drop="all"), "use --drop-writes with vllm"),
-    "vllm dtype": (VerifySettings(model="tiny", engine="vllm", decode_cache_dtype="float16"), "use --drop-writes with vllm"),
-    "vllm lacks": (VerifySettings(model="tiny", engine="vllm", decode_lacks="layer:0"), "use --drop-writes with vllm"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_says_why(name: str) -> None:
+def test_the_refusal_names_the_option(name: str) -> None:
     settings, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words):
-        run_verify(settings, print, print)
+        run_verify(VerifiedPair("embedded", "local", DEFAULT_HANDOFF), settings, print, print)
+
+
+@pytest.mark.parametrize("name", BY_VLLM)
+def test_vllm_refuses_what_it_does_not_support_before_anything_is_installed(name: str) -> None:
+    settings, words = BY_VLLM[name]
+    with pytest.raises(ConfigError, match=words):
+        run_verify(VerifiedPair("vllm", "local", DEFAULT_HANDOFF), settings, print, print)
+
+
+def test_an_aux_way_that_the_connector_does_not_have_is_refused() -> None:
+    data = VerifiedPair("vllm", "local", HandoffSettings(aux_way=AuxWay.DATA))
+    with pytest.raises(ConfigError, match="--aux-way is data; with vLLM it is control"):
+        run_verify(data, VerifySettings(model="tiny"), print, print)
+
+
+def test_one_token_is_refused_because_no_instance_decodes_it() -> None:
+    with pytest.raises(ConfigError, match="--max-tokens is 1; it must be at least 2"):
+        VerifySettings(drop_writes=True, max_tokens=1)
+
+
+def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"--engine is 'vlm', which is no engine; did you mean 'vllm'\?"):
+        run_verify(VerifiedPair("vlm", "local", DEFAULT_HANDOFF), VerifySettings(), print, print)

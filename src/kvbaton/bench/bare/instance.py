@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, SourceEnded, TargetEnded
-from kvbaton.agent.process import this_process
-from kvbaton.agent.sockets import ControlSockets
 from kvbaton.bench.bare.holding import HoldingTransport, MutedSockets, task_of
 from kvbaton.bench.bare.orders import (
     NO_HOLD,
@@ -35,17 +31,14 @@ from kvbaton.bench.bare.orders import (
 from kvbaton.bench.bare.pages import TaggedPages
 from kvbaton.bench.bare.pool import BarePool
 from kvbaton.bench.bare.tasks import Books, SourceTask, TargetTask
-from kvbaton.core.card import Card, Endpoint, RankCard
-from kvbaton.core.handoff import Incarnation
+from kvbaton.engines.instance import AgentSettings, ModelIdentity, new_incarnation, open_driver
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.base import TransportSettings
-from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults
 
 __all__ = ["BareInstance"]
 
-_HOST = "127.0.0.1"
+_MODEL = ModelIdentity("tagged pages", "tagged pages")
 _COMPUTED_PER_TURN = 4
 
 
@@ -55,28 +48,24 @@ class BareInstance:
     def __init__(self, settings: BareSettings, tell: Callable[[Report], None], news: Callable[[], None]) -> None:
         self._tell = tell
         self._shape = settings.shape
-        self._incarnation = Incarnation(secrets.token_hex(8))
+        self._incarnation = new_incarnation()
         pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
-        region = pages.region
-        how = TransportSettings(
-            incarnation=self._incarnation,
-            timeout_s=settings.limits.transfer_timeout,
-            host=_HOST,
-            unfenced_writes=settings.handoff.unfenced_writes,
-        )
-        transport = open_transport(settings.transport, region, how)
-        port = PortPicker().pick()
-        self._holding = HoldingTransport(transport, region) if settings.can_hold else None
-        self._muted = MutedSockets(self._incarnation, _HOST, port) if settings.can_hold else None
-        self._driver = Driver(
-            self._card(settings, pages, transport.endpoint()),
+        region, port = pages.region, PortPicker().pick()
+        agents = AgentSettings(port, transport=settings.transport, limits=settings.limits, handoff=settings.handoff)
+        self._holding: HoldingTransport | None = None
+        self._muted: MutedSockets | None = None
+        if settings.can_hold:
+            self._holding = HoldingTransport(agents.open_transport(self._incarnation, region), region)
+            self._muted = MutedSockets(self._incarnation, agents.control_host, port)
+        self._driver = open_driver(
+            agents,
+            self._incarnation,
+            _MODEL,
             pages.layout(),
-            self._holding or transport,
-            settings.limits,
-            self._muted or ControlSockets(self._incarnation, _HOST, port),
+            region,
             news,
-            settings.handoff,
-            memory=region.view,
+            sockets=self._muted,
+            transport=self._holding,
         )
         self._books = Books(pages, BarePool(settings.blocks), self._driver)
         self._sources: dict[str, SourceTask] = {}
@@ -201,16 +190,3 @@ class BareInstance:
             return 0
         swallowed = len(self._muted.swallowed.get(task.name, ()))
         return swallowed + (self._holding.stalled_bytes // self._shape.cache_bytes(task.tokens) if task.hold.stalls else 0)
-
-    def _card(self, settings: BareSettings, pages: TaggedPages, endpoint: Endpoint) -> Card:
-        limits = settings.limits
-        return Card(
-            incarnation=self._incarnation,
-            model="tagged pages",
-            fingerprint="tagged pages",
-            shape="tp1",
-            ranks=(RankCard(0, pages.layout(), (endpoint,)),),
-            process=this_process(),
-            defer_timeout=limits.defer_timeout,
-            transfer_timeout=limits.transfer_timeout,
-        )

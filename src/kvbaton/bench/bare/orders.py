@@ -1,8 +1,6 @@
-"""What is said between a bare instance and the process that started it: orders one way, reports the other, framed on pipes."""
+"""What a bare instance and the process that started it exchange: orders one way, reports the other, each a frame."""
 
 from __future__ import annotations
-
-import struct
 
 import msgspec
 
@@ -32,15 +30,10 @@ __all__ = [
     "SetFaults",
     "Side",
     "Task",
-    "frame",
-    "split_frames",
 ]
 
 Side = str
 """`source` or `target`."""
-
-_HEAD = struct.Struct("<I")
-_MAX_FRAME_BYTES = 64 << 20
 
 
 class BareSettings(msgspec.Struct, frozen=True):
@@ -202,23 +195,3 @@ class Gauges(msgspec.Struct, frozen=True, tag="gauges"):
 
 
 Report = Here | Offered | Ended | Gauges
-
-
-def frame(message: Order | Report) -> bytes:
-    """A message with its length in front."""
-    content = msgspec.msgpack.encode(message)
-    return _HEAD.pack(len(content)) + content
-
-
-def split_frames(buffer: bytearray) -> list[bytes]:
-    """Take the whole frames off the front of `buffer`."""
-    frames: list[bytes] = []
-    while len(buffer) >= _HEAD.size:
-        (count,) = _HEAD.unpack_from(buffer)
-        if count > _MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {count} bytes; at most {_MAX_FRAME_BYTES} are read")
-        if len(buffer) < _HEAD.size + count:
-            break
-        frames.append(bytes(buffer[_HEAD.size : _HEAD.size + count]))
-        del buffer[: _HEAD.size + count]
-    return frames

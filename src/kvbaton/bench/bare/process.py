@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import subprocess
 import sys
 import time
@@ -14,7 +12,8 @@ from typing import Self
 
 import msgspec
 
-from kvbaton.bench.bare.orders import Ask, BareSettings, Gauges, Here, Order, Report, frame, split_frames
+from kvbaton.agent.channel import Channel, ChannelClosed, channel_pair
+from kvbaton.bench.bare.orders import Ask, BareSettings, Gauges, Here, Order, Report
 from kvbaton.errors import LocalError
 
 __all__ = ["BareProcess"]
@@ -22,7 +21,6 @@ __all__ = ["BareProcess"]
 _START_S = 60.0
 _ANSWER_S = 60.0
 _END_S = 15.0
-_READ_BYTES = 1 << 20
 
 
 class BareProcess:
@@ -30,11 +28,13 @@ class BareProcess:
 
     def __init__(self, name: str, settings: BareSettings) -> None:
         self.name = name
-        arguments = msgspec.json.encode(settings).decode()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvbaton.bench.bare.child", arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._buffer = bytearray()
+        ours, theirs = channel_pair()
+        arguments = [msgspec.json.encode(settings).decode(), str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvbaton.bench.bare.child", *arguments], pass_fds=[theirs.fileno()]
+            )
+        self._channel = Channel(ours, f"bare instance {name}")
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._asked = 0
         self._here: Here | None = None
@@ -52,11 +52,9 @@ class BareProcess:
         """The process."""
         return self._process.pid
 
-    @property
-    def stdout_fd(self) -> int:
+    def fileno(self) -> int:
         """Readable when there are reports."""
-        assert self._process.stdout is not None  # noqa: S101
-        return self._process.stdout.fileno()
+        return self._channel.fileno()
 
     @property
     def here(self) -> Here:
@@ -65,35 +63,31 @@ class BareProcess:
         while self._here is None:
             self.take(max(0.0, give_up_at - time.monotonic()))
             if self._here is None and (time.monotonic() > give_up_at or self._process.poll() is not None):
-                raise LocalError(f"bare instance {self.name} did not start within {_START_S:g} s; its last words are above")
+                raise LocalError(f"bare instance {self.name} did not start within {_START_S:g} s; its last output is above")
         return self._here
 
     def order(self, *orders: Order) -> None:
-        """Tell it what to do; an instance that is gone is told nothing."""
-        assert self._process.stdin is not None  # noqa: S101
-        try:
-            self._process.stdin.write(b"".join(map(frame, orders)))
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._process.poll()
+        """Send orders; those to an instance that is gone are dropped."""
+        for each in orders:
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(msgspec.msgpack.encode(each), _ANSWER_S)
 
     def take(self, timeout_s: float = 0.0) -> bool:
         """Read what it has reported into `reports`, waiting at most so long for something; false at its end."""
-        if not select.select([self.stdout_fd], [], [], timeout_s)[0]:
-            return True
-        content = os.read(self.stdout_fd, _READ_BYTES)
-        self.is_over |= not content
-        self._buffer += content
-        for one in split_frames(self._buffer):
-            report = self._decoder.decode(one)
-            if isinstance(report, Here):
-                self._here = report
-            else:
-                self.reports.append(report)
-        return bool(content)
+        try:
+            while (frame := self._channel.receive(timeout_s)) is not None:
+                timeout_s = 0.0
+                report = self._decoder.decode(frame)
+                if isinstance(report, Here):
+                    self._here = report
+                else:
+                    self.reports.append(report)
+        except ChannelClosed:
+            self.is_over = True
+        return not self.is_over
 
     def gauges(self) -> Gauges:
-        """How it stands now. Raises LocalError when it does not say."""
+        """Its state now. Raises LocalError when it does not report it."""
         self._asked += 1
         self.order(Ask(self._asked))
         give_up_at = time.monotonic() + _ANSWER_S
@@ -116,11 +110,8 @@ class BareProcess:
         return self._process.wait(timeout_s)
 
     def end(self) -> None:
-        """End the process: its input ends, and if that does not help it is killed."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        """End the process: its channel closes, and if that does not help it is killed."""
+        self._channel.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

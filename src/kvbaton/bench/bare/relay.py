@@ -70,10 +70,9 @@ class Relay:
 
     def turn(self, timeout_s: float = _TURN_S) -> None:
         """Wait for reports, at most so long, and take them."""
-        open_fds = {process.stdout_fd: process for process in self.processes if not process.is_over}
-        ready = select.select(list(open_fds), [], [], timeout_s)[0] if open_fds else []
-        for fd in ready:
-            open_fds[fd].take()
+        running = [process for process in self.processes if not process.is_over]
+        for process in select.select(running, [], [], timeout_s)[0] if running else ():
+            process.take()
         for process in self.processes:
             self._hear(process)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
-from kvbaton.engines.embedded.seams import PromptTokenizer, ServedModel
+from kvbaton.engines.embedded.seams import ModelInfo, PromptTokenizer
 from kvbaton.engines.embedded.settings import HttpSettings
 from kvbaton.engines.handoff_params import HandoffParams, KVTransferParams, read_params
 from kvbaton.errors import BadRequest
@@ -66,7 +66,7 @@ class RequestLimits:
     sequences: int
 
 
-def request_limits(model: ServedModel, served_model: str, settings: HttpSettings) -> RequestLimits:
+def request_limits(model: ModelInfo, served_model: str, settings: HttpSettings) -> RequestLimits:
     """The limits of requests to `model`. A longer text than `prompt_bytes` has more tokens than the context, whatever it is."""
     context_tokens = model.config.context_tokens
     prompt_bytes = settings.max_prompt_bytes or context_tokens * model.tokenizer.longest_token_bytes

@@ -13,7 +13,7 @@ from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 
-__all__ = ["EngineCache", "EngineModel", "PromptTokenizer", "ServedModel", "StepModel"]
+__all__ = ["EngineCache", "EngineModel", "PromptTokenizer", "ModelInfo", "StepModel"]
 
 
 class StepModel(Protocol):
@@ -40,7 +40,7 @@ class PromptTokenizer(Protocol):
         """The prompt of a conversation, special tokens included."""
 
 
-class ServedModel(Protocol):
+class ModelInfo(Protocol):
     """A model as the HTTP server needs it. `fingerprint` is the same in every process for the same model."""
 
     @property
@@ -60,7 +60,7 @@ class ServedModel(Protocol):
         """A digest of its weights and dimensions."""
 
 
-class EngineModel(ServedModel, Protocol):
+class EngineModel(ModelInfo, Protocol):
     """A model that an engine can run."""
 
     @property

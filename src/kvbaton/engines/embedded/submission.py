@@ -10,7 +10,7 @@ from typing import Protocol
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
-from kvbaton.engines.embedded.seams import ServedModel
+from kvbaton.engines.embedded.seams import ModelInfo
 from kvbaton.engines.embedded.stats import EngineStats
 
 __all__ = ["EngineClient", "Submission"]
@@ -22,7 +22,7 @@ class EngineClient(Protocol):
     """An engine as the HTTP server sees it; its methods may be called from any thread and do not wait."""
 
     @property
-    def loaded(self) -> ServedModel:
+    def loaded(self) -> ModelInfo:
         """The model it runs."""
 
     def stats(self) -> EngineStats:

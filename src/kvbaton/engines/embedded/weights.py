@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvbaton.engines.embedded.tiny import TINY_FORMAT, write_tiny_model
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weight_cache import FORMAT, CachedWeights, Header, open_weights, write_weights
 from kvbaton.errors import ModelError
+from kvbaton.launch.installing import default_cache_dir
 
 __all__ = ["LoadedModel", "Progress", "default_cache_dir", "load_model", "locate_model"]
 
@@ -40,11 +40,6 @@ class LoadedModel:
     tokenizer: Tokenizer
     name: str
     fingerprint: str
-
-
-def default_cache_dir() -> Path:
-    """`$KVBATON_CACHE`, or `~/.cache/kvbaton`."""
-    return Path(os.environ.get("KVBATON_CACHE") or Path.home() / ".cache" / "kvbaton")
 
 
 def load_model(model: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> LoadedModel:

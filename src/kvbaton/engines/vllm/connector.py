@@ -20,9 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbaton.discovery.messages import InstanceType
+from kvbaton.engines.base import Role
+from kvbaton.engines.instance import ModelIdentity
 from kvbaton.engines.vllm.fingerprint import fingerprint
-from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
+from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
 from kvbaton.engines.vllm.requests import HandoffInfo
@@ -77,8 +78,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings: ConnectorSettings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         _check_shape(vllm_config, kv_cache_config)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
-        self._registers_as = _registers_as(is_producer, is_consumer)
-        if self._registers_as is None and self._settings.routers:
+        self._role = _role(is_producer, is_consumer)
+        if self._role == "both" and self._settings.routers:
             log.warning("kv_role is kv_both: it serves clients by itself and registers with no router; `routers` has no effect")
         self._scheduler: SchedulerHalf | None = None
         self._instance: WorkerInstance | None = None
@@ -99,7 +100,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches = kv_caches
         cache = RegisteredCache(read_tensors(kv_caches), _spec(self._vllm_config, self._kv_cache_config))
         self._layer_index = cache.layer_index
-        self._instance = self.instance_class(self._settings, cache, _model(self._vllm_config), self._registers_as)
+        self._instance = self.instance_class(self._settings, cache, _model(self._vllm_config), self._role)
         self._instance.start()
         log.info("kvbaton listens at %s, incarnation %s", self._instance.info.control_address, self._instance.info.incarnation)
 
@@ -270,10 +271,10 @@ def _check_shape(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(f"the model has {groups} groups of layers (kv_cache_groups); one can be handed over so far")
 
 
-def _registers_as(is_producer: bool, is_consumer: bool) -> InstanceType | None:
+def _role(is_producer: bool, is_consumer: bool) -> Role:
     if is_producer and is_consumer:
-        return None
-    return InstanceType.PREFILL if is_producer else InstanceType.DECODE
+        return "both"
+    return "prefill" if is_producer else "decode"
 
 
 def _computing(scheduler_output: Any) -> list[Computing]:
@@ -294,14 +295,14 @@ def _spec(vllm_config: Any, kv_cache_config: Any) -> CacheSpec:
     return CacheSpec(spec.block_size, spec.num_kv_heads, total_heads, "mla" if kind.startswith("MLA") else "full")
 
 
-def _model(vllm_config: Any) -> ModelName:
+def _model(vllm_config: Any) -> ModelIdentity:
     """The fingerprint covers what decides the meaning of a cache: architecture, weights, dtypes, kind of CPU."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     names = model.served_model_name
     name = names if isinstance(names, str) else (names[0] if names else model.model)
     others = [str(model.dtype), str(cache.cache_dtype), str(model.quantization), str(getattr(model, "revision", "") or "")]
     others += [platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    return ModelName(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))
+    return ModelIdentity(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))
 
 
 _register()

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
+from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode
 from kvbaton.engines.vllm.orders import (
     Chunk,
@@ -212,8 +213,12 @@ class SchedulerHalf:
         """Whether a prefill would take the last blocks, and no target has blocks for it yet."""
         if self._mode is not Mode.PUSH or source.is_granted or self._room is None:
             return False
-        left = self._room.free_blocks() - self._blocks_of(source) - self._owed_blocks(source, self._room)
-        return left < self._room.blocks
+        return not may_start_prefill(
+            free_blocks=self._room.free_blocks() - self._owed_blocks(source, self._room),
+            needed_blocks=self._blocks_of(source),
+            reserved_blocks=self._room.blocks,
+            has_grant=False,
+        )
 
     def _blocks_of(self, source: _Source) -> int:
         return -(-source.request.num_prompt_tokens // self._block_tokens)

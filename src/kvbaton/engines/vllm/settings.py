@@ -16,6 +16,7 @@ from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
+from kvbaton.engines.instance import AgentSettings
 from kvbaton.errors import ConfigError
 from kvbaton.transport.choose import AUTO, TRANSPORTS, check_writes
 
@@ -112,6 +113,19 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     def handoff(self) -> HandoffSettings:
         """How this instance hands over."""
         return HandoffSettings(mode=self.mode, integrity=self.integrity, unfenced_writes=self.unfenced_writes)
+
+    def agents(self) -> AgentSettings:
+        """What the agents of this instance are opened with."""
+        return AgentSettings(
+            control_port=self.control_port,
+            control_host=self.control_host,
+            advertise_host=self.advertise_host,
+            transport=self.transport,
+            limits=self.limits,
+            handoff=self.handoff,
+            trust=self.trust(),
+            drop_writes=self.drop_writes,
+        )
 
     def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
         """Who is admitted as a peer. Raises ConfigError that names the key."""

@@ -18,17 +18,13 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Heartbeat, Message, Retracted
-from kvbaton.discovery.messages import InstanceType
 from kvbaton.engines.vllm.connector import KVBatonConnector
-from kvbaton.engines.vllm.instance import ModelName, WorkerInstance
+from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.settings import ConnectorSettings
-from kvbaton.engines.vllm.tensors import RegisteredCache
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Region, Ticket, Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
@@ -112,23 +108,14 @@ def _note(path: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
-class _HastySettings(ConnectorSettings, frozen=True):
-    """Promises what its settings state, and keeps less."""
-
-    @property
-    def limits(self) -> Limits:
-        """What this instance really does."""
-        lease_s = float((_directory() / "lease").read_text())
-        return Limits(lease_s / 2, lease_s, self.stop_timeout, self.retry)
-
-
 class _HeldInstance(WorkerInstance):
-    def __init__(
-        self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelName, registers_as: InstanceType | None
-    ) -> None:
-        if (_directory() / "lease").exists():
-            settings = _HastySettings(**msgspec.structs.asdict(settings))
-        super().__init__(settings, cache, model, registers_as)
+    def agent_limits(self, settings: ConnectorSettings) -> Limits:
+        """With a lease, shorter ones than the card promises."""
+        lease = _directory() / "lease"
+        if not lease.exists():
+            return settings.limits
+        lease_s = float(lease.read_text())
+        return Limits(lease_s / 2, lease_s, settings.stop_timeout, settings.retry)
 
     def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
         """Sockets that drop messages."""

@@ -10,8 +10,10 @@ import urllib.request
 
 import pytest
 
+from kvbaton.engines.base import EngineOptions
+from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.fleet import Fleet, Part
-from kvbaton.launch.local import InstanceOptions, instance_part, kvbaton_command
+from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker
 from watching import command_line, descendants, is_running, wait_until
 
@@ -26,10 +28,9 @@ def _ranks_of(leader: int) -> dict[str, int]:
 
 
 def _start(fleet: Fleet, shape: str) -> tuple[Part, str]:
-    options = InstanceOptions("tiny-swa", "local", 2, shape=shape)
-    part, url = instance_part("single", "both", options, PortPicker())
+    part = EmbeddedServers(EngineOptions("tiny-swa", "local", 2, shape=shape)).part("single", "both", PortPicker())
     fleet.start(part)
-    return part, url
+    return part, part.base_url
 
 
 def _answer(url: str) -> str:

@@ -1,4 +1,4 @@
-"""The vLLM benchmark as a picture: what each variant adds to the first token, where that goes, and what idle servers use."""
+"""This benchmark as a plot: what each variant adds to the first token, where that goes, and what idle servers use."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.report import BenchReport
-from kvbaton.bench.vllm.rows import Round, added_s, name_of, stage_s
-from kvbaton.bench.vllm.variants import SINGLE
-from kvbaton.errors import ConfigError
+from kvbaton.bench.report import BenchReport, check_can_plot
+from kvbaton.bench.servers.rows import Round, added_s, name_of, stage_s
+from kvbaton.bench.servers.variants import SINGLE
 from kvbaton.observe.phases import HandoffPhase
 
-__all__ = ["check_can_plot", "plot_vllm_bench"]
+__all__ = ["plot_servers_bench"]
 
 _COLOURS = ("#2a6fbb", "#7fb3e6", "#c4622d", "#8a8a8a")
 _STAGE_COLOURS = ("#d9d9d9", "#b3cde3", "#8c96c6", "#88419d", "#fdae61", "#1a9850", "#66bd63", "#a50026")
 _BAR = 0.8
 
 
-def check_can_plot() -> None:
-    """Raise ConfigError without matplotlib; asked before a long run, which must not end with that."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'kvbaton[plot]'") from error
-
-
-def plot_vllm_bench(report: BenchReport, lengths: Sequence[int], variants: Sequence[str], target: Path) -> tuple[Path, Path]:
+def plot_servers_bench(report: BenchReport, lengths: Sequence[int], variants: Sequence[str], target: Path) -> tuple[Path, Path]:
     """Draw the report as PNG and as SVG, at `target` with these suffixes. Raises ConfigError without matplotlib."""
     check_can_plot()
     from matplotlib.figure import Figure
@@ -36,7 +27,7 @@ def plot_vllm_bench(report: BenchReport, lengths: Sequence[int], variants: Seque
     left, middle, right = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     pairs = [name for name in variants if name != SINGLE]
     _draw_added(left, report.rounds, lengths, pairs)
-    _draw_stages(middle, report.rounds, lengths, [name for name in pairs if _tells(report.rounds, name, lengths)])
+    _draw_stages(middle, report.rounds, lengths, [name for name in pairs if _reports(report.rounds, name, lengths)])
     _draw_idle(right, report.rounds[0], variants)
     paths = target.with_suffix(".png"), target.with_suffix(".svg")
     for path in paths:
@@ -58,7 +49,7 @@ def _draw_added(axes: Any, rounds: Sequence[Round], lengths: Sequence[int], pair
     axes.axhline(0, color="black", linewidth=0.8)
     axes.margins(y=0.2)
     axes.set_ylabel("ms")
-    axes.set_title("Added to the first token of one vLLM\n(median; line: to p99)", fontsize=10)
+    axes.set_title("Added to the first token of one server\n(median; line: to p99)", fontsize=10)
     axes.legend(fontsize=8, loc="upper center", ncols=3)
 
 
@@ -91,7 +82,7 @@ def _draw_idle(axes: Any, first: Mapping[str, list[float]], variants: Sequence[s
     axes.set_title("Idle: all servers of a variant", fontsize=10)
 
 
-def _tells(rounds: Sequence[Round], name: str, lengths: Sequence[int]) -> bool:
+def _reports(rounds: Sequence[Round], name: str, lengths: Sequence[int]) -> bool:
     return any(name_of("exposed", name, length) in each for each in rounds for length in lengths)
 
 

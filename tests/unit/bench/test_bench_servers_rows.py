@@ -1,4 +1,4 @@
-"""The rows and the picture of the vLLM benchmark, from rounds that are made up."""
+"""The rows and the plot of the benchmark of servers, from rounds that are made up."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 
 from kvbaton.bench.report import BenchReport
-from kvbaton.bench.vllm.plot import plot_vllm_bench
-from kvbaton.bench.vllm.rows import Round, added_s, name_of, rows_of
-from kvbaton.bench.vllm.serve import VllmServeBench
-from kvbaton.bench.vllm.variants import NIXL, SINGLE
+from kvbaton.bench.servers.plot import plot_servers_bench
+from kvbaton.bench.servers.rows import Round, added_s, name_of, rows_of
+from kvbaton.bench.servers.run import ServersBench, run_servers_bench
+from kvbaton.bench.servers.variants import SINGLE
 from kvbaton.cli.bench import serve
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError
 
-PUSH = "kvbaton push"
+PUSH, NIXL = "kvbaton push", "nixl"
+VLLM = find_engine("vllm")
 VARIANTS = (SINGLE, PUSH, NIXL)
 
 
 def one_round(index: int) -> Round:
-    """One vLLM takes 1 s more in each round; push adds 0.1 s to that, NIXL 0.4 s."""
+    """One server takes 1 s more in each round; push adds 0.1 s to that, NIXL 0.4 s."""
     taken: Round = {}
     for variant, added in ((SINGLE, 0.0), (PUSH, 0.1), (NIXL, 0.4)):
         taken[name_of("first token", variant, 128)] = [1.0 + index + added]
@@ -43,7 +45,7 @@ def test_what_is_added_is_a_difference_within_each_round() -> None:
 
 
 def test_rows_stand_beside_the_peer() -> None:
-    rows = {row.name: row for row in rows_of((128,), VARIANTS, ROUNDS)}
+    rows = {row.name: row for row in rows_of((128,), VARIANTS, ROUNDS, NIXL)}
     push = rows[f"added to it, p50, {PUSH}"]
     assert (push.unit, push.peer) == ("ms", NIXL)
     assert (push.value, push.ratio) == pytest.approx((100, 0.25))
@@ -64,8 +66,8 @@ def test_without_a_peer_one_server_is_what_stands_beside() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures are not tested: matplotlib is not installed")
-    report = BenchReport(list(rows_of((128,), VARIANTS, ROUNDS)), {}, ROUNDS)
-    paths = plot_vllm_bench(report, (128,), VARIANTS, tmp_path / "bench.json")
+    report = BenchReport(list(rows_of((128,), VARIANTS, ROUNDS, NIXL)), {}, ROUNDS)
+    paths = plot_servers_bench(report, (128,), VARIANTS, tmp_path / "bench.json")
     assert [path.name for path in paths] == ["bench.png", "bench.svg"]
     assert all(path.stat().st_size > 1000 for path in paths)
 
@@ -73,12 +75,12 @@ def test_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"rounds": 0}, {"lengths": ()}, {"lengths": (0,)}, {"lengths": (4000,)}])
 def test_settings_that_cannot_be_are_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(wrong))} is"):
-        VllmServeBench(**wrong)  # type: ignore[arg-type]
+        run_servers_bench(ServersBench(VLLM, "tiny", **wrong), print)  # type: ignore[arg-type]
 
 
 def test_how_many_servers_it_takes() -> None:
-    assert VllmServeBench(peer="nixl").servers == 7
-    assert VllmServeBench(modes=(Mode.PUSH,)).variants == (SINGLE, PUSH)
+    assert ServersBench(VLLM, peer="nixl").servers == 7
+    assert ServersBench(VLLM, modes=(Mode.PUSH,)).variants == (SINGLE, PUSH)
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,6 +89,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(monkeypatch: p
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("kvbaton.bench.vllm.serve.run_vllm_bench", run)
+    monkeypatch.setattr("kvbaton.bench.servers.run.run_servers_bench", run)
     with pytest.raises(ConfigError, match="--plot needs matplotlib"):
         serve(engine="vllm", plot=tmp_path / "picture")

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from kvbaton.core.topology import Shape
+from kvbaton.engines.embedded.plugin import check_fit
 from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.errors import ConfigError, Incompatible
-from kvbaton.verify.fit import check_fit
 
 
 @pytest.mark.parametrize("model", sorted(BLUEPRINTS))

@@ -1,4 +1,4 @@
-"""From the rounds of the vLLM benchmark to its rows: what each variant adds to one server, and uses of the processors."""
+"""From the rounds of this benchmark to its rows: what each variant adds to one server, and uses of the processors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvbaton.bench.report import BenchRow, Setting
-from kvbaton.bench.vllm.variants import NIXL, SINGLE
+from kvbaton.bench.servers.variants import SINGLE
 from kvbaton.observe.phases import HandoffPhase
 
 __all__ = ["Round", "added_s", "name_of", "rows_of", "stage_s"]
@@ -32,10 +32,9 @@ def stage_s(rounds: Sequence[Round], variant: str, length: int, phase: HandoffPh
     return float(np.median(taken))
 
 
-def rows_of(lengths: Sequence[int], variants: Sequence[str], rounds: Sequence[Round]) -> Iterator[BenchRow]:
-    """Every row of the report. The peer is NIXL where it was measured, else one server."""
+def rows_of(lengths: Sequence[int], variants: Sequence[str], rounds: Sequence[Round], peer: str = SINGLE) -> Iterator[BenchRow]:
+    """Every row of the report, beside that of `peer`: another connector where one was measured, else one server."""
     pairs = [name for name in variants if name != SINGLE]
-    peer = NIXL if NIXL in pairs else SINGLE
     for length in lengths:
         yield from _first_token_rows(length, pairs, peer, rounds)
     for length in lengths:
@@ -84,7 +83,7 @@ def _cpu_row(length: int, name: str, peer: str, rounds: Sequence[Round]) -> Benc
 
 
 def _stage_rows(length: int, name: str, rounds: Sequence[Round]) -> Iterator[BenchRow]:
-    """Where a hand-over went, for variants that tell; the ratio is the share of all of it."""
+    """Where the time of a hand-over went, for variants that report it; the ratio is the share of the whole."""
     exposed = [each[name_of("exposed", name, length)][0] for each in rounds if name_of("exposed", name, length) in each]
     if not exposed:
         return

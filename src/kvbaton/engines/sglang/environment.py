@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvbaton.errors import LocalError
-from kvbaton.launch.installing import alone, run_logged
-from kvbaton.launch.vllm_environment import torch_for_cpus
+from kvbaton.launch.installing import alone, run_logged, torch_for_cpus
 
 __all__ = ["SGLANG_VERSION", "ensure_sglang"]
 

@@ -1,4 +1,4 @@
-"""The ways to ask servers for an answer: one alone, prefill and then decode, or both at once. Times are the client's.
+"""How servers are asked for an answer: one alone, prefill and then decode, or both at once. Times are the client's.
 
 The client is its own router, the same for every connector: what differs between two pairs is the servers alone.
 """
@@ -17,7 +17,7 @@ import aiohttp
 
 from kvbaton.errors import PeerLost, ProtocolError
 
-__all__ = ["Alone", "Answered", "AtOnce", "OneAfterTheOther", "Prompt", "Way"]
+__all__ = ["Alone", "Answered", "Asking", "AtOnce", "OneAfterTheOther", "Prompt"]
 
 _FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
@@ -39,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One answer: seconds from asking to the first token and to the end, and of the prefill leg where there is one."""
+    """One answer: seconds from asking to the first token and to the end, and of the prefill request where there is one."""
 
     text: str
     first_token_s: float
@@ -48,7 +48,7 @@ class Answered:
     transfer_id: str = ""
 
 
-class Way(Protocol):
+class Asking(Protocol):
     """How a variant is asked."""
 
     async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
@@ -89,7 +89,7 @@ class OneAfterTheOther:
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Both at the same time: push. `source` tells the decode server where the prefill server is."""
+    """Both at the same time: push. `source` names the prefill server to the decode server."""
 
     prefill: str
     decode: str

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
 from kvbaton.launch.installing import alone, run_logged
-from kvbaton.launch.vllm_environment import VllmEnvironment
 
 __all__ = ["ensure_model"]
 

@@ -1,6 +1,6 @@
-"""What a hand-off between two vLLM servers costs, beside one server alone and beside another connector, in one run.
+"""What a hand-off between two servers costs, beside one server alone and beside another connector, in one run.
 
-All servers are up all the time, with the same model, threads and settings; those that are not being measured stand still
+All servers are up all the time, with the same model, threads and settings; those that are not being measured are paused
 (SIGSTOP), because an idle server of some connectors keeps a core busy. Variants take turns within a round, in a changing
 order, with the same prompts. A prompt is new in every round, so that no prefix is in a cache.
 """
@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import aiohttp
 
 from kvbaton.bench.report import BenchReport, Setting, describe_hardware
-from kvbaton.bench.vllm.processes import available_memory_bytes
-from kvbaton.bench.vllm.rows import Round, name_of, rows_of
-from kvbaton.bench.vllm.variants import NIXL, SINGLE, Variant, start_variants
-from kvbaton.bench.vllm.ways import Prompt
-from kvbaton.config import DEFAULT_HANDOFF
+from kvbaton.bench.servers.asking import Prompt
+from kvbaton.bench.servers.processes import available_memory_bytes
+from kvbaton.bench.servers.rows import Round, name_of, rows_of
+from kvbaton.bench.servers.variants import SINGLE, Variant, Variants
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.timeline import Side
+from kvbaton.engines.base import OWN_CONNECTOR, EngineOptions, EnginePlugin, Progress
 from kvbaton.errors import ConfigError, LocalError, PeerError
-from kvbaton.launch.vllm import MAX_MODEL_TOKENS
-from kvbaton.launch.vllm_environment import NIXL_VERSION, VLLM_VERSION, ensure_nixl
-from kvbaton.launch.vllm_ready import ready_vllm
 from kvbaton.observe.transfer_report import HandoffReport
 
-__all__ = ["VllmServeBench", "run_vllm_bench"]
-
-Progress = Callable[[str], None]
+__all__ = ["ServersBench", "run_servers_bench"]
 
 _SERVED = "bench"
 _TOKEN_IDS = range(1000, 40_000)
-_SERVER_BYTES = 2_700_000_000
 _CACHE_BLOCKS = 64
 _SETTLE_S = 1.0
 _REQUEST_S = 300.0
@@ -45,13 +38,15 @@ _THREADS_FOR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class VllmServeBench:
+class ServersBench:
     """What to measure: prompts of these lengths, `rounds` of each in each variant, one at a time."""
 
+    engine: EnginePlugin
     model: str = "smollm2"
     transport: str = "local"
     modes: tuple[Mode, ...] = (Mode.PUSH, Mode.PULL)
     peer: str = ""
+    """Another connector of the engine to compare with."""
     lengths: tuple[int, ...] = (128, 512, 1500)
     rounds: int = 10
     max_tokens: int = 4
@@ -60,15 +55,18 @@ class VllmServeBench:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ConfigError(f"--rounds is {self.rounds}; it must be at least 1")
-        if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > MAX_MODEL_TOKENS - self.max_tokens:
-            raise ConfigError(
-                f"--lengths is {self.lengths}; from 1 to {MAX_MODEL_TOKENS - self.max_tokens} tokens are possible"
-            )
+        if not self.lengths or min(self.lengths) < 1:
+            raise ConfigError(f"--lengths is {self.lengths}; prompts have at least 1 token")
+
+    @property
+    def ours(self) -> dict[str, Mode]:
+        """Kvbaton's pairs by their names."""
+        return {f"{OWN_CONNECTOR} {mode}": mode for mode in self.modes}
 
     @property
     def variants(self) -> tuple[str, ...]:
         """The names of what is measured, in order."""
-        return (SINGLE, *(f"kvbaton {mode}" for mode in self.modes), *((NIXL,) if self.peer else ()))
+        return (SINGLE, *self.ours, *((self.peer,) if self.peer else ()))
 
     @property
     def servers(self) -> int:
@@ -77,9 +75,8 @@ class VllmServeBench:
 
     def described(self) -> dict[str, Setting]:
         """The settings as a report shows them."""
-        versions = {"vllm": VLLM_VERSION, **({"nixl": NIXL_VERSION} if self.peer else {})}
         return {
-            "engine": "vllm",
+            "engine": self.engine.name,
             "model": self.model,
             "transport": self.transport,
             "modes": ",".join(self.modes),
@@ -87,29 +84,33 @@ class VllmServeBench:
             "lengths": ",".join(map(str, self.lengths)),
             "rounds": self.rounds,
             "max_tokens": self.max_tokens,
-            **versions,
+            **self.engine.versions(self.peer),
         }
 
 
-def run_vllm_bench(bench: VllmServeBench, progress: Progress) -> BenchReport:
+def run_servers_bench(bench: ServersBench, progress: Progress) -> BenchReport:
     """Install, start, measure and stop. Raises LocalError when there is too little memory, KVBatonError when servers fail."""
     _check_memory(bench)
-    ready = ready_vllm(bench.model, _SERVED, bench.transport, _THREADS_FOR, DEFAULT_HANDOFF, progress)
-    if bench.peer:
-        ensure_nixl(ready.environment, progress)
-    options = replace(ready, arguments=("--num-gpu-blocks-override", str(_CACHE_BLOCKS)))
+    options = EngineOptions(bench.model, bench.transport, _THREADS_FOR, cache_blocks=_CACHE_BLOCKS, served_name=_SERVED)
+    context = bench.engine.check(options, options, progress).context_tokens
+    if max(bench.lengths) > context - bench.max_tokens:
+        raise ConfigError(f"--lengths is {bench.lengths}; from 1 to {context - bench.max_tokens} tokens are possible")
     with ExitStack() as kept:
-        variants = start_variants(bench.modes, bool(bench.peer), options, kept, progress)
+        start = Variants(bench.engine, options, kept, progress)
+        variants = [start.single(), *(start.pair(name, mode, OWN_CONNECTOR) for name, mode in bench.ours.items())]
+        if bench.peer:
+            variants.append(start.pair(bench.peer, Mode.PULL, bench.peer))
         rounds, problems = asyncio.run(_Measurement(bench, variants, progress).run())
-    return BenchReport(list(rows_of(bench.lengths, bench.variants, rounds)), _hardware(), rounds, problems)
+    rows = list(rows_of(bench.lengths, bench.variants, rounds, bench.peer or SINGLE))
+    return BenchReport(rows, _hardware(), rounds, problems)
 
 
-def _check_memory(bench: VllmServeBench) -> None:
-    needed, there = bench.servers * _SERVER_BYTES, available_memory_bytes()
+def _check_memory(bench: ServersBench) -> None:
+    needed, there = bench.servers * bench.engine.server_bytes, available_memory_bytes()
     if needed > there:
         raise LocalError(
-            f"{bench.servers} vLLM servers at once need about {needed / 1e9:.0f} GB of memory, {there / 1e9:.0f} GB are free;"
-            " end other programs, or measure one mode with --mode"
+            f"{bench.servers} {bench.engine.title} servers at once need about {needed / 1e9:.0f} GB of memory, "
+            f"{there / 1e9:.0f} GB are free; end other programs, or measure one mode with --mode"
         )
 
 
@@ -118,7 +119,7 @@ def _hardware() -> dict[str, Setting]:
 
 
 class _Measurement:
-    def __init__(self, bench: VllmServeBench, variants: list[Variant], progress: Progress) -> None:
+    def __init__(self, bench: ServersBench, variants: list[Variant], progress: Progress) -> None:
         self._bench = bench
         self._variants = variants
         self._progress = progress
@@ -136,15 +137,15 @@ class _Measurement:
         rounds[0] |= idle
         asked = self._bench.rounds * len(self._bench.lengths) * len(self._bench.modes)
         if (different := self._different()) > _MAX_DIFFERENT * asked:
-            self._problems.append(f"{different} of {asked} answers were not those of one vLLM")
+            self._problems.append(f"{different} of {asked} answers were not those of {SINGLE}")
         return rounds, self._problems
 
     async def _warm_up(self, session: aiohttp.ClientSession, variant: Variant) -> Round:
-        """The first requests meet the peer and touch the memory; then nothing happens for a while."""
+        """The first requests make the handshakes and touch the memory; then nothing happens for a while."""
         variant.processes.resume()
         try:
             for length in self._bench.lengths:
-                await variant.way.ask(session, self._prompt(-1, length))
+                await variant.asking.ask(session, self._prompt(-1, length))
             await asyncio.sleep(2 * _SETTLE_S)
             before = variant.processes.cpu_s()
             await asyncio.sleep(self._bench.idle_s)
@@ -170,7 +171,7 @@ class _Measurement:
 
     async def _one(self, session: aiohttp.ClientSession, variant: Variant, index: int, length: int) -> Round:
         cpu = variant.processes.cpu_s()
-        answered = await variant.way.ask(session, self._prompt(index, length))
+        answered = await variant.asking.ask(session, self._prompt(index, length))
         await asyncio.sleep(_SETTLE_S / 2)
         used = variant.processes.cpu_s() - cpu
         self._answers[index, length, variant.name] = answered.text
@@ -198,8 +199,8 @@ class _Measurement:
         return taken
 
     def _different(self) -> int:
-        """How many answers of our pairs were not those of the single server."""
-        ours = [key for key in self._answers if key[2] not in (SINGLE, NIXL)]
+        """How many answers of our pairs differ from the single server's."""
+        ours = [key for key in self._answers if key[2] in self._bench.ours]
         return sum(self._answers[key] != self._answers[key[0], key[1], SINGLE] for key in ours)
 
     def _prompt(self, index: int, length: int) -> Prompt:

@@ -12,23 +12,30 @@ import pytest
 import kvbaton
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, OnFailure
 from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.engines.base import Controls, EngineOptions, pair_parts
 from kvbaton.engines.vllm.settings import parse_settings
+from kvbaton.engines.vllm.setup.environment import (
+    NIXL_VERSION,
+    VllmEnvironment,
+    ensure_environment,
+    ensure_nixl,
+    requirements_of,
+)
+from kvbaton.engines.vllm.setup.models import ensure_model
+from kvbaton.engines.vllm.setup.servers import VllmServers, transfer_config
 from kvbaton.errors import LocalError, ModelError
 from kvbaton.launch.ports import PortPicker
-from kvbaton.launch.vllm import VllmOptions, transfer_config, vllm_pair_parts, vllm_part
-from kvbaton.launch.vllm_environment import NIXL_VERSION, VllmEnvironment, ensure_environment, ensure_nixl, requirements_of
-from kvbaton.launch.vllm_model import ensure_model
 
 
-def options(tmp_path: Path) -> VllmOptions:
+def servers(tmp_path: Path, connector: str = "kvbaton") -> VllmServers:
     handoff = HandoffSettings(mode=Mode.PULL, integrity=Integrity.FULL, on_failure=OnFailure.RECOMPUTE)
-    return VllmOptions(
-        VllmEnvironment(tmp_path), tmp_path / "model", "smol", "tcp", 2, handoff, {"poison": True}, cluster_key="k"
-    )
+    options = EngineOptions("smol", "tcp", 2, handoff, connector=connector, controls=Controls(poison=True), cluster_key="k")
+    return VllmServers(VllmEnvironment(tmp_path), tmp_path / "model", options)
 
 
 def test_a_pair_registers_with_its_router_and_its_settings_are_accepted(tmp_path: Path) -> None:
-    parts = vllm_pair_parts(1, 2, options(tmp_path), PortPicker(), 4321)
+    side = servers(tmp_path)
+    parts = pair_parts(side, side, (1, 2), PortPicker(), 4321)
     assert [part.name for part in parts] == ["prefill-0", "decode-0", "decode-1"]
     for part, role in zip(parts, ("kv_producer", "kv_consumer", "kv_consumer"), strict=True):
         config = json.loads(part.command[part.command.index("--kv-transfer-config") + 1])
@@ -39,12 +46,22 @@ def test_a_pair_registers_with_its_router_and_its_settings_are_accepted(tmp_path
         assert settings.http_address in part.health_url
         assert part.environment[CLUSTER_KEY_VARIABLE] == "k"
         assert "k" not in part.command
+        assert part.control_address == str(settings.control_address)
+        assert part.handoffs_address == settings.handoffs_address
 
 
 def test_a_single_server_has_no_connector(tmp_path: Path) -> None:
-    part, url = vllm_part("single", "both", options(tmp_path), PortPicker())
+    part = servers(tmp_path).part("single", "both", PortPicker())
     assert "--kv-transfer-config" not in part.command
-    assert part.health_url == f"{url}/health"
+    assert part.health_url == f"{part.base_url}/health"
+
+
+def test_a_server_with_the_connector_of_nixl_has_a_side_channel_of_its_own(tmp_path: Path) -> None:
+    part = servers(tmp_path, "nixl").part("prefill", "prefill", PortPicker())
+    config = json.loads(part.command[part.command.index("--kv-transfer-config") + 1])
+    assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", "kv_producer")
+    assert part.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] not in part.base_url
+    assert not part.control_address
 
 
 def test_both_may_be_asked_for_by_name() -> None:

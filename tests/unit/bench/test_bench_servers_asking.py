@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.bench.vllm.ways import Alone, Answered, AtOnce, OneAfterTheOther, Prompt, Way
+from kvbaton.bench.servers.asking import Alone, Answered, Asking, AtOnce, OneAfterTheOther, Prompt
 from kvbaton.errors import PeerLost, ProtocolError
 from kvbaton.launch.ports import PortPicker
 
@@ -59,7 +59,7 @@ async def serving(*servers: Server) -> AsyncIterator[aiohttp.ClientSession]:
         await runner.cleanup()
 
 
-def asked(make: Callable[[], Way], *servers: Server) -> Answered:
+def asked(make: Callable[[], Asking], *servers: Server) -> Answered:
     async def run() -> Answered:
         async with serving(*servers) as session:
             return await make().ask(session, PROMPT)

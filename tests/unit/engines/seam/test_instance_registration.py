@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from kvbaton.discovery.announcer import Announcer
-from kvbaton.engines.vllm import registration
-from kvbaton.engines.vllm.registration import LateAnnouncer, answers
+from kvbaton.engines import instance
+from kvbaton.engines.instance import LateAnnouncer, answers
 from kvbaton.launch.ports import PortPicker
 from watching import wait_until
 
@@ -71,7 +71,7 @@ def test_the_api_of_this_instance_is_asked_without_a_proxy(api: str) -> None:
 
 
 def test_it_registers_when_the_api_answers_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "_LOOK_S", 0.01)
+    monkeypatch.setattr(instance, "_LOOK_S", 0.01)
     voice, is_up, looks = Voice(), threading.Event(), []
 
     def look(address: str) -> bool:
@@ -100,7 +100,7 @@ def test_an_api_that_never_answers_is_told_of_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A vLLM that speaks HTTPS would wait silently for ever."""
-    monkeypatch.setattr(registration, "_LOOK_S", 0.001)
+    monkeypatch.setattr(instance, "_LOOK_S", 0.001)
     monkeypatch.setattr(logging.getLogger("kvbaton"), "propagate", True)
     looks = itertools.count()
     late = LateAnnouncer(cast(Announcer, Voice()), "10.0.0.5:8443", lambda _: False, lambda: float(next(looks)))
@@ -113,7 +113,7 @@ def test_an_api_that_never_answers_is_told_of_now_and_then(
 
 
 def test_nothing_is_said_of_an_api_that_is_only_slow(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(registration, "_LOOK_S", 0.001)
+    monkeypatch.setattr(instance, "_LOOK_S", 0.001)
     voice, looks = Voice(), itertools.count()
     late = LateAnnouncer(cast(Announcer, voice), "10.0.0.5:8443", lambda _: next(looks) > 100, lambda: 299.0)
     late.start()

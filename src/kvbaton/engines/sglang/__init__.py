@@ -1,0 +1,1 @@
+"""SGLang: so far the environment in which benchmarks call its planning code."""

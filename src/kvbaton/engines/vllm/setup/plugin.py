@@ -1,0 +1,93 @@
+"""vLLM behind the engine seam: installed on first use in an environment of its own, served on this machine's CPUs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Any
+
+import msgspec
+
+from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
+from kvbaton.core.addresses import in_url
+from kvbaton.core.handoff import AuxWay
+from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, Progress, ServedModel, Support
+from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.weights import locate_model
+from kvbaton.engines.vllm.settings import parse_settings
+from kvbaton.engines.vllm.setup.environment import NIXL_VERSION, VLLM_VERSION, ensure_environment, ensure_nixl
+from kvbaton.engines.vllm.setup.models import ensure_model
+from kvbaton.engines.vllm.setup.servers import CONNECTORS, MAX_MODEL_TOKENS, VllmServers, serve_arguments, transfer_config
+from kvbaton.errors import ConfigError
+from kvbaton.launch.installing import default_cache_dir
+
+__all__ = ["VllmPlugin"]
+
+
+class VllmPlugin(EnginePlugin):
+    """vLLM of one release."""
+
+    name = "vllm"
+    title = "vLLM"
+    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(CONNECTORS))
+    healthy_within_s = 900.0
+    server_bytes = 2_700_000_000
+    start_notice = "vLLM servers take one to two minutes to start, and about 2.5 GB of memory each"
+
+    def __init__(self, version: str = VLLM_VERSION) -> None:
+        self._version = version
+
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+        """The tokenizer is read by the embedded engine's loader, without vLLM."""
+        if prefill.model != decode.model:
+            raise ConfigError(f"--decode-model is {decode.model}; with vLLM both sides have {prefill.model}, leave it out")
+        loaded = find_model(prefill.model, progress=progress)
+        return ServedModel(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
+
+    def prepare(self, options: EngineOptions, progress: Progress) -> VllmServers:
+        """Install vLLM, and what the connector needs, and convert the model, where that was not done before."""
+        cache_dir = default_cache_dir()
+        environment = ensure_environment(cache_dir, progress, self._version)
+        if options.connector in _PACKAGES:
+            _PACKAGES[options.connector][1](environment, progress)
+        return VllmServers(environment, ensure_model(locate_model(options.model, cache_dir), environment, progress), options)
+
+    def versions(self, connector: str) -> dict[str, str]:
+        """vLLM, and the package of the connector."""
+        return {"vllm": self._version} | ({connector: _PACKAGES[connector][0]} if connector in _PACKAGES else {})
+
+    def command_line(self, request: CommandRequest) -> str:
+        """A complete `vllm serve` line with the connector."""
+        self.check_support(EngineOptions(request.model, request.transport, handoff=request.handoff))
+        if request.role == "both" and request.routers:
+            raise ConfigError(
+                "--router with --role both: routers take prefill or decode instances; choose one, or leave --router out"
+            )
+        config = transfer_config(request.role, request.handoff, _extra_config(request))
+        settings = parse_settings(config["kv_connector_extra_config"])
+        has_key = settings.cluster_key_file is not None or bool(os.environ.get(CLUSTER_KEY_VARIABLE))
+        if not has_key and not settings.allow:
+            parse_trust().check_bind(request.host)
+        return "vllm " + shlex.join(serve_arguments(request.model, request.host, request.port, config))
+
+
+_PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl)}
+"""What connectors need that vLLM does not bring along: the release, and what installs it."""
+
+
+def _extra_config(request: CommandRequest) -> dict[str, Any]:
+    """The connector's settings; what has its default value is left out, so that the line stays short."""
+    extra: dict[str, Any] = {"control_port": request.control_port, "control_host": request.host}
+    extra["transport"] = request.transport
+    if request.handoffs_port:
+        extra["handoffs_port"] = request.handoffs_port
+    if request.advertise_host is not None:
+        extra["advertise_host"] = request.advertise_host
+    if request.routers:
+        http_address = f"{in_url(request.advertise_host or request.host)}:{request.port}"
+        extra |= {"routers": list(request.routers), "http_address": http_address}
+    defaults = msgspec.structs.asdict(Limits())
+    extra |= {name: value for name, value in msgspec.structs.asdict(request.limits).items() if value != defaults[name]}
+    if request.cluster_key_file is not None:
+        extra["cluster_key_file"] = str(request.cluster_key_file)
+    return extra | ({"allow": list(request.allow)} if request.allow else {})

@@ -1,0 +1,112 @@
+"""vLLM servers as parts of a local set-up, and the command line that starts one with the connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.engines.base import EngineOptions, PreparedEngine
+from kvbaton.engines.vllm.setup.environment import VllmEnvironment
+from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.ports import PortPicker
+
+__all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "serve_arguments", "transfer_config"]
+
+MAX_MODEL_TOKENS = 2048
+"""Prompt and answer together, in local set-ups."""
+
+_HOST = "127.0.0.1"
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+
+
+def transfer_config(role: str, handoff: HandoffSettings, extra: dict[str, Any]) -> dict[str, Any]:
+    """The value of `--kv-transfer-config` for an instance of this role."""
+    how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
+    how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
+    return {
+        "kv_connector": "KVBatonConnector",
+        "kv_connector_module_path": "kvbaton.engines.vllm",
+        "kv_role": _ROLES[role],
+        "kv_load_failure_policy": str(handoff.on_failure),
+        "kv_connector_extra_config": {**how, **extra},
+    }
+
+
+def serve_arguments(model: str, host: str, port: int, config: dict[str, Any] | None) -> list[str]:
+    """What follows `vllm` on the command line."""
+    arguments = ["serve", model, "--host", host, "--port", str(port)]
+    return arguments if config is None else [*arguments, "--kv-transfer-config", json.dumps(config)]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServers(PreparedEngine):
+    """An installed vLLM and a model that it can load, ready to be served."""
+
+    environment: VllmEnvironment
+    model: Path
+    options: EngineOptions
+    settings: dict[str, Any] = field(default_factory=dict)
+    """More of `kv_connector_extra_config`."""
+    cache_gib: int = 1
+
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+        """One vLLM server; role `both` is a plain server without any connector."""
+        port = ports.pick()
+        if role == "both":
+            return self.plain_part(name, port, None)
+        return CONNECTORS[self.options.connector](self, name, role, port, ports, routers)
+
+    def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> Part:
+        """A server with this `--kv-transfer-config`, or without one."""
+        options = self.options
+        arguments = serve_arguments(str(self.model), _HOST, port, config)
+        arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
+        arguments += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_TOKENS)]
+        if options.cache_blocks is not None:
+            arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
+        if options.step_tokens is not None:
+            arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
+        variables = {
+            **self.environment.variables(),
+            **core_share(options.sharing),
+            "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib),
+        }
+        url = f"http://{_HOST}:{port}"
+        command = [*self.environment.command, *arguments, *options.arguments]
+        return Part(name, command, f"{url}/health", variables, base_url=url)
+
+
+def _with_kvbaton(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> Part:
+    options, controls = servers.options, servers.options.controls
+    extra: dict[str, Any] = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"{_HOST}:{port}"}
+    extra |= {"handoffs_port": ports.pick(), "routers": list(routers)}
+    extra |= {control: True for control in ("poison", "drop_writes") if getattr(controls, control)}
+    extra |= servers.settings
+    part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
+    return replace(
+        part,
+        environment=part.environment | {CLUSTER_KEY_VARIABLE: options.cluster_key},
+        control_address=str(ControlAddress.of(_HOST, extra["control_port"])),
+        handoffs_address=f"{_HOST}:{extra['handoffs_port']}",
+    )
+
+
+def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> Part:
+    """The NixlConnector that vLLM ships, as its documentation has it; to compare with."""
+    del routers  # It registers with no router: its clients forward `kv_transfer_params` themselves.
+    config = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "kv_buffer_device": "cpu"}
+    part = servers.plain_part(name, port, config)
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick())}
+    return replace(part, environment=part.environment | side_channel)
+
+
+CONNECTORS: dict[str, Callable[[VllmServers, str, str, int, PortPicker, Sequence[str]], Part]] = {
+    "kvbaton": _with_kvbaton,
+    "nixl": _with_nixl,
+}
+"""Describes a server with each of the connectors that can be chosen."""

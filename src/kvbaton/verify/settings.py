@@ -1,0 +1,92 @@
+"""What a verification compares, and how much of it. Light: the command line reads its options off this class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvbaton.errors import ConfigError
+
+__all__ = ["VerifySettings"]
+
+_FEWEST_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """What to verify.
+
+    Parameters
+    ----------
+    requests
+        how many requests.
+    concurrency
+        how many at a time.
+    model
+        `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model such as `tiny-mamba`; see
+        `kvbaton serve --help`.
+    prefill
+        how many prefill instances.
+    decode
+        how many decode instances.
+    max_tokens
+        tokens per answer, at least 2: the first one does not depend on the cache that was handed over.
+    longest_prompt
+        prompt lengths are drawn from 1 to this many tokens, log-uniformly.
+    seed
+        of the prompts.
+    drop_writes
+        the control: move no bytes, leave the poison in. Must exit with 1.
+    prefill_shape
+        how the prefill instances are cut: `tp2`, `pp2,tp2`, ...; for the small models only.
+    decode_shape
+        how the decode instances are cut.
+    drop
+        a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `mla`,
+        `full`, `layer:N` or `head:N`. Must exit with 1.
+    decode_model
+        a control: another model for the decode instances, or other sizes of it as in `tiny-mamba@conv_taps=6`. They must
+        refuse, with exit code 2.
+    cache_dtype
+        type of the numbers in all caches: `float32`, or `float16` for the small models.
+    decode_cache_dtype
+        a control: another type for the decode instances. They must refuse, with exit code 2.
+    decode_lacks
+        a control: what the cards of the decode instances leave out: `layer:N` or `rank:N`. They must be refused, with exit
+        code 2.
+    """
+
+    model: str = "smollm2"
+    requests: int = 40
+    concurrency: int = 8
+    prefill: int = 1
+    decode: int = 1
+    max_tokens: int = 16
+    longest_prompt: int = 1500
+    seed: int = 0
+    drop_writes: bool = False
+    prefill_shape: str = "tp1"
+    decode_shape: str = "tp1"
+    drop: str = ""
+    decode_model: str = ""
+    cache_dtype: str = "float32"
+    decode_cache_dtype: str = ""
+    decode_lacks: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "longest_prompt"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.max_tokens < _FEWEST_TOKENS:
+            raise ConfigError(
+                f"--max-tokens is {self.max_tokens}; it must be at least {_FEWEST_TOKENS}: the first token is the prefill "
+                "instance's own, and does not depend on the cache that was handed over"
+            )
+
+    @property
+    def engines(self) -> int:
+        """How many engines share the cores of this machine: those of the pair, and the single one."""
+        return self.prefill + self.decode + 1
+
+    def shown(self) -> dict[str, str | int | bool]:
+        """Every setting by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

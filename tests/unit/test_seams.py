@@ -1,0 +1,63 @@
+"""Engines and transports are chosen through their tables: nothing else compares a name with one of theirs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbaton.engines.table import OWN_ENGINES, engine_names, find_engine
+from kvbaton.errors import ConfigError
+from kvbaton.transport.choose import TRANSPORTS
+
+_SOURCE = Path(__file__).parents[2] / "src" / "kvbaton"
+_ENGINES = {*OWN_ENGINES, "sglang"}
+_TRANSPORTS = {*TRANSPORTS}
+
+
+def _compared(path: Path, names: set[str]) -> Iterator[str]:
+    """Where a file compares something with one of the names: `==`, `!=`, `in` a tuple of them, or a `case`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        sides: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        for side in sides:
+            constants = side.elts if isinstance(side, (ast.Tuple, ast.List, ast.Set)) else [side]
+            if any(isinstance(each, ast.Constant) and each.value in names for each in constants):
+                yield f"{path.relative_to(_SOURCE)}:{side.lineno}"
+
+
+def _outside(*own: str) -> Iterator[Path]:
+    return (path for path in sorted(_SOURCE.rglob("*.py")) if not str(path.relative_to(_SOURCE)).startswith(own))
+
+
+def test_no_engine_is_compared_by_name_outside_its_package() -> None:
+    found = [place for path in _outside("engines/table.py") for place in _compared(path, _ENGINES - {_room(path)})]
+    assert not found, found
+
+
+def _room(path: Path) -> str:
+    """The engine whose package a file is in."""
+    parts = path.relative_to(_SOURCE).parts
+    return parts[1] if parts[0] == "engines" else ""
+
+
+def test_no_transport_is_compared_by_name_outside_the_transports() -> None:
+    found = [place for path in _outside("transport/") for place in _compared(path, _TRANSPORTS)]
+    assert not found, found
+
+
+@pytest.mark.parametrize("name", sorted(OWN_ENGINES))
+def test_every_engine_of_the_table_is_found_under_its_own_name(name: str) -> None:
+    assert find_engine(name).name == name
+
+
+def test_a_name_that_is_not_known_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"--engine is 'vlm', which is no engine; did you mean 'vllm'\?"):
+        find_engine("vlm")
+    with pytest.raises(ConfigError, match=f"known are {', '.join(engine_names())}"):
+        find_engine("nothing like it")
