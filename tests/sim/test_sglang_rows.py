@@ -30,7 +30,7 @@ from scenario import (
 from kvbaton.agent import source as source_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
-from kvbaton.agent.ports import LegMoved, RankReport
+from kvbaton.agent.rank_orders import RankReport, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -143,7 +143,7 @@ class TestRow12:
 
         def prepare(run: Run) -> None:
             disturbed(run)
-            live = run.everybody[0].coordinator.source.live
+            live = run.all_instances[0].coordinator.source.live
             run.world.on_event.append(lambda: parked.update({bool(live): run.world.now}))
             run.world.at(3.0, None, lambda: None)
 
@@ -203,7 +203,7 @@ class TestRow13:
             table = TARGET.with_rows(
                 {
                     (state, TargetEvent.QUIET_CANCELLED): Row(
-                        TargetState.DELIVERED, (TargetEffect.TELL_RELEASE, TargetEffect.DELIVER)
+                        TargetState.DELIVERED, (TargetEffect.SEND_RELEASE, TargetEffect.DELIVER)
                     )
                     for state in (TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED)
                 }
@@ -245,7 +245,7 @@ class TestRow14:
     @every_flow
     def test_row_14_counting_reports_instead_of_ranks_would_be_seen(self, flow: Flow) -> None:
         class CountingTarget(TargetSide):
-            def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+            def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
                 del report
                 number = sum(len(moved) for moved in record.moved.values())
                 record.moved.setdefault(0, set()).add(number)
@@ -260,9 +260,9 @@ class TestRow14:
         class CountingSource(SourceSide):
             reports = 0
 
-            def on_leg(self, report: Any) -> None:
-                self.reports += isinstance(report, LegMoved)
-                super().on_leg(report)
+            def on_copy(self, report: Any) -> None:
+                self.reports += isinstance(report, SpanMoved)
+                super().on_copy(report)
 
             def _all_moved(self, record: SourceRecord) -> bool:
                 return self.reports >= len(record.spans) * self._ranks_count
@@ -298,10 +298,10 @@ class TestRow15:
     @every_write
     def test_row_15_a_rank_that_is_not_told_would_be_seen(self, flow: Flow) -> None:
         class OnlyFirst(SourceSide):
-            def stop_legs(self, record: SourceRecord) -> None:
-                for rank in set(record.open_legs) - {0}:
-                    del record.open_legs[rank]
-                super().stop_legs(record)
+            def stop_copy(self, record: SourceRecord) -> None:
+                for rank in set(record.open_copies) - {0}:
+                    del record.open_copies[rank]
+                super().stop_copy(record)
 
         assert first_broken(self._aborts(flow), sides(source=OnlyFirst)) & {"epoch", "everything ends"}
 

@@ -24,14 +24,15 @@ from scenario import (
 from twosome import Twosome, entries
 
 from kvbaton.agent import coordinator as coordinator_module
-from kvbaton.agent import source_effects, target_effects
+from kvbaton.agent import source as source_module
+from kvbaton.agent import target as target_module
 from kvbaton.agent.peers import Peers
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL
-from kvbaton.core.grants import GrantWindows, Tombstones
+from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import HandoffKey, Outcome
-from kvbaton.core.lifecycle import LegEvent, LegState, TargetState
+from kvbaton.core.lifecycle import CopyEvent, CopyState, TargetState
 from kvbaton.core.messages import Envelope, decode
 from kvbaton.errors import ProtocolError
 from kvbaton.sim import instance as instance_module
@@ -74,9 +75,9 @@ class TestRow18:
     @staticmethod
     def _restarts(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
         """What a source and a target hold after a hundred, and after two hundred restarts of their peers."""
-        for module in (source_effects, target_effects):
-            monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=50))
-        monkeypatch.setattr(source_effects, "GrantWindows", partial(GrantWindows, limit=limit))
+        for module in (source_module, target_module):
+            monkeypatch.setattr(module, "_MAX_ENDS", 50)
+        monkeypatch.setattr(source_module, "GrantWindows", partial(GrantWindows, limit=limit))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=limit))
         world = Twosome()
         source = world.join("p")
@@ -107,7 +108,7 @@ class TestRow24:
         pair = request(flow, tokens=6, chunk=1), request(flow, at_s=0.004, tokens=6)
         script = make(flow, *pair, decode_blocks=6, move_s=0.01)
         worker = "p0" if flow.source_writes else "d0"
-        fails = [Fault(FaultKind.LEG_FAILS, who=worker, number=rank) for rank in range(2)]
+        fails = [Fault(FaultKind.COPY_FAILS, who=worker, number=rank) for rank in range(2)]
         return [each for fail in fails for each in at_every_event(script, fail, step=11)]
 
     @every_flow
@@ -123,8 +124,8 @@ class TestRow24:
     def test_row_24_memory_that_is_free_too_early_would_be_seen(self, flow: Flow) -> None:
         class Hasty(SimRank):
             def _settle(self, leg: Any) -> None:
-                if leg.state in (LegState.BROKEN, LegState.STOPPING):
-                    self._step(leg, LegEvent.DRAINED)
+                if leg.state in (CopyState.BROKEN, CopyState.STOPPING):
+                    self._step(leg, CopyEvent.DRAINED)
 
         assert first_broken(self._failures(flow), Bugs(rank=Hasty)) & {"epoch", "foreign byte"}
 
@@ -314,7 +315,7 @@ class TestRow29:
         asked = story.times("d1#3 -> p0: Hello(")
         assert ended[0] - asked[0] < HOP_S
         assert not story.said("d1#3 -> p0: Grant(")
-        assert story.run.everybody[0].dropped_total[versions] == 1
+        assert story.run.all_instances[0].dropped_total[versions] == 1
 
     @every_flow
     def test_row_29_without_the_version_check_it_would_be_taken_for_ours(

@@ -50,7 +50,7 @@ RECOMPUTING = Bugs(target_engine=Recomputing)
 @every_flow
 @pytest.mark.parametrize(
     "fault",
-    [Fault(FaultKind.CANCEL_SOURCE), Fault(FaultKind.CRASH, who="p0", for_s=20.0), Fault(FaultKind.LEG_FAILS, who="p0")],
+    [Fault(FaultKind.CANCEL_SOURCE), Fault(FaultKind.CRASH, who="p0", for_s=20.0), Fault(FaultKind.COPY_FAILS, who="p0")],
     ids=lambda fault: str(fault.kind),
 )
 def test_row_25_a_failed_handoff_can_be_computed_anew(flow: Flow, fault: Fault) -> None:
@@ -59,7 +59,7 @@ def test_row_25_a_failed_handoff_can_be_computed_anew(flow: Flow, fault: Fault) 
         story = play(script, RECOMPUTING)
         assert not story.rules
         assert not story.out
-    is_idle_fault = fault.kind is FaultKind.LEG_FAILS and not flow.source_writes
+    is_idle_fault = fault.kind is FaultKind.COPY_FAILS and not flow.source_writes
     assert is_idle_fault or Recomputing.recomputed > 0
 
 

@@ -31,7 +31,7 @@ from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation
-from kvbaton.agent.rank import _Leg
+from kvbaton.agent.rank import _Copy
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import MAX_TRANSFER_ID, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
@@ -66,7 +66,7 @@ class TestRow9:
     @every_push
     def test_row_9_without_the_prompt_check_a_stolen_id_gets_foreign_bytes(self, flow: Flow) -> None:
         class Credulous(SourceSide):
-            def same_prompt(self, record: SourceRecord, prompt: str) -> bool:
+            def is_same_prompt(self, record: SourceRecord, prompt: str) -> bool:
                 del record, prompt
                 return True
 
@@ -115,7 +115,7 @@ class TestRow9:
         story = play(make(FLOWS[0]), prepare=prepare)
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
-        assert sum(story.run.everybody[0].dropped_total.values()) == 4
+        assert sum(story.run.all_instances[0].dropped_total.values()) == 4
 
 
 class TestRow18:
@@ -169,10 +169,10 @@ class TestRow18:
     @every_flow
     def test_row_18_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
         class Lenient(SimRank):
-            def _plan(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
-                known = len(leg.start.target_blocks[0])
+            def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+                known = len(copy.order.target_blocks[0])
                 cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
-                return super()._plan(leg, source_blocks, cut)
+                return super()._plan(copy, source_blocks, cut)
 
         assert play(make(flow), self._listing(-1, Lenient), prepare=disturbed).rules == {"foreign byte"}
 
@@ -187,7 +187,7 @@ class TestRow22:
         stories = [
             play(each)
             for rank in range(2)
-            for each in at_every_event(script, Fault(FaultKind.LEG_FAILS, who=writer, number=rank), step=2)
+            for each in at_every_event(script, Fault(FaultKind.COPY_FAILS, who=writer, number=rank), step=2)
         ]
         assert not [story.result.violations for story in stories if story.rules]
         assert {story.ends[0] for story in stories} == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
@@ -220,5 +220,5 @@ class TestRow22:
 
     @every_read
     def test_row_22_without_the_failure_of_one_rank_poison_is_decoded(self, flow: Flow) -> None:
-        scripts = at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.LEG_FAILS, who="d0", number=1))
+        scripts = at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.COPY_FAILS, who="d0", number=1))
         assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs) == {"foreign byte"}

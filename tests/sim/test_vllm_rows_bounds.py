@@ -17,12 +17,14 @@ from twosome import Twosome, entries
 
 import kvbaton
 from kvbaton.agent import coordinator as coordinator_module
-from kvbaton.agent import source_effects, target_effects
+from kvbaton.agent import questions
+from kvbaton.agent import source as source_module
+from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.peers import Peers
 from kvbaton.agent.source import SourceSide
 from kvbaton.config import Limits, parse_limits
-from kvbaton.core.grants import GrantWindows, Tombstones
+from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.messages import Envelope, Message, Prefilled, decode
 from kvbaton.errors import ConfigError, ProtocolError
@@ -96,17 +98,17 @@ class TestRow36:
         assert after == before
 
     def test_row_36_without_a_limit_they_grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (source_effects, target_effects):
-            monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=10**9))
+        for module in (source_module, target_module):
+            monkeypatch.setattr(module, "_MAX_ENDS", 10**9)
         before, after = self._grow()
         assert after > before + self.ENOUGH / 2
 
     def test_row_36_many_peers_leave_tables_at_a_fixed_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (source_effects, target_effects):
-            monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=50))
-        monkeypatch.setattr(source_effects, "GrantWindows", partial(GrantWindows, limit=50))
+        for module in (source_module, target_module):
+            monkeypatch.setattr(module, "_MAX_ENDS", 50)
+        monkeypatch.setattr(source_module, "GrantWindows", partial(GrantWindows, limit=50))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=50))
-        monkeypatch.setattr(target_effects, "_MAX_ANSWERED", 50)
+        monkeypatch.setattr(questions, "_MAX_PEERS", 50)
         world = Twosome()
         fixed = world.join("p"), world.join("d")
         sizes = []
@@ -164,7 +166,7 @@ class TestRow37:
         story = play(make(FLOWS[0]), prepare=prepare)
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
-        assert sum(story.run.everybody[0].dropped_total.values()) == 1
+        assert sum(story.run.all_instances[0].dropped_total.values()) == 1
         assert _marks == []
 
     def test_row_37_a_decoder_that_unpickles_would_be_seen(self) -> None:
@@ -205,9 +207,9 @@ class TestRow39:
     @every_flow
     def test_row_39_a_point_in_time_on_the_wire_would_be_seen(self, flow: Flow) -> None:
         class Dated(SourceSide):
-            def tell_prefilled(self, record: Any) -> None:
+            def send_prefilled(self, record: Any) -> None:
                 record.held_since = 0.0
-                super().tell_prefilled(record)
+                super().send_prefilled(record)
 
         assert self._frames(flow, (1e3, 0.0), Dated) != self._frames(flow, (0.0, 0.0), Dated)
 

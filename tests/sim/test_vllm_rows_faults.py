@@ -94,7 +94,7 @@ class TestRow25:
     @every_push
     def test_row_25_without_a_word_a_target_waits(self, flow: Flow) -> None:
         class Silent(SourceSide):
-            def tell_end(self, record: SourceRecord) -> None:
+            def send_end(self, record: SourceRecord) -> None:
                 pass
 
         stories = [play(script, sides(source=Silent)) for script in at_every_event(make(flow), Fault(FaultKind.CANCEL_SOURCE))]
@@ -122,7 +122,7 @@ class TestRow25:
         assert max(story.back("d0") for story in stories) > 19.0
 
     @every_flow
-    @pytest.mark.parametrize("kind", [FaultKind.RESTART, FaultKind.LEG_FAILS, FaultKind.CANCEL_SOURCE], ids=str)
+    @pytest.mark.parametrize("kind", [FaultKind.RESTART, FaultKind.COPY_FAILS, FaultKind.CANCEL_SOURCE], ids=str)
     def test_row_25_a_retry_gives_the_right_tokens(self, flow: Flow, kind: FaultKind) -> None:
         script = make(flow, request(flow, retries=9), router_cancels=1.0)
         for each in at_every_event(script, Fault(kind, who="p0"), step=5):

@@ -1,96 +1,100 @@
-"""Farewells: sources that are told that a request for their hand-off is over, although no grant of it ever reached them.
+"""Decline notices: a target notifies sources that a request for their hand-off is over, although no grant ever reached them.
 
-Without one, a source would keep its blocks for somebody who will never come. A farewell greets the source if its card is not
-known yet, says `Stop` without a grant, and is repeated until it is answered or `transfer_timeout` has passed.
+Without one, a source would keep its blocks for a target that never fetches them. A notice is `Stop` without a grant. It needs
+the source's card first (a handshake), and is repeated until it is answered or `transfer_timeout` has passed; after that the
+source's own lease frees the blocks. A hand-off that had a grant needs no notice: its `Stop` is sent by the state machine.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvbaton.agent.engine_port import SourceWanted
+from kvbaton.agent.engine_port import SourceRequest
 from kvbaton.agent.ports import Clock, Control
+from kvbaton.agent.timers import Backoff, Timers
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.alarms import Alarms
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
 from kvbaton.core.messages import MAX_REASON, Stop
 
-__all__ = ["Farewells"]
+__all__ = ["DeclineNotices"]
 
 
 @dataclass(slots=True)
-class _Farewell:
-    wanted: SourceWanted
+class _Notice:
+    request: SourceRequest
     outcome: Outcome
     reason: str
     source: Incarnation | None
     give_up_at: float
-    retry_at: float
-    retry_s: float
+    retry: Backoff
 
 
-class Farewells:
-    """At most `limit` farewells that have no answer yet; beyond that the oldest is given up, and counted."""
+class DeclineNotices:
+    """At most `limit` notices that have no answer yet; beyond that the oldest is given up, and counted."""
 
     def __init__(
-        self, limits: Limits, clock: Clock, control: Control, greet: Callable[[ControlAddress], None], limit: int = 4096
+        self, limits: Limits, clock: Clock, control: Control, dial: Callable[[ControlAddress], None], limit: int = 4096
     ) -> None:
         self._limits = limits
         self._clock = clock
         self._control = control
-        self._greet = greet
-        self._limit = limit
-        self._waiting: OrderedDict[HandoffKey, _Farewell] = OrderedDict()
-        self._alarms: Alarms[HandoffKey] = Alarms()
+        self._dial = dial
+        self._waiting: BoundedMap[HandoffKey, _Notice] = BoundedMap(limit, self._on_given_up)
+        self._timers = Timers(limits, clock, self._look_at)
         self.given_up_total = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def say(self, wanted: SourceWanted, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
-        """Tell the source of `wanted`, at once if it is known as `source`, that it ended here; a later end replaces it.
+    def send(self, request: SourceRequest, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
+        """Notify the source of `request`, at once if it is known as `source`; a later notice about the same key replaces this.
 
-        Without a prompt that is about every hand-off of the transfer id; a later one of the same key does not take that back.
+        Without a prompt a notice is about every hand-off of the transfer id; a later one that is about one prompt must not
+        narrow that, or the other prompts of the request would be held until their lease ends.
         """
-        earlier = self._waiting.get(wanted.key)
-        if earlier is not None and not earlier.wanted.prompt:
-            wanted = replace(wanted, prompt="")
-        now, retry_s = self._clock(), self._limits.retry
-        give_up_at = now + self._limits.transfer_timeout
-        self.forget(wanted.key)
-        farewell = _Farewell(wanted, outcome, reason[:MAX_REASON], source, give_up_at, now + retry_s, retry_s)
-        self._waiting[wanted.key] = farewell
-        self._alarms.set(wanted.key, farewell.retry_at)
-        while len(self._waiting) > self._limit:
-            self._give_up(next(iter(self._waiting)))
-        self._speak(farewell)
+        earlier = self._waiting.get(request.key)
+        if earlier is not None and not earlier.request.prompt:
+            request = replace(request, prompt="")
+        now = self._clock()
+        self.forget(request.key)
+        notice = _Notice(
+            request=request,
+            outcome=outcome,
+            reason=reason[:MAX_REASON],
+            source=source,
+            give_up_at=now + self._limits.transfer_timeout,
+            retry=Backoff.start(self._limits, now),
+        )
+        self._waiting[request.key] = notice
+        self._timers.set(request.key, notice.retry.at)
+        self._transmit(notice)
 
     def forget(self, key: HandoffKey) -> None:
-        """Say no more about `key`: it was answered, or lives again."""
+        """Send no more about `key`: the notice was answered, or the key is in use again."""
         self._waiting.pop(key, None)
-        self._alarms.drop(key)
+        self._timers.drop(key)
 
     def on_card(self, card: Card, address: ControlAddress) -> None:
-        """A peer has shown its card at `address`: tell it, unless another incarnation was meant, which is gone."""
-        for farewell in [each for each in self._waiting.values() if each.source is None and each.wanted.source == address]:
-            if farewell.wanted.source_incarnation not in (None, card.incarnation):
-                self.forget(farewell.wanted.key)
+        """A peer has shown its card at `address`: notify it, unless another incarnation was meant, which is gone."""
+        for notice in [each for each in self._waiting.values() if each.source is None and each.request.source == address]:
+            if notice.request.source_incarnation not in (None, card.incarnation):
+                self.forget(notice.request.key)
             else:
-                farewell.source = card.incarnation
-                self._speak(farewell)
+                notice.source = card.incarnation
+                self._transmit(notice)
 
-    def on_forgotten(self, source: Incarnation) -> None:
-        """A source asks who we are: it has not taken in what we said."""
-        for farewell in [each for each in self._waiting.values() if each.source == source]:
-            self._speak(farewell)
+    def resend_to(self, source: Incarnation) -> None:
+        """A source asks for our card: it has dropped what was sent before as coming from an unknown peer."""
+        for notice in [each for each in self._waiting.values() if each.source == source]:
+            self._transmit(notice)
 
     def on_refused_peer(self, address: ControlAddress) -> None:
-        """The peer at `address` is none of ours: there is nobody to tell."""
-        for key in [key for key, each in self._waiting.items() if each.source is None and each.wanted.source == address]:
+        """The peer at `address` is not one of ours: no source is left to notify."""
+        for key in [key for key, each in self._waiting.items() if each.source is None and each.request.source == address]:
             self.forget(key)
 
     def on_peer_gone(self, source: Incarnation) -> None:
@@ -99,39 +103,41 @@ class Farewells:
             self.forget(key)
 
     def on_stopped(self, sender: Incarnation, key: HandoffKey) -> bool:
-        """A source has answered; whether that was waited for."""
-        farewell = self._waiting.get(key)
-        if farewell is None or farewell.source != sender:
+        """A source has answered; whether a notice to it was waiting for that."""
+        notice = self._waiting.get(key)
+        if notice is None or notice.source != sender:
             return False
         self.forget(key)
         return True
 
     def tick(self) -> None:
-        """Say again what has no answer, and give up what had none for too long."""
-        now = self._clock()
-        for key in self._alarms.ring(now):
-            farewell = self._waiting[key]
-            if farewell.give_up_at <= now:
-                self._give_up(key)
-                continue
-            if is_due := farewell.retry_at <= now:
-                farewell.retry_s = min(farewell.retry_s * 2, self._limits.beat_s)
-                farewell.retry_at = now + farewell.retry_s
-            self._alarms.set(key, min(farewell.retry_at, farewell.give_up_at))
-            if is_due:
-                self._speak(farewell)
+        """Repeat what has no answer, and give up what had none for too long."""
+        self._timers.tick()
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do."""
-        return self._alarms.next()
+        return self._timers.next_deadline()
 
-    def _give_up(self, key: HandoffKey) -> None:
+    def _look_at(self, key: HandoffKey, now: float) -> None:
+        notice = self._waiting[key]
+        if notice.give_up_at <= now:
+            self._on_given_up(key, self._waiting.pop(key))
+            return
+        if is_due := notice.retry.at <= now:
+            notice.retry.double(now)
+        self._timers.set(key, min(notice.retry.at, notice.give_up_at))
+        if is_due:
+            self._transmit(notice)
+
+    def _on_given_up(self, key: HandoffKey, notice: _Notice) -> None:
+        del notice
         self.given_up_total += 1
-        self.forget(key)
+        self._timers.drop(key)
 
-    def _speak(self, farewell: _Farewell) -> None:
-        wanted = farewell.wanted
-        if farewell.source is None:
-            self._greet(wanted.source)
+    def _transmit(self, notice: _Notice) -> None:
+        request = notice.request
+        if notice.source is None:
+            self._dial(request.source)
         else:
-            self._control.send(farewell.source, Stop(wanted.key, 0, farewell.outcome, farewell.reason, wanted.prompt))
+            stop = Stop(key=request.key, grant=0, outcome=notice.outcome, reason=notice.reason, prompt=request.prompt)
+            self._control.send(notice.source, stop)

@@ -29,13 +29,13 @@ import enum
 from kvbaton.core.table import Row, Table
 
 __all__ = [
-    "LEG",
+    "COPY",
     "SOURCE",
     "TARGET",
-    "LegEffect",
-    "LegEvent",
-    "LegState",
-    "LegTable",
+    "CopyEffect",
+    "CopyEvent",
+    "CopyState",
+    "CopyTable",
     "SourceEffect",
     "SourceEvent",
     "SourceState",
@@ -71,7 +71,7 @@ class SourceEvent(enum.StrEnum):
     SPAN_READY = "span ready"
     PREFILLED = "prefilled"
     PREEMPTED = "preempted"
-    HEARD = "heard"
+    PEER_ALIVE = "peer alive"
     CONFIRM_ASKED = "confirm asked"
     WRITTEN = "written"
     RELEASED = "released"
@@ -79,7 +79,7 @@ class SourceEvent(enum.StrEnum):
     ABORTED = "aborted here"
     LEASE_OUT = "lease out"
     PEER_GONE = "peer gone"
-    LEG_FAILED = "leg failed"
+    COPY_FAILED = "copy failed"
     QUIET = "quiet"
     QUIET_FAILED = "quiet: failed"
     QUIET_CANCELLED = "quiet: cancelled"
@@ -90,15 +90,16 @@ class SourceEffect(enum.StrEnum):
     """What the source's coordinator then does."""
 
     EXTEND_LEASE = "extend lease"
-    TELL_GRANTED = "tell granted"
+    NOTIFY_GRANTED = "notify granted"
     ANNOUNCE = "announce"
-    TELL_PREFILLED = "tell prefilled"
+    SEND_PREFILLED = "send prefilled"
     NEW_GENERATION = "new generation"
-    TELL_RETRACTED = "tell retracted"
-    TELL_DRAINED = "tell drained"
+    SEND_RETRACTED = "send retracted"
+    NOTIFY_DRAINED = "notify drained"
     SEND_CONFIRMATION = "send confirmation"
-    STOP_LEGS = "stop legs"
-    TELL_END = "tell end"
+    REPEAT_CONFIRMATION = "repeat confirmation"
+    STOP_COPY = "stop copy"
+    SEND_END = "send end"
     RETURN_BLOCKS = "return blocks"
 
 
@@ -106,7 +107,7 @@ class TargetState(enum.StrEnum):
     """Where the target side of a hand-off stands."""
 
     QUEUED = "queued"
-    GREETING = "greeting"
+    HANDSHAKING = "handshaking"
     GRANTED = "granted"
     FILLING = "filling"
     CLEARING = "clearing"
@@ -125,7 +126,7 @@ class TargetEvent(enum.StrEnum):
 
     ALLOCATED = "allocated"
     PEER_KNOWN = "peer known"
-    HEARD = "heard"
+    PEER_ALIVE = "peer alive"
     STALE = "stale grant"
     ANNOUNCED = "announced"
     RETRACTED = "retracted"
@@ -134,7 +135,7 @@ class TargetEvent(enum.StrEnum):
     WRITTEN = "written"
     MISMATCHED = "mismatched"
     REFUSED = "refused"
-    LEG_FAILED = "leg failed"
+    COPY_FAILED = "copy failed"
     ABORTED = "aborted here"
     NO_PROGRESS = "no progress"
     PEER_GONE = "peer gone"
@@ -153,16 +154,17 @@ class TargetEffect(enum.StrEnum):
     MOVE_SPANS = "move spans"
     DROP_SPANS = "drop spans"
     ASK_CONFIRMATION = "ask confirmation"
-    STOP_LEGS = "stop legs"
-    TELL_STOP = "tell stop"
+    QUARANTINE = "quarantine"
+    SEND_STOP = "send stop"
+    STOP_COPY = "stop copy"
     REVOKE_PEER = "revoke peer"
     RESET_REGION = "reset region"
-    TELL_RELEASE = "tell release"
+    SEND_RELEASE = "send release"
     DELIVER = "deliver"
     RETURN_BLOCKS = "return blocks"
 
 
-class LegState(enum.StrEnum):
+class CopyState(enum.StrEnum):
     """Where a leg stands."""
 
     OPEN = "open"
@@ -172,7 +174,7 @@ class LegState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-class LegEvent(enum.StrEnum):
+class CopyEvent(enum.StrEnum):
     """What can happen to a leg."""
 
     POSTED = "posted"
@@ -182,7 +184,7 @@ class LegEvent(enum.StrEnum):
     DRAINED = "drained"
 
 
-class LegEffect(enum.StrEnum):
+class CopyEffect(enum.StrEnum):
     """What the rank then does."""
 
     REPORT_MOVED = "report moved"
@@ -193,39 +195,41 @@ class LegEffect(enum.StrEnum):
 
 SourceTable = Table[SourceState, SourceEvent, SourceEffect]
 TargetTable = Table[TargetState, TargetEvent, TargetEffect]
-LegTable = Table[LegState, LegEvent, LegEffect]
+CopyTable = Table[CopyState, CopyEvent, CopyEffect]
 
 
 def _source() -> SourceTable:
     state, event, effect = SourceState, SourceEvent, SourceEffect
     rows: dict[tuple[SourceState, SourceEvent], Row[SourceState, SourceEffect]] = {
-        (state.PARKED, event.EXPECTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.TELL_GRANTED)),
-        (state.QUEUED, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.TELL_GRANTED, effect.ANNOUNCE)),
+        (state.PARKED, event.EXPECTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.NOTIFY_GRANTED)),
+        (state.QUEUED, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.NOTIFY_GRANTED, effect.ANNOUNCE)),
         (state.QUEUED, event.PREFILLED): Row(state.HELD, (effect.EXTEND_LEASE,)),
-        (state.QUEUED, event.PREEMPTED): Row(state.QUEUED, (effect.NEW_GENERATION, effect.TELL_DRAINED)),
+        (state.QUEUED, event.PREEMPTED): Row(state.QUEUED, (effect.NEW_GENERATION, effect.NOTIFY_DRAINED)),
         (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.ANNOUNCE)),
         (state.STREAMING, event.SPAN_READY): Row(state.STREAMING, (effect.ANNOUNCE,)),
-        (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
+        (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
         (state.STREAMING, event.PREEMPTED): Row(
-            state.RETRACTING, (effect.STOP_LEGS, effect.NEW_GENERATION, effect.TELL_RETRACTED)
+            state.RETRACTING, (effect.STOP_COPY, effect.NEW_GENERATION, effect.SEND_RETRACTED)
         ),
-        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.EXTEND_LEASE, effect.TELL_RETRACTED)),
-        (state.RETRACTING, event.QUIET): Row(state.STREAMING, (effect.TELL_DRAINED,)),
-        (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
-        (state.SERVING, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
+        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.EXTEND_LEASE, effect.SEND_RETRACTED)),
+        (state.RETRACTING, event.QUIET): Row(state.STREAMING, (effect.NOTIFY_DRAINED,)),
+        (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
+        (state.SERVING, event.GRANTED): Row(
+            state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED, effect.REPEAT_CONFIRMATION)
+        ),
         (state.SERVING, event.CONFIRM_ASKED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.SEND_CONFIRMATION)),
         (state.SERVING, event.WRITTEN): Row(state.SERVING, (effect.SEND_CONFIRMATION,)),
         (state.SERVING, event.RELEASED): Row(state.DELIVERED, (effect.RETURN_BLOCKS,)),
         (state.QUEUED, event.SPAN_READY): Row(state.QUEUED),
     }
     live = (state.PARKED, state.QUEUED, state.STREAMING, state.RETRACTING, state.HELD, state.SERVING)
-    ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.LEG_FAILED)
+    ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.COPY_FAILED)
     for each in live:
-        rows[each, event.HEARD] = Row(each, (effect.EXTEND_LEASE,))
+        rows[each, event.PEER_ALIVE] = Row(each, (effect.EXTEND_LEASE,))
         for end in ending:
-            rows[each, end] = Row(state.STOPPING, (effect.STOP_LEGS,))
+            rows[each, end] = Row(state.STOPPING, (effect.STOP_COPY,))
     for end, final in _QUIET_SOURCE.items():
-        rows[state.STOPPING, end] = Row(final, (effect.TELL_END, effect.RETURN_BLOCKS))
+        rows[state.STOPPING, end] = Row(final, (effect.SEND_END, effect.RETURN_BLOCKS))
     late = {(state.STOPPING, each) for each in event if each not in _QUIET_SOURCE}
     late |= {(each, event.CONFIRM_ASKED) for each in live if each is not state.SERVING}
     late |= {(each, event.RELEASED) for each in live if each is not state.SERVING}
@@ -237,18 +241,18 @@ def _source() -> SourceTable:
 
 def _target() -> TargetTable:
     state, event, effect = TargetState, TargetEvent, TargetEffect
-    stop = Row(state.STOPPING, (effect.TELL_STOP, effect.STOP_LEGS))
-    deliver = Row(state.DELIVERED, (effect.TELL_RELEASE, effect.DELIVER))
+    stop = Row(state.STOPPING, (effect.QUARANTINE, effect.SEND_STOP, effect.STOP_COPY))
+    deliver = Row(state.DELIVERED, (effect.SEND_RELEASE, effect.DELIVER))
     rows: dict[tuple[TargetState, TargetEvent], Row[TargetState, TargetEffect]] = {
         (state.QUEUED, event.PEER_KNOWN): Row(state.QUEUED),
-        (state.QUEUED, event.ALLOCATED): Row(state.GREETING),
-        (state.GREETING, event.PEER_KNOWN): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
+        (state.QUEUED, event.ALLOCATED): Row(state.HANDSHAKING),
+        (state.HANDSHAKING, event.PEER_KNOWN): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
         (state.GRANTED, event.STALE): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
         (state.GRANTED, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
         (state.FILLING, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
         (state.GRANTED, event.RETRACTED): Row(state.FILLING, (effect.DROP_SPANS,)),
-        (state.FILLING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_LEGS)),
-        (state.CONFIRMING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_LEGS)),
+        (state.FILLING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_COPY)),
+        (state.CONFIRMING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_COPY)),
         (state.CLEARING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS,)),
         (state.CLEARING, event.ANNOUNCED): Row(state.CLEARING),
         (state.CLEARING, event.QUIET): Row(state.FILLING, (effect.MOVE_SPANS,)),
@@ -257,14 +261,14 @@ def _target() -> TargetTable:
         (state.CONFIRMING, event.CONFIRMED): deliver,
         (state.FILLING, event.MISMATCHED): stop,
         (state.CONFIRMING, event.MISMATCHED): stop,
-        (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.TELL_STOP, effect.REVOKE_PEER)),
-        (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP, effect.RESET_REGION)),
-        (state.ISOLATED, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP,)),
+        (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.SEND_STOP, effect.REVOKE_PEER)),
+        (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.SEND_STOP, effect.RESET_REGION)),
+        (state.ISOLATED, event.STOP_LATE): Row(state.ISOLATED, (effect.SEND_STOP,)),
     }
-    live = (state.QUEUED, state.GREETING, state.GRANTED, state.FILLING, state.CLEARING, state.CONFIRMING)
-    ending = (event.REFUSED, event.ABORTED, event.NO_PROGRESS, event.PEER_GONE, event.LEG_FAILED)
+    live = (state.QUEUED, state.HANDSHAKING, state.GRANTED, state.FILLING, state.CLEARING, state.CONFIRMING)
+    ending = (event.REFUSED, event.ABORTED, event.NO_PROGRESS, event.PEER_GONE, event.COPY_FAILED)
     for each in live:
-        rows[each, event.HEARD] = Row(each)
+        rows[each, event.PEER_ALIVE] = Row(each)
         for end in ending:
             rows[each, end] = stop
     closing = (state.STOPPING, state.REVOKING, state.ISOLATED)
@@ -280,9 +284,9 @@ def _target() -> TargetTable:
     return Table("target", state.QUEUED, rows, terminal, frozenset(late))
 
 
-def _leg() -> LegTable:
-    state, event, effect = LegState, LegEvent, LegEffect
-    rows: dict[tuple[LegState, LegEvent], Row[LegState, LegEffect]] = {
+def _copy() -> CopyTable:
+    state, event, effect = CopyState, CopyEvent, CopyEffect
+    rows: dict[tuple[CopyState, CopyEvent], Row[CopyState, CopyEffect]] = {
         (state.OPEN, event.POSTED): Row(state.OPEN),
         (state.OPEN, event.MOVED): Row(state.OPEN, (effect.REPORT_MOVED,)),
         (state.OPEN, event.ERROR): Row(state.BROKEN, (effect.CANCEL_POSTED,)),
@@ -294,7 +298,7 @@ def _leg() -> LegTable:
     busy = (state.BROKEN, state.STOPPING)
     late = {(each, other) for each in busy for other in (event.POSTED, event.MOVED, event.ERROR)}
     late |= {(state.STOPPING, event.STOP), (state.OPEN, event.DRAINED)}
-    return Table("leg", state.OPEN, rows, frozenset({state.FAILED, state.STOPPED}), frozenset(late))
+    return Table("copy", state.OPEN, rows, frozenset({state.FAILED, state.STOPPED}), frozenset(late))
 
 
 _QUIET_SOURCE = {
@@ -310,4 +314,4 @@ _QUIET_TARGET = {
 
 SOURCE = _source()
 TARGET = _target()
-LEG = _leg()
+COPY = _copy()

@@ -15,7 +15,7 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     TargetEnded,
 )
 from kvbaton.core.addresses import ControlAddress
@@ -71,7 +71,7 @@ class Prefill:
 
 
 class SourceEngine:
-    """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until it is told to let go."""
+    """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until the hand-off has ended."""
 
     def __init__(
         self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
@@ -220,7 +220,7 @@ class Fetch:
     """A request at a target engine."""
 
     prompt: Prompt
-    wanted: SourceWanted
+    request: SourceRequest
     ended: Ended
     allocation: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -259,16 +259,16 @@ class TargetEngine:
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
             return
-        wanted = SourceWanted(prompt.key, prompt.digest, source, incarnation, prompt.mode)
+        request = SourceRequest(prompt.key, prompt.digest, source, incarnation, prompt.mode)
         if self.refuse_next > 0:
             self.refuse_next -= 1
             self._record(prompt, Outcome.FAILED)
-            self.coordinator.decline(wanted, "the queue is full")
+            self.coordinator.decline(request, "the queue is full")
             ended(prompt.key, Outcome.FAILED, "refused")
             return
-        self.requests[prompt.key] = Fetch(prompt, wanted, ended)
+        self.requests[prompt.key] = Fetch(prompt, request, ended)
         self.waiting.append(self.requests[prompt.key])
-        self.coordinator.expect_source(wanted)
+        self.coordinator.expect_source(request)
         self.schedule()
 
     def schedule(self) -> None:
@@ -329,7 +329,7 @@ class TargetEngine:
                 memory.fill(block, POISON)
         request.is_pulled = True
         blocks = (tuple(cached + request.blocks),)
-        self.coordinator.allocated(Allocation(request.wanted, blocks, request.prompt.tokens, len(cached)))
+        self.coordinator.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
 
     def _on_landed(self, event: Landed) -> None:
         request = self.requests.get(event.key)
@@ -369,7 +369,7 @@ class TargetEngine:
 
     def _decoded(self, request: Fetch) -> None:
         del self.requests[request.prompt.key]
-        self._let_go(request)
+        self._release(request)
         request.ended(request.prompt.key, Outcome.DELIVERED, "")
 
     def _on_ended(self, event: TargetEnded) -> None:
@@ -378,7 +378,7 @@ class TargetEngine:
             self.world.violate("one outcome", f"{self.name}: {event.key} ended twice, or after it had landed")
             return
         self._record(request.prompt, event.outcome)
-        self._let_go(request)
+        self._release(request)
         request.ended(event.key, event.outcome, event.reason)
 
     def _record(self, prompt: Prompt, outcome: Outcome) -> None:
@@ -386,7 +386,7 @@ class TargetEngine:
             self.world.violate("one outcome", f"{self.name}: {prompt.key} ended as {outcome} after another end")
         self.outcomes[prompt.number] = outcome
 
-    def _let_go(self, request: Fetch) -> None:
+    def _release(self, request: Fetch) -> None:
         for block in request.cached:
             self.pins[block] -= 1
         kept = [block for block in request.blocks if block in self.pins]

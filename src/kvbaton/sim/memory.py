@@ -1,4 +1,4 @@
-"""Tagged memory: every cell says what it holds, every block who holds it, so that a foreign byte is visible at once."""
+"""Tagged memory: every cell names its content, every block its holder, so that a foreign byte is visible at once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RankMemory:
         self.cells[layer * self.blocks + block] = cell
 
     def sum(self, pieces: Pieces, value: int) -> int:
-        """Go on with the checksum `value` over the tags of these cells, in order."""
+        """Continue the checksum `value` over the tags of these cells, in order."""
         for offset, count in pieces.tolist():
             for cell in self.cells[offset : offset + count]:
                 value = zlib.crc32(repr(cell).encode(), value)
@@ -126,7 +126,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: list[int]) -> None:
-        """Give blocks back."""
+        """Return blocks."""
         for block in blocks:
             if self.holder.pop(block, None) is None:
                 self._world.violate("blocks conserved", f"{self._name}: block {block} was freed twice")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
-from kvbaton.agent.ports import LegFailed, LegMoved, LegReport
+from kvbaton.agent.rank_orders import CopyFailed, CopyReport, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
@@ -34,7 +34,7 @@ class Plant:
 class _FreedBeforeAcknowledgement(TargetSide):
     table = TARGET.with_rows(
         {
-            (state, event): Row(TargetState.FAILED, (TargetEffect.TELL_STOP, TargetEffect.RETURN_BLOCKS))
+            (state, event): Row(TargetState.FAILED, (TargetEffect.SEND_STOP, TargetEffect.RETURN_BLOCKS))
             for state in (TargetState.GRANTED, TargetState.FILLING)
             for event in (TargetEvent.ABORTED, TargetEvent.NO_PROGRESS)
         }
@@ -60,8 +60,8 @@ class _EpochNotChecked(TargetSide):
 class _GenerationNotChecked(SourceSide):
     """Confirms whatever it once announced, also when the blocks have long gone back."""
 
-    def tell_prefilled(self, record: SourceRecord) -> None:
-        super().tell_prefilled(record)
+    def send_prefilled(self, record: SourceRecord) -> None:
+        super().send_prefilled(record)
         self._counts()[record.key, record.grant_number] = len(record.spans)
 
     def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
@@ -95,7 +95,7 @@ class _ConfirmedBeforeRead(TargetSide):
         else:
             record.is_confirmed = True
 
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
             self.step(record, TargetEvent.CONFIRMED)
@@ -105,7 +105,7 @@ class _FailedOverwritten(TargetSide):
     table = TARGET.with_rows(
         {
             (TargetState.STOPPING, TargetEvent.QUIET_FAILED): Row(
-                TargetState.DELIVERED, (TargetEffect.TELL_RELEASE, TargetEffect.DELIVER)
+                TargetState.DELIVERED, (TargetEffect.SEND_RELEASE, TargetEffect.DELIVER)
             )
         }
     )
@@ -127,7 +127,7 @@ class _DeferredForEver(SourceSide):
 
 
 class _CompletionCountedTwice(TargetSide):
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         record.moved[report.rank].add(-1 - report.span)
 
@@ -141,7 +141,7 @@ class _NotRenewedWhileQueued(TargetSide):
     def beat(self) -> dict[Incarnation, Heartbeat]:
         queued = {key for key, record in self.live.items() if record.state is TargetState.QUEUED}
         return {
-            source: Heartbeat(False, tuple(entry for entry in beat.live if entry[0] not in queued))
+            source: Heartbeat(from_source=False, live=tuple(entry for entry in beat.live if entry[0] not in queued))
             for source, beat in super().beat().items()
         }
 
@@ -159,17 +159,17 @@ class _LateGrant(SourceSide):
 
 
 class _WrongRank(TargetSide):
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         for rank in self._card.ranks:
             record.moved.setdefault(rank.rank, set()).add(report.span)
 
 
 class _RankFailureLost(TargetSide):
-    def on_leg(self, report: LegReport) -> None:
-        record = self.live.get(report.leg.key)
-        if not isinstance(report, LegFailed) or record is None or record.open_legs.get(report.rank) != report.leg:
-            super().on_leg(report)
+    def on_copy(self, report: CopyReport) -> None:
+        record = self.live.get(report.copy.key)
+        if not isinstance(report, CopyFailed) or record is None or record.open_copies.get(report.rank) != report.copy:
+            super().on_copy(report)
             return
         record.moved[report.rank] = set(record.spans)
         self._settle(record)
@@ -198,7 +198,7 @@ class _PublishedEarly(TargetEngine):
 
 
 class _RetractedAccepted(TargetSide):
-    def _same_generation(self, record: TargetRecord, generation: int) -> bool:
+    def follow_generation(self, record: TargetRecord, generation: int) -> bool:
         record.generation = max(record.generation, generation)
         return True
 
@@ -225,7 +225,7 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
     yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)
     yield "late-grant", "late grant resurrecting a finished hand-off", _sides(source=_LateGrant)
-    yield "wrong-rank", "leg counted for the wrong rank", _sides(target=_WrongRank)
+    yield "wrong-rank", "span counted for the wrong rank", _sides(target=_WrongRank)
     yield "rank-failure-lost", "one rank's failure lost", _sides(target=_RankFailureLost)
     yield "aux-not-counted", "aux not counted", _sides(target=_AuxNotCounted)
     yield "sums-not-compared", "checksums not compared", _sides(target=_SumsNotCompared)

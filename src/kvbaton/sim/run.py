@@ -64,7 +64,7 @@ class Run:
             self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
         )
         self.faults: Counter[str] = Counter()
-        self.everybody: list[SimInstance] = []
+        self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self._attempts = 0
@@ -109,7 +109,7 @@ class Run:
             instance.engine.reserved = max(request.tokens for request in script.requests)
             instance.engine.step_s = script.step_s
         self.cluster.instances[address] = instance
-        self.everybody.append(instance)
+        self.all_instances.append(instance)
 
     def _attempt(self, client: _Client) -> None:
         """The router sends a request, for the first time or again."""
@@ -161,7 +161,7 @@ class Run:
         self.prompts[prompt.number] = (self.prompts[prompt.number][0], instance)
         engine = instance.engine
         assert isinstance(engine, TargetEngine)  # noqa: S101
-        source = self.everybody[client.script.prefill].control_address
+        source = self.all_instances[client.script.prefill].control_address
 
         def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
             del key, reason
@@ -174,14 +174,14 @@ class Run:
         self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
 
     def _attempt_failed(self, client: _Client, prompt: Prompt, by: SimInstance | None) -> None:
-        """The router hears of a failure: it cancels the other leg and tries again, as often as it may."""
+        """The router learns of a failure: it cancels the other side and tries again, as often as it may."""
         if not self.is_disturbed:
             self.world.violate("spurious failure", f"{prompt.key} failed although nothing went wrong")
         if client.is_over or client.attempts > prompt.number + client.script.retries or client.keys[-1] != prompt.key:
             return
-        for leg in self.prompts[prompt.number]:
-            if leg is not None and leg is not by and self.world.random.random() < self.script.router_cancels:
-                self.world.after(0.001, leg.process, partial(leg.guarded, partial(leg.engine.cancel, prompt.key)))
+        for side in self.prompts[prompt.number]:
+            if side is not None and side is not by and self.world.random.random() < self.script.router_cancels:
+                self.world.after(0.001, side.process, partial(side.guarded, partial(side.engine.cancel, prompt.key)))
         if client.attempts <= client.script.retries:
             client.is_over = False
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
@@ -193,7 +193,7 @@ class Run:
             self._strike(self._pending.pop(0))
         while self._pending and self._pending[0].at_event < 0:
             self._pending.pop(0)
-        for instance in self.everybody:
+        for instance in self.all_instances:
             if instance.process.is_alive:
                 instance.engine.pool.check()
                 self._check_no_resurrection(instance)
@@ -236,7 +236,7 @@ class Run:
                 instance.process.paused_until = until
             case FaultKind.CLOCK_JUMP:
                 instance.process.clock.offset += fault.for_s
-            case FaultKind.LEG_FAILS:
+            case FaultKind.COPY_FAILS:
                 instance.transports[fault.number % len(instance.transports)].fail_next += 1
             case FaultKind.CORRUPT:
                 instance.transports[fault.number % len(instance.transports)].corrupt_next += 1
@@ -262,8 +262,8 @@ class Run:
 
     def _cancel(self, fault: Fault) -> None:
         client = self.clients[fault.number % len(self.clients)]
-        wanted = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
-        instance = self.cluster.instances.get(wanted)
+        address = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
+        instance = self.cluster.instances.get(address)
         if instance is not None and client.keys:
             key = client.keys[-1]
             self.world.at(self.world.now, instance.process, lambda: instance.guarded(lambda: instance.engine.cancel(key)))
@@ -290,7 +290,7 @@ class Run:
 
     def _check_end(self) -> None:
         """When faults have stopped, everything is terminal and every block is back."""
-        for instance in self.everybody:
+        for instance in self.all_instances:
             if not instance.process.is_alive:
                 continue
             engine, coordinator = instance.engine, instance.coordinator
@@ -302,15 +302,15 @@ class Run:
             out = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)
             if out:
                 self.world.violate("every block is back", f"{instance.process.name}: {out} blocks are still out")
-            if coordinator.target.farewells:
-                detail = f"{instance.process.name}: {len(coordinator.target.farewells)} farewells have no end"
+            if coordinator.target.decline_notices:
+                detail = f"{instance.process.name}: {len(coordinator.target.decline_notices)} decline notices have no end"
                 self.world.violate("everything ends", detail)
             slots = len(coordinator.source.aux_slots) + len(coordinator.target.aux_slots)
             if slots:
                 self.world.violate("every slot is back", f"{instance.process.name}: {slots} aux slots are still taken")
-            legs = sum(len(agent.legs) for agent in instance.agents)
-            if legs:
-                self.world.violate("everything ends", f"{instance.process.name}: {legs} legs are still open")
+            copies = sum(len(agent.copies) for agent in instance.agents)
+            if copies:
+                self.world.violate("everything ends", f"{instance.process.name}: {copies} copies are still open")
 
     def _check_pairs(self) -> Counter[tuple[str, str]]:
         """The outcomes of the two sides of one attempt are a legal pair; what a crash took with it has none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Net, card_of
 
-from kvbaton.agent.engine_port import Allocation, Offer, SourceEnded, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceEnded, SourceRequest
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, TransferId
 from kvbaton.core.messages import Stop
@@ -16,8 +16,8 @@ KEYS = tuple(HandoffKey(TransferId("tx"), prompt, sample) for prompt in range(2)
 OTHER = HandoffKey(TransferId("ty"))
 
 
-def wanted(key: HandoffKey = KEYS[0], prompt: str = "") -> SourceWanted:
-    return SourceWanted(key, prompt, ControlAddress.of("127.0.0.1", 1), None, Mode.PUSH)
+def wanted(key: HandoffKey = KEYS[0], prompt: str = "") -> SourceRequest:
+    return SourceRequest(key, prompt, ControlAddress.of("127.0.0.1", 1), None, Mode.PUSH)
 
 
 class Two:
@@ -52,7 +52,7 @@ def test_every_prompt_and_sample_is_let_go_and_nothing_else(are_held: bool) -> N
     two.refuse()
     assert two.ended() == set(KEYS)
     assert two.live() == {OTHER}
-    assert not two.target.coordinator.target.farewells, "it was answered"
+    assert not two.target.coordinator.target.decline_notices, "it was answered"
 
 
 def test_a_refusal_that_knows_its_prompt_is_about_that_one_alone() -> None:

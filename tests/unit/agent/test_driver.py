@@ -118,7 +118,7 @@ def test_a_failed_copy_fails_both_sides_and_the_next_one_works() -> None:
         start_handoff(source, target, "failing")
         assert "failed on command" in target.wait_for(TargetEnded, key_of("failing")).reason
         assert source.wait_for(SourceEnded, key_of("failing")).outcome is Outcome.FAILED
-        assert target.driver.stats().failures_total == {("target", "leg failed"): 1}
+        assert target.driver.stats().failures_total == {("target", "copy failed"): 1}
         assert source.driver.stats().failures_total == {("source", "stop asked"): 1}
         target.transport.set_faults(Faults())
         assert_works(source, target)
@@ -219,7 +219,7 @@ def test_messages_of_a_stranger_are_dropped_and_counted() -> None:
         intruder.dial(source.driver.address)
         for message in SENSELESS:
             intruder.say(message, source.incarnation)
-        source.wait_dropped("from a stranger", len(SENSELESS) - 1)
+        source.wait_dropped("from an unknown peer", len(SENSELESS) - 1)
         assert_works(source, target)
 
 
@@ -426,7 +426,7 @@ def test_an_error_of_its_own_is_counted_and_the_thread_goes_on(
             broken.setattr(target.driver._coordinator, "allocated", fail)
             start_handoff(source, target, "buggy")
             wait_until(lambda: target.driver.errors_total > 0, "the error is counted")
-        wait_until(lambda: "goes on after an error of its own" in caplog.text, "it is logged")
+        wait_until(lambda: "continues after an error of its own" in caplog.text, "it is logged")
         target.driver.cancel(key_of("buggy"))
         target.wait_for(TargetEnded, key_of("buggy"))
         landed(source, target, "the next")

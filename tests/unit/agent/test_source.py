@@ -60,7 +60,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.side = SourceSide(self.ranks_count, LIMITS, self.clock, self.post, self.ranks, self.events.append)
-        self.ranks.report = self.side.on_leg  # type: ignore[assignment]
+        self.ranks.report = self.side.on_copy  # type: ignore[assignment]
+        self.ranks.count = self.ranks_count
 
     def said(self, kind: type[MessageT]) -> list[MessageT]:
         """What was said of one kind since the last look."""
@@ -313,11 +314,11 @@ def test_a_retraction_voids_what_was_announced_and_frees_the_blocks(rig: Rig) ->
     assert [(announced.generation, announced.spans) for announced in rig.said(Announced)] == [(rig.generation, SPANS)]
 
 
-def test_a_retraction_while_writing_waits_for_every_leg(rig: Rig) -> None:
+def test_a_retraction_while_writing_waits_for_every_rank(rig: Rig) -> None:
     rig.expect()
     rig.side.on_grant(T1, grant(writes=True))
     rig.compute(0)
-    old = rig.side.live[KEY].leg
+    old = rig.side.live[KEY].copy
     rig.side.retract(KEY)
     assert rig.state() is SourceState.RETRACTING
     rig.compute(1)
@@ -326,7 +327,7 @@ def test_a_retraction_while_writing_waits_for_every_leg(rig: Rig) -> None:
     rig.ranks.quiet(1, old)
     assert rig.told() == [Drained(KEY)]
     rig.compute(0)
-    assert {move.leg for move in rig.ranks.moves} == {rig.side.live[KEY].leg}
+    assert {move.copy for move in rig.ranks.moves} == {rig.side.live[KEY].copy}
 
 
 @pytest.mark.parametrize("word", ["cancel", "stop"])
@@ -334,7 +335,7 @@ def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig:
     rig.expect()
     rig.side.on_grant(T1, grant(writes=True))
     rig.compute(0)
-    old = rig.side.live[KEY].leg
+    old = rig.side.live[KEY].copy
     rig.side.retract(KEY)
     rig.post.take()
     rig.told()
@@ -352,28 +353,28 @@ def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig:
 
 def test_a_source_that_writes_confirms_when_every_rank_has_moved_everything(rig: Rig) -> None:
     rig.serve(writes=True)
-    leg = rig.side.live[KEY].leg
+    copy = rig.side.live[KEY].copy
     assert [announced.blocks for announced in rig.said(Announced)] == [()]
     *rest, last = list(rig.ranks.moves)
     for move in rest:
         rig.ranks.finish(move)
-    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, leg.generation))
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, copy.generation))
     assert rig.said(Confirmed) == []
     rig.ranks.finish(last)
-    assert rig.said(Confirmed) == [Confirmed(KEY, 1, leg.generation, TOKENS)]
+    assert rig.said(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
     rig.side.on_grant(T1, grant(writes=True))
-    assert rig.said(Confirmed) == [Confirmed(KEY, 1, leg.generation, TOKENS)]
+    assert rig.said(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
     rig.side.on_release(T1, Release(KEY, 1))
-    assert rig.ranks.legs == {}
+    assert rig.ranks.copies == {}
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
 
 
 def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
     rig.serve(writes=True)
-    leg = rig.side.live[KEY].leg
+    copy = rig.side.live[KEY].copy
     rig.post.take()
-    rig.ranks.fail(1, leg, "the cable is cut")
-    assert rig.ranks.stops == [(0, leg)]
+    rig.ranks.fail(1, copy, "the cable is cut")
+    assert rig.ranks.stops == [(0, copy)]
     assert rig.said(Over) == []
     rig.ranks.quiet_all()
     assert [(over.outcome, over.reason) for over in rig.said(Over)] == [(Outcome.FAILED, "the cable is cut")]
@@ -382,12 +383,12 @@ def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
 
 def test_what_a_leg_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
     rig.serve(writes=True)
-    leg = rig.side.live[KEY].leg
-    other = type(leg)(leg.key, leg.grant, leg.generation + 1)
-    rig.ranks.legs[0, other] = rig.ranks.legs[0, leg]
+    copy = rig.side.live[KEY].copy
+    other = type(copy)(copy.key, copy.grant, copy.generation + 1)
+    rig.ranks.copies[0, other] = rig.ranks.copies[0, copy]
     rig.ranks.quiet(0, other)
-    assert rig.side.late_total["leg"] == 1
-    assert rig.side.live[KEY].open_legs == {0: leg, 1: leg}
+    assert rig.side.late_total["copy"] == 1
+    assert rig.side.live[KEY].open_copies == {0: copy, 1: copy}
 
 
 def test_a_release_before_the_confirmation_is_ignored(rig: Rig) -> None:
@@ -466,15 +467,6 @@ def test_an_endless_reason_is_cut_to_what_the_wire_takes(rig: Rig) -> None:
     over = rig.said(Over)[-1]
     assert len(over.reason) == MAX_REASON
     assert decode(encode(T1, "", over)).message == over
-
-
-def test_everything_is_given_up_at_once_when_the_instance_stops(rig: Rig) -> None:
-    rig.serve()
-    rig.side.expect(key_of("other"), "p")
-    rig.side.stop("going down")
-    ended = [event for event in rig.told() if isinstance(event, SourceEnded)]
-    assert {(event.key, event.outcome) for event in ended} == {(KEY, Outcome.CANCELLED), (key_of("other"), Outcome.CANCELLED)}
-    assert rig.said(Over)[-1].reason == "going down"
 
 
 def test_heartbeats_go_to_the_targets_that_wait(rig: Rig) -> None:
