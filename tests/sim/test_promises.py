@@ -204,8 +204,8 @@ def test_cancelled_at_the_target(flow: Flow) -> None:
 
 
 class _NoNotices(DeclineNotices):
-    def say(self, wanted: SourceRequest, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
-        del wanted, outcome, reason, source
+    def send(self, request: SourceRequest, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
+        del request, outcome, reason, source
 
 
 @every_flow

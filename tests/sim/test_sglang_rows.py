@@ -37,7 +37,7 @@ from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outc
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import Grant, Stopped
 from kvbaton.core.table import Row
-from kvbaton.sim.engine import Ended, Prompt, SourceEngine
+from kvbaton.sim.engine import Ended, SimPrompt, SourceEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS, Run
@@ -122,7 +122,7 @@ class TestRow12:
     class Absent(SourceEngine):
         """A prefill engine that never hears of a request."""
 
-        def submit(self, prompt: Prompt, answer: Callable[[], None], ended: Ended) -> None:
+        def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
             del prompt, answer, ended
 
     @every_push
@@ -264,7 +264,7 @@ class TestRow14:
                 self.reports += isinstance(report, SpanMoved)
                 super().on_copy(report)
 
-            def _all_moved(self, record: SourceRecord) -> bool:
+            def _is_moved(self, record: SourceRecord) -> bool:
                 return self.reports >= len(record.spans) * self._ranks_count
 
         bugs = dataclasses.replace(sides(CountingSource, CountingTarget), rank=self.Stammering)

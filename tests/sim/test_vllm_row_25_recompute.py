@@ -11,7 +11,7 @@ from kvbaton.agent.engine_port import TargetEnded
 from kvbaton.core.handoff import Outcome
 from kvbaton.sim.engine import Fetch, TargetEngine
 from kvbaton.sim.instance import Bugs
-from kvbaton.sim.memory import Cell
+from kvbaton.sim.memory import TaggedCell
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.script import Fault, FaultKind, Script
 
@@ -34,7 +34,7 @@ class Recomputing(TargetEngine):
             for rank, memory in enumerate(self.memories):
                 for layer in range(self.layers):
                     token = len(request.cached) + offset
-                    memory.put(block, layer, Cell(request.prompt.content(token), token, layer, rank, -1))
+                    memory.put(block, layer, TaggedCell(request.prompt.content(token), token, layer, rank, -1))
         self.world.after(5.0, self.process, lambda: self._decoded_anew(request))
 
     def _decoded_anew(self, request: Fetch) -> None:

@@ -203,7 +203,7 @@ class TestRow22:
     @every_flow
     def test_row_22_without_counting_every_rank_poison_is_decoded(self, flow: Flow) -> None:
         class AnySource(SourceSide):
-            def _all_moved(self, record: SourceRecord) -> bool:
+            def _is_moved(self, record: SourceRecord) -> bool:
                 wanted = {span.number for span in record.spans}
                 return any(moved >= wanted for moved in record.moved.values())
 

@@ -21,7 +21,7 @@ _MAX_EXCEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Declined:
+class _DeclineRecord:
     """Why, about which prompt (of one key), except for which keys (of a whole transfer id), and how long it counts."""
 
     reason: str
@@ -34,12 +34,12 @@ class DeclinedRequests:
     """Declines of single hand-offs, by key and prompt, and of whole requests, by transfer id."""
 
     def __init__(self) -> None:
-        self._single: BoundedMap[HandoffKey, _Declined] = BoundedMap(_MAX_REMEMBERED)
-        self._whole: BoundedMap[TransferId, _Declined] = BoundedMap(_MAX_REMEMBERED)
+        self._single: BoundedMap[HandoffKey, _DeclineRecord] = BoundedMap(_MAX_REMEMBERED)
+        self._whole: BoundedMap[TransferId, _DeclineRecord] = BoundedMap(_MAX_REMEMBERED)
 
     def add(self, key: HandoffKey, prompt: str, reason: str, until: float) -> None:
         """A target declined the hand-off `key` of this prompt."""
-        self._single[key] = _Declined(reason, until, prompt)
+        self._single[key] = _DeclineRecord(reason, until, prompt)
 
     def add_whole(
         self, transfer_id: TransferId, reason: str, until: float, now: float, except_for: Iterable[HandoffKey]
@@ -51,7 +51,7 @@ class DeclinedRequests:
         """
         earlier = self._whole.get(transfer_id)
         used = set() if earlier is None or earlier.until < now else earlier.except_for
-        self._whole[transfer_id] = _Declined(reason, until, except_for=used | set(except_for))
+        self._whole[transfer_id] = _DeclineRecord(reason, until, except_for=used | set(except_for))
 
     def use_up(self, key: HandoffKey, prompt: str, now: float) -> str | None:
         """The reason why a target declined this hand-off, used up by asking; None when none did."""

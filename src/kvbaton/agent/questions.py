@@ -18,7 +18,7 @@ __all__ = ["Questions"]
 _MAX_PEERS = 2048
 
 
-class _Answer(NamedTuple):
+class _LatestAnswer(NamedTuple):
     number: int
     at: float
 
@@ -28,7 +28,7 @@ class Questions:
 
     def __init__(self) -> None:
         self._last = 0
-        self._answered: BoundedMap[Incarnation, _Answer] = BoundedMap(_MAX_PEERS)
+        self._answered: BoundedMap[Incarnation, _LatestAnswer] = BoundedMap(_MAX_PEERS)
 
     def next_number(self) -> int:
         """The number of what is sent now; it grows with time, over all peers."""
@@ -39,7 +39,7 @@ class Questions:
         """`peer` has answered message `number`: everything sent to it earlier is answered, or lost."""
         latest = self._answered.get(peer)
         if latest is None or number > latest.number:
-            self._answered[peer] = _Answer(number, now)
+            self._answered[peer] = _LatestAnswer(number, now)
 
     def lost_at(self, peer: Incarnation | None, number: int, wait_s: float) -> float:
         """From when on message `number` counts as lost: at once, or `wait_s` after the peer last answered an earlier one."""

@@ -45,7 +45,7 @@ class RegionMemory:
 
 
 @dataclass(slots=True)
-class _Job:
+class _SumJob:
     copy: CopyId
     span: int
     parts: deque[tuple[int, Pieces]]
@@ -63,7 +63,7 @@ class Summer:
         self._layout = layout
         self._memory = memory
         self._report = report
-        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_Job]] = OrderedDict()
+        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob]] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +72,7 @@ class Summer:
 
     def add(self, order: SumSpans, parts: Mapping[int, LegPart] | None = None) -> None:
         """Put spans on the list, leg by leg of `parts`, or as one; what cannot be summed is reported at once."""
-        jobs = deque[_Job]()
+        jobs = deque[_SumJob]()
         of: Mapping[int, LegPart | None] = {self._rank: None} if parts is None else parts
         for span in order.spans:
             try:
@@ -82,7 +82,7 @@ class Summer:
             except KVBatonError as error:
                 self.refuse(order, span, str(error))
             else:
-                jobs.append(_Job(order.copy, span.number, pieces))
+                jobs.append(_SumJob(order.copy, span.number, pieces))
         if jobs:
             self._jobs.setdefault((order.side, order.copy.key), deque()).extend(jobs)
 
@@ -118,7 +118,7 @@ class Summer:
             else:
                 del self._jobs[side, key]
 
-    def _continue(self, side: Side, jobs: deque[_Job], budget: int) -> int:
+    def _continue(self, side: Side, jobs: deque[_SumJob], budget: int) -> int:
         """Continue the first job, and report it when it is complete, or when it cannot be done; returns the bytes."""
         job, summed, error = jobs[0], 0, ""
         try:
@@ -132,7 +132,7 @@ class Summer:
                 self._report(SpanSummed(job.copy, side, self._rank, job.span, job.sums, error))
         return summed
 
-    def _sum(self, job: _Job, budget: int) -> int:
+    def _sum(self, job: _SumJob, budget: int) -> int:
         """Sum pieces of about `budget` bytes of one leg, one at least; returns the bytes."""
         if self._memory is None or not job.parts:
             return 0

@@ -1,4 +1,4 @@
-"""A transition table: (state, event) -> (state, effects). Pure data, one way to step, nothing else."""
+"""A transition table: (state, event) -> (state, effects). Pure data and one function to step, nothing else."""
 
 from __future__ import annotations
 

@@ -21,16 +21,16 @@ from kvbaton.agent.engine_port import (
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, Outcome, Span
-from kvbaton.sim.memory import FREED, POISON, BlockPool, Cell, RankMemory
+from kvbaton.sim.memory import FREED, POISON, RankMemory, SimBlockPool, TaggedCell
 from kvbaton.sim.world import SimProcess, World
 
-__all__ = ["Fetch", "Prefill", "Prompt", "SourceEngine", "TargetEngine"]
+__all__ = ["Fetch", "Prefill", "SimPrompt", "SourceEngine", "TargetEngine"]
 
 Ended = Callable[[HandoffKey, Outcome, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SimPrompt:
     """What one attempt of a client asks for: `tokens` tokens, the first `shared` of which are those of `prefix`."""
 
     key: HandoffKey
@@ -56,7 +56,7 @@ class Prompt:
 class Prefill:
     """A request at a source engine."""
 
-    prompt: Prompt
+    prompt: SimPrompt
     answer: Callable[[], None]
     ended: Ended
     blocks: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class SourceEngine:
     """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until the hand-off has ended."""
 
     def __init__(
-        self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
+        self, world: World, process: SimProcess, name: str, pool: SimBlockPool, memories: list[RankMemory], layers: int
     ) -> None:
         self.world = world
         self.process = process
@@ -91,7 +91,7 @@ class SourceEngine:
         self.outcomes: dict[int, Outcome] = {}
         self._allocations = 0
 
-    def submit(self, prompt: Prompt, answer: Callable[[], None], ended: Ended) -> None:
+    def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
         """A request arrives; `answer` is called when its prefill is complete."""
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
@@ -183,7 +183,7 @@ class SourceEngine:
         end = min(request.computed + prompt.chunk, prompt.tokens)
         for token in range(request.computed, end):
             for rank, memory in enumerate(self.memories):
-                cell = Cell(prompt.content(token), token, request.layer, rank, attempt)
+                cell = TaggedCell(prompt.content(token), token, request.layer, rank, attempt)
                 memory.put(request.blocks[token], request.layer, cell)
         if prompt.mode is Mode.PUSH:
             span = Span(request.spans, request.computed, end, request.layer, request.layer + 1)
@@ -219,7 +219,7 @@ class SourceEngine:
 class Fetch:
     """A request at a target engine."""
 
-    prompt: Prompt
+    prompt: SimPrompt
     request: SourceRequest
     ended: Ended
     allocation: int = 0
@@ -234,7 +234,7 @@ class TargetEngine:
     """A decode engine with a prefix cache: allocates, has blocks filled, checks every cell before it decodes."""
 
     def __init__(
-        self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
+        self, world: World, process: SimProcess, name: str, pool: SimBlockPool, memories: list[RankMemory], layers: int
     ) -> None:
         self.world = world
         self.process = process
@@ -254,7 +254,7 @@ class TargetEngine:
         self.pins: dict[int, int] = {}
         self._allocations = 0
 
-    def submit(self, prompt: Prompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
+    def submit(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
         """A request arrives whose cache comes from `source`."""
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
@@ -355,7 +355,7 @@ class TargetEngine:
         if len(attempts) > 1:
             self.world.violate("mixed generations", f"{self.name}: {event.key} holds attempts {sorted(attempts)}")
 
-    def _check_block(self, prompt: Prompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
+    def _check_block(self, prompt: SimPrompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
         for rank, memory in enumerate(self.memories):
             for layer in range(self.layers):
                 cell = memory.get(block, layer)
@@ -381,7 +381,7 @@ class TargetEngine:
         self._release(request)
         request.ended(event.key, event.outcome, event.reason)
 
-    def _record(self, prompt: Prompt, outcome: Outcome) -> None:
+    def _record(self, prompt: SimPrompt, outcome: Outcome) -> None:
         if prompt.number in self.outcomes:
             self.world.violate("one outcome", f"{self.name}: {prompt.key} ended as {outcome} after another end")
         self.outcomes[prompt.number] = outcome
@@ -396,7 +396,7 @@ class TargetEngine:
         request.blocks = []
         self.schedule()
 
-    def _match(self, prompt: Prompt) -> list[int]:
+    def _match(self, prompt: SimPrompt) -> list[int]:
         blocks: list[int] = []
         for token in range(prompt.shared):
             block = self.prefixes.get((prompt.content(token), token))

@@ -17,7 +17,7 @@ from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity
 from kvbaton.core.messages import Confirmed, Grant, Message, Refused, Release, decode, encode
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
-from kvbaton.sim.memory import BlockPool, RankMemory, make_layout
+from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
 from kvbaton.sim.transport import Fabric, SimRank, SimTransport
 from kvbaton.sim.world import SimClock, SimProcess, World
@@ -174,7 +174,7 @@ class SimInstance:
             defer_timeout=cluster.limits.defer_timeout,
             transfer_timeout=cluster.limits.transfer_timeout,
         )
-        pool = BlockPool(cluster.world, self.process.name, shape.blocks)
+        pool = SimBlockPool(cluster.world, self.process.name, shape.blocks)
         kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
         self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
-from kvbaton.sim.engine import Prompt, SourceEngine, TargetEngine
+from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
@@ -121,7 +121,7 @@ class Run:
         transfer_id = TransferId(f"t{owner}.{suffix}" if request.transfer_id is None else request.transfer_id)
         key = HandoffKey(transfer_id, request.prompt_index, request.sample_index)
         client.keys.append(key)
-        prompt = Prompt(
+        prompt = SimPrompt(
             key, self._attempts, client.number, request.tokens, request.prefix, request.shared, request.mode, request.chunk
         )
         self.prompts[prompt.number] = (None, None)
@@ -131,7 +131,7 @@ class Run:
         if request.mode is Mode.PUSH:
             self.world.after(request.decode_delay_s, None, lambda: self._to_decode(client, prompt, None))
 
-    def _to_prefill(self, client: _Client, prompt: Prompt) -> None:
+    def _to_prefill(self, client: _Client, prompt: SimPrompt) -> None:
         instance = self.cluster.instances.get(f"p{client.script.prefill}")
         if instance is None:
             self._attempt_failed(client, prompt, None)
@@ -153,7 +153,7 @@ class Run:
         submit = lambda: engine.submit(prompt, answer, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
 
-    def _to_decode(self, client: _Client, prompt: Prompt, incarnation: Incarnation | None) -> None:
+    def _to_decode(self, client: _Client, prompt: SimPrompt, incarnation: Incarnation | None) -> None:
         instance = self.cluster.instances.get(f"d{client.script.decode}")
         if instance is None:
             self._attempt_failed(client, prompt, None)
@@ -173,7 +173,7 @@ class Run:
         submit = lambda: engine.submit(prompt, source, incarnation, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
 
-    def _attempt_failed(self, client: _Client, prompt: Prompt, by: SimInstance | None) -> None:
+    def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None) -> None:
         """The router learns of a failure: it cancels the other side and tries again, as often as it may."""
         if not self.is_disturbed:
             self.world.violate("spurious failure", f"{prompt.key} failed although nothing went wrong")

@@ -10,7 +10,7 @@ from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.card import Endpoint
 from kvbaton.errors import QueueFull
-from kvbaton.sim.memory import Cell, RankMemory
+from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
@@ -201,7 +201,7 @@ class SimTransport:
             taker.land(target, cell.corrupted() if is_corrupt else cell, posted.copy)
         posted.moved += count
 
-    def land(self, at: int, cell: Cell, copy: CopyId) -> None:
+    def land(self, at: int, cell: TaggedCell, copy: CopyId) -> None:
         """Put one cell into this rank's memory; a write outside its epoch is noticed here."""
         self._allow(at % self.memory.blocks, copy)
         self.memory.cells[at] = cell
