@@ -2,7 +2,7 @@
 
 The router sends a request to both instances at once. A target that refuses it may do so before the source's engine has even
 admitted its half; without a memory of that, the source would compute a cache that no target fetches and hold it for
-`defer_timeout`. A decline counts for one request only: when the same key is used again, by a request that the target does want,
+`defer_timeout`. A decline counts for one request only: when the same key is used again, by a request that the target does take,
 an old decline must not end it. So each is used up when it ends something, and withdrawn when the target shows interest again.
 """
 

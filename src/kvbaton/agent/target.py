@@ -520,9 +520,10 @@ class TargetSide:
             self.step(record, TargetEvent.PEER_KNOWN)
 
     def decline(self, request: SourceRequest, source: Card | None, reason: str) -> None:
-        """The engine does not take a request: its source need not wait. A live hand-off of the same key is another request,
+        """The engine refuses a request before admission: its source need not wait.
 
-        but where the prompt is not known, all of the transfer id is declined, of which that may be a part.
+        A live hand-off of the same key is another request, which must go on. Without a prompt all of the transfer id is
+        declined: the source ends only what has no grant yet, so the notice does no harm to the live one.
         """
         if (request.prompt and request.key in self.live) or key_problem(request.key):
             self.late_total["decline"] += 1
@@ -999,7 +1000,7 @@ class TargetSide:
             self._settle(record)
 
     def _fall_back(self, record: TargetRecord, cause: str) -> None:
-        """Have the record sent in a message: a repeated grant makes the source send it again, and says how."""
+        """Have the record sent in a message: a repeated grant carries `aux_way`, and makes the source send everything again."""
         self.aux_fallbacks_total[cause] += 1
         record.aux_way = AuxWay.CONTROL
         self.send_grant(record)
@@ -1053,7 +1054,7 @@ class TargetSide:
         return [record for record in self.live.values() if record.grant and record.epoch < epoch]
 
     def _send_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
-        """A source lists what is over here: our last message to it may be lost, unless that is only just on its way."""
+        """A source lists what is over here: our last message to it is lost, unless it was sent only just now."""
         outcome, at = self._ended.get((key, grant)) or (Outcome.FAILED, -math.inf)
         if self._clock() - at < self._limits.retry:
             return

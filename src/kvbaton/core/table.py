@@ -18,7 +18,7 @@ EffectT = TypeVar("EffectT", bound=enum.StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[StateT, EffectT]):
-    """Where a step leads, and what to do on the way, in this order."""
+    """The next state, and the effects to perform, in this order."""
 
     state: StateT
     effects: tuple[EffectT, ...] = ()

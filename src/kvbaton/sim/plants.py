@@ -1,6 +1,8 @@
 """Planted bugs: one known mistake each, made by replacing table entries, effects or guards. The core has no switch.
 
-A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds.
+A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds. A new plant is a
+subclass that overrides the one line of defence (a row, an effect, a check) and a `yield` in `_plants`; if no seed catches it,
+the simulator lacks the fault or the check that would, and that is what has to be added.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ __all__ = ["PLANTS", "Plant"]
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One mistake: in words, and the classes that make it."""
+    """One mistake: its description, and the classes that make it."""
 
-    says: str
+    mistake: str
     bugs: Bugs
 
 
@@ -51,6 +53,8 @@ class _FreedOnTimeAlone(TargetSide):
 
 
 class _EpochNotChecked(TargetSide):
+    """Takes answers to an earlier grant of the same key for answers to this one."""
+
     def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
         del grant
         record = self.live.get(key)
@@ -122,11 +126,15 @@ class _MappingDropped(SourceSide):
 
 
 class _DeferredForEver(SourceSide):
+    """Holds a complete prefill without a lease."""
+
     def _has_lease(self, record: SourceRecord) -> bool:
         return record.state is not SourceState.HELD and super()._has_lease(record)
 
 
 class _CompletionCountedTwice(TargetSide):
+    """Counts reports instead of spans, so that a report which comes twice hides a span that is missing."""
+
     def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         record.moved[report.rank].add(-1 - report.span)
@@ -138,6 +146,8 @@ class _CompletionCountedTwice(TargetSide):
 
 
 class _NotRenewedWhileQueued(TargetSide):
+    """Sends no heartbeats for requests that wait for memory; their source takes its blocks back."""
+
     def beat(self) -> dict[Incarnation, Heartbeat]:
         queued = {key for key, record in self.live.items() if record.state is TargetState.QUEUED}
         return {
@@ -147,18 +157,24 @@ class _NotRenewedWhileQueued(TargetSide):
 
 
 class _StaleIncarnation(Coordinator):
+    """Takes frames that were meant for the process which lived at this address before."""
+
     def is_for_us(self, envelope: Envelope) -> bool:
         del envelope
         return True
 
 
 class _LateGrant(SourceSide):
+    """Does not use grant numbers up: a grant that is delivered again later starts its hand-off again."""
+
     def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
         del sender, grant
         return True
 
 
 class _WrongRank(TargetSide):
+    """Counts the span of one rank for every rank."""
+
     def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         for rank in self._card.ranks:
@@ -166,6 +182,8 @@ class _WrongRank(TargetSide):
 
 
 class _RankFailureLost(TargetSide):
+    """Takes a failed copy of one rank for a complete one."""
+
     def on_copy(self, report: CopyReport) -> None:
         record = self.live.get(report.copy.key)
         if not isinstance(report, CopyFailed) or record is None or record.open_copies.get(report.rank) != report.copy:
@@ -176,6 +194,8 @@ class _RankFailureLost(TargetSide):
 
 
 class _AuxNotCounted(TargetSide):
+    """Delivers before the aux record is in."""
+
     def has_aux(self, record: TargetRecord) -> bool:
         del record
         return True
@@ -192,18 +212,24 @@ class _SumsNotCompared(TargetSide):
 
 
 class _PublishedEarly(TargetEngine):
+    """Offers a prefix to other requests when its blocks are allocated, not when they have landed."""
+
     def _grant(self, request: Fetch, cached: list[int], needed: int) -> None:
         super()._grant(request, cached, needed)
         self.publish(request)
 
 
 class _RetractedAccepted(TargetSide):
+    """Goes on with what was announced before a retraction, and mixes two generations."""
+
     def follow_generation(self, record: TargetRecord, generation: int) -> bool:
         record.generation = max(record.generation, generation)
         return True
 
 
 class _NoReserve(SourceEngine):
+    """Lets prefills without a grant take the last blocks: two full instances wait for each other for ever."""
+
     def may_start(self, request: Prefill) -> bool:
         return len(self.pool.free) >= request.prompt.tokens
 
@@ -234,5 +260,5 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "no-reserve", "last blocks held without a grant", Bugs(source_engine=_NoReserve)
 
 
-PLANTS: dict[str, Plant] = {name: Plant(says, bugs) for name, says, bugs in _plants()}
+PLANTS: dict[str, Plant] = {name: Plant(mistake, bugs) for name, mistake, bugs in _plants()}
 """Name -> mistake."""

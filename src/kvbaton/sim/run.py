@@ -78,7 +78,7 @@ class Run:
             self._start(address)
 
     def run(self) -> Result:
-        """Do it."""
+        """Run it to its end, and check what must hold then."""
         for client in self.clients:
             self.world.at(client.script.at_s, None, partial(self._attempt, client))
         for fault in self.script.faults:
@@ -275,7 +275,7 @@ class Run:
     # Checks.
 
     def _check_no_resurrection(self, instance: SimInstance) -> None:
-        """A source that was through with a grant of a target is never again alive under the same one."""
+        """A source that has ended a grant of a target is never again alive under the same one."""
         name = instance.process.name
         records = instance.coordinator.source.live.values()
         live = {(str(record.target), record.grant_number) for record in records if record.grant_number}

@@ -40,7 +40,7 @@ class FaultKind(enum.StrEnum):
 
 
 class RequestScript(msgspec.Struct, frozen=True):
-    """One request: when, through whom, how large, and how its client and router behave."""
+    """One request: when, between which instances, how large, and how its client and router behave."""
 
     at_s: float
     prefill: int

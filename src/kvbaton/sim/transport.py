@@ -31,7 +31,7 @@ class _PostedBatch:
 
 @dataclass(slots=True)
 class Fabric:
-    """What connects the ranks of all processes: who is where, and how long things take."""
+    """What connects the ranks of all processes: which rank is where, and how long a move takes."""
 
     world: World
     late_writes: LateWrites
@@ -133,7 +133,7 @@ class SimTransport:
         return done
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask a batch to stop; the cell that is on its way still arrives."""
+        """Ask a batch to stop; the cell that is in flight still arrives, as a posted RDMA write would."""
         if (posted := self._posted.get(ticket)) is not None:
             posted.cancelled = True
 
