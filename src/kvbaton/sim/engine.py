@@ -225,9 +225,7 @@ class Fetch:
     allocation: int = 0
     blocks: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    is_pulled: bool = False
     is_landed: bool = False
-    is_cancelled: bool = False
 
 
 class TargetEngine:
@@ -289,7 +287,6 @@ class TargetEngine:
         """The client is gone."""
         request = self.requests.get(key)
         if request is not None and not request.is_landed:
-            request.is_cancelled = True
             self.coordinator.cancel(key)
 
     def on_event(self, event: EngineEvent) -> None:
@@ -327,7 +324,6 @@ class TargetEngine:
         for block in request.blocks:
             for memory in self.memories:
                 memory.fill(block, POISON)
-        request.is_pulled = True
         blocks = (tuple(cached + request.blocks),)
         self.coordinator.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
 

@@ -37,7 +37,6 @@ class Fabric:
     late_writes: LateWrites
     move_s: float = 0.0005
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
-    is_cut: Callable[[str, str], bool] = lambda source, target: False  # noqa: ARG005
 
 
 class SimTransport:
