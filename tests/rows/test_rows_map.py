@@ -34,7 +34,7 @@ said in the docstring of each test. Rows that are about every interleaving are i
 | SGLang 8 | Mamba states | `unit/core/test_rows_layouts.py::TestSglangRow8` |
 | SGLang 9 | windows at the edges of pages | `unit/core/test_rows_layouts.py::TestSglangRow9` |
 | SGLang 10 | chunked sends, the last one empty | `unit/engines/embedded/test_rows_sglang.py::TestRow10` |
-| SGLang 14 | answers that come twice | `unit/core/test_rows_layouts.py::TestSglangRow14`, `sim/test_sglang_rows.py::TestRow14` |
+| SGLang 14 | answers that come twice | `unit/core/test_rows_layouts.py::TestSglangRow14`, `sim/test_duplicates_and_order.py::TestDoubledReports` |
 | SGLang 16 | an abort at the prefill side | `test_rows_abort.py::TestSglangRow16`, `test_rows_router.py::TestSglangRow16` |
 | SGLang 17 | prefill killed in the middle, and back | `test_rows_restart.py::TestSglangRow17` |
 | SGLang 20 | bad aux records | `test_rows_ranges.py::TestSglangRow20` |

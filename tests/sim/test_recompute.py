@@ -1,4 +1,4 @@
-"""Row 25, the other policy: an engine that computes a failed hand-off anew, in the blocks it was told are its own again."""
+"""The policy `recompute`: an engine that computes a failed hand-off anew, in the blocks that were returned to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RECOMPUTING = Bugs(target_engine=Recomputing)
     [Fault(FaultKind.CANCEL_SOURCE), Fault(FaultKind.CRASH, who="p0", for_s=20.0), Fault(FaultKind.COPY_FAILS, who="p0")],
     ids=lambda fault: str(fault.kind),
 )
-def test_row_25_a_failed_handoff_can_be_computed_anew(flow: Flow, fault: Fault) -> None:
+def test_a_failed_handoff_can_be_computed_anew(flow: Flow, fault: Fault) -> None:
     Recomputing.recomputed = 0
     for script in at_every_event(make(flow), fault, step=2):
         story = play(script, RECOMPUTING)
@@ -73,7 +73,7 @@ def _deaf_and_stalled(flow: Flow) -> Script:
 
 
 @every_write
-def test_row_25_what_is_computed_anew_stays_untouched(flow: Flow) -> None:
+def test_what_is_computed_anew_stays_untouched(flow: Flow) -> None:
     Recomputing.recomputed = 0
     assert not play(_deaf_and_stalled(flow), RECOMPUTING).rules
     assert Recomputing.recomputed == 1
