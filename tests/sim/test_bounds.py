@@ -198,7 +198,7 @@ class TestClocks:
         return said
 
     @every_flow
-    def test_the_same_words_whatever_the_clocks_show(self, flow: Flow) -> None:
+    def test_the_same_messages_whatever_the_clocks_show(self, flow: Flow) -> None:
         plain = self._frames(flow, (0.0, 0.0))
         assert len(plain) > 20
         for offsets in ((1e6, 0.0), (0.0, 1e6), (-1e5, 7e5)):
@@ -215,9 +215,7 @@ class TestClocks:
 
     @every_flow
     @pytest.mark.parametrize("drifts", [(1.01, 0.99), (0.99, 1.01)], ids=str)
-    def test_clocks_that_drift_and_jump_only_shorten_or_stretch_patience(
-        self, flow: Flow, drifts: tuple[float, float]
-    ) -> None:
+    def test_clocks_that_drift_and_jump_only_shorten_or_stretch_timeouts(self, flow: Flow, drifts: tuple[float, float]) -> None:
         script = make(flow, request(flow, retries=9), drifts=drifts, offsets=(3e8, 0.0), router_cancels=1.0)
         for who in ("p0", "d0"):
             for each in at_every_event(script, Fault(FaultKind.CLOCK_JUMP, who=who, for_s=100.0), step=9):

@@ -296,7 +296,7 @@ class TestAbortFromTheTarget:
         assert stopped > 10
 
     @every_write
-    def test_a_rank_that_is_not_told_would_be_seen(self, flow: Flow) -> None:
+    def test_a_rank_that_gets_no_order_would_be_seen(self, flow: Flow) -> None:
         class OnlyFirst(SourceSide):
             def stop_copy(self, record: SourceRecord) -> None:
                 for rank in set(record.open_copies) - {0}:

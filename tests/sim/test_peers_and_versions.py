@@ -318,9 +318,7 @@ class TestOtherVersions:
         assert story.run.all_instances[0].dropped_total[versions] == 1
 
     @every_flow
-    def test_without_the_version_check_it_would_be_taken_for_ours(
-        self, flow: Flow, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_the_version_check_it_would_be_taken_for_ours(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         decoder = msgspec.msgpack.Decoder(Envelope)
         monkeypatch.setattr(instance_module, "decode", decoder.decode)
         story = play(make(flow, request(flow, decode=1), decodes=2), prepare=self._foreign)

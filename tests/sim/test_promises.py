@@ -225,7 +225,7 @@ def test_refused_at_the_target(flow: Flow, is_lossy: bool) -> None:
 
 
 @every_flow
-def test_control_without_a_farewell_the_source_waits_for_nobody(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_a_decline_notice_the_source_waits_for_its_lease(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "DeclineNotices", _NoNotices)
     story = play(make(flow, faults=[Fault(FaultKind.REFUSE, who="d0", at_event=1)]))
     assert story.back("p0") > HOLD_S - NORMAL_S or story.ends[0][0] is None

@@ -55,7 +55,7 @@ class TestTargetAborted:
         assert all(story.ends[1] == BOTH_DELIVERED for story in stories)
 
     @every_flow
-    def test_memory_is_back_as_soon_as_everybody_is_quiet(self, flow: Flow) -> None:
+    def test_memory_is_back_as_soon_as_every_copy_is_quiet(self, flow: Flow) -> None:
         for script in at_every_event(make(flow), Fault(FaultKind.CANCEL_TARGET)):
             story = play(script)
             hurry = 2 * HOP_S if story.ends[0][1] is Outcome.CANCELLED else 6 * HOP_S
@@ -79,7 +79,7 @@ class TestSourceEnds:
     retry then gives the right tokens."""
 
     @every_flow
-    def test_an_aborted_source_tells_its_target_at_once(self, flow: Flow) -> None:
+    def test_an_aborted_source_notifies_its_target_at_once(self, flow: Flow) -> None:
         told = 0
         for script in at_every_event(make(flow), Fault(FaultKind.CANCEL_SOURCE)):
             story = play(script)
@@ -92,7 +92,7 @@ class TestSourceEnds:
         assert told > 10
 
     @every_push
-    def test_without_a_word_a_target_waits(self, flow: Flow) -> None:
+    def test_without_a_message_a_target_waits(self, flow: Flow) -> None:
         class Silent(SourceSide):
             def send_end(self, record: SourceRecord) -> None:
                 pass
@@ -214,7 +214,7 @@ class TestLateMessages:
     @every_flow
     @pytest.mark.parametrize("key", ["t0.1", "unknown"])
     @pytest.mark.parametrize("grant", [0, 99])
-    def test_a_last_word_for_nobody_or_for_another_grant(self, flow: Flow, key: str, grant: int) -> None:
+    def test_a_last_message_for_no_hand_off_or_for_another_grant(self, flow: Flow, key: str, grant: int) -> None:
         for moment in (0.0, 0.004, 0.008, 0.012, 0.016, 0.1):
             forged = partial(self._forged, moment, HandoffKey(key), grant)  # type: ignore[arg-type]
             story = play(make(flow), prepare=forged)

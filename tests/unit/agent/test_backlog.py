@@ -93,7 +93,7 @@ def test_each_refusal_doubles_the_wait_up_to_50_ms_and_a_completion_cuts_it_shor
     assert queue.taken == [("a", 0)]
 
 
-def test_patience_ends_for_every_leg_of_that_peer_and_is_renewed_by_each_acceptance() -> None:
+def test_the_timeout_ends_every_copy_with_that_peer_and_is_renewed_by_each_acceptance() -> None:
     queue = Queue({P2: 100})
     backlog = Backlog(TIMEOUT_S, queue.offer)
     for name in ("a", "a", "b"):
@@ -193,7 +193,7 @@ def test_control_a_span_that_is_never_taken_never_arrives_and_fails_once_with_th
     assert ranks.agent.copies == {}
 
 
-def test_a_leg_that_is_stopped_while_it_waits_is_quiet_at_once(ranks: Ranks) -> None:
+def test_a_copy_that_is_stopped_while_it_waits_is_quiet_at_once(ranks: Ranks) -> None:
     ranks.transport.set_faults(Faults(refuse_posts=1 << 30))
     stopped = ranks.move("stopped", WHOLE)
     ranks.agent.handle(StopCopy(stopped))

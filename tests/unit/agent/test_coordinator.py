@@ -129,7 +129,7 @@ def test_a_card_that_does_not_fit_is_refused_with_both_values_on_both_sides(
     assert pair.source.ranks.connected == pair.target.ranks.connected == []
 
 
-def test_patience_is_checked_for_the_way_that_the_cache_goes() -> None:
+def test_timeouts_are_checked_in_the_direction_that_the_cache_takes() -> None:
     """A source has to hold longer than its target waits; what it would do as a target does not matter."""
     pair = Pair()
     pair.source = pair.net.add(card_of("s1", 2, transfer_timeout=59.0), 1)
@@ -153,7 +153,7 @@ def test_the_other_way_is_checked_when_it_is_gone_for_the_first_time() -> None:
     assert "defer_timeout 1.0" in event.reason
 
 
-def test_a_refusal_by_the_source_fails_everybody_who_waits_for_it(pair: Pair) -> None:
+def test_a_refusal_by_the_source_fails_every_request_that_waits_for_it(pair: Pair) -> None:
     pair.source.ranks.refusal = TransportError("no common transport: memory here, tcp there")
     for name in ("a", "b"):
         pair.fetch(key_of(name))
@@ -172,7 +172,7 @@ def test_a_card_in_the_name_of_another_peer_is_dropped(pair: Pair) -> None:
     assert pair.target.coordinator.dropped_total["a card of another peer"] == 1
 
 
-def test_a_stranger_is_asked_for_its_card_before_it_is_heard(pair: Pair) -> None:
+def test_an_unknown_peer_is_asked_for_its_card_before_its_messages_count(pair: Pair) -> None:
     pair.target.routes[Incarnation("s1")] = pair.source.address
     frame = encode(Incarnation("s1"), "t1", Stop(KEY, 1, Outcome.FAILED))
     pair.target.coordinator.on_frame(decode(frame), None)
@@ -343,7 +343,7 @@ def test_memory_is_new_when_every_rank_has_registered_its_part() -> None:
     assert ended(pair.target.events).outcome is Outcome.FAILED
 
 
-def test_a_stop_of_the_instance_tells_the_peers_at_once(pair: Pair) -> None:
+def test_a_stop_of_the_instance_notifies_the_peers_at_once(pair: Pair) -> None:
     pair.prefill()
     pair.fetch()
     pair.net.deliver_all()

@@ -55,7 +55,7 @@ class Rig:
 STOP = Stop(KEY, 0, Outcome.CANCELLED, "why", "p")
 
 
-def test_a_known_source_is_told_at_once_and_again_until_it_answers() -> None:
+def test_a_known_source_is_notified_at_once_and_again_until_it_answers() -> None:
     rig = Rig()
     rig.say(source=S1)
     assert rig.stops() == [STOP]
@@ -68,7 +68,7 @@ def test_a_known_source_is_told_at_once_and_again_until_it_answers() -> None:
     assert rig.decline_notices.next_deadline() is None
 
 
-def test_a_stranger_is_greeted_and_told_when_its_card_is_there() -> None:
+def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> None:
     rig = Rig()
     rig.say()
     assert rig.greeted == [ADDRESS]
@@ -83,7 +83,7 @@ def test_a_stranger_is_greeted_and_told_when_its_card_is_there() -> None:
     assert rig.stops() == [STOP]
 
 
-def test_nobody_is_told_in_place_of_another_incarnation() -> None:
+def test_no_peer_is_notified_in_place_of_another_incarnation() -> None:
     rig = Rig()
     rig.say(incarnation=S2)
     rig.decline_notices.on_card(card_of("s1"), ADDRESS)
@@ -101,7 +101,7 @@ def test_it_is_given_up_after_transfer_timeout() -> None:
     assert rig.decline_notices.given_up_total == 1
 
 
-def test_a_peer_that_is_refused_or_gone_need_not_be_told() -> None:
+def test_a_peer_that_is_refused_or_gone_need_not_be_notified() -> None:
     rig = Rig()
     rig.say("known", source=S1)
     rig.say("stranger")
@@ -244,7 +244,7 @@ def test_a_parked_grant_ends_with_its_target() -> None:
     assert two.state() is None
 
 
-def test_nobody_but_an_admitted_peer_can_stop_anything() -> None:
+def test_only_an_admitted_peer_can_stop_anything() -> None:
     two = Two()
     two.expect()
     stranger = Incarnation("stranger")
@@ -254,7 +254,7 @@ def test_nobody_but_an_admitted_peer_can_stop_anything() -> None:
     assert two.source.coordinator.dropped_total["from an unknown peer"] == 1
 
 
-def test_over_real_sockets_a_source_is_let_go_by_a_target_it_has_never_met() -> None:
+def test_over_real_sockets_a_source_is_released_by_a_target_it_does_not_know() -> None:
     with pair() as (source, target):
         key = HandoffKey(driver_wanted(source.driver.address, "k").key.transfer_id)
         source.driver.expect_target(key, "prompt")

@@ -99,7 +99,7 @@ def test_one_handshake_does_for_every_request_that_waits_for_the_same_source() -
     assert all(record.source == PEER for record in dict.values(node.targets))
 
 
-def test_a_refused_address_is_greeted_anew_for_the_next_request() -> None:
+def test_a_refused_address_is_dialled_anew_for_the_next_request() -> None:
     node = Node()
     node.coordinator.expect_source(wanted(0))
     node.hear(Refused("no"), ADDRESS)
@@ -109,7 +109,7 @@ def test_a_refused_address_is_greeted_anew_for_the_next_request() -> None:
     assert [type(message) for message in node.post.take()] == [Hello]
 
 
-def test_a_turn_of_a_target_looks_at_nobody_who_is_not_due() -> None:
+def test_a_turn_of_a_target_looks_at_nothing_that_is_not_due() -> None:
     node = Node()
     node.coordinator.expect_source(wanted(0))
     node.hear(Hello(card_of("s1", 1), wants_answer=False), ADDRESS)
@@ -120,7 +120,7 @@ def test_a_turn_of_a_target_looks_at_nobody_who_is_not_due() -> None:
     assert granted == 0
 
 
-def test_a_turn_of_a_source_looks_at_nobody_who_is_not_due() -> None:
+def test_a_turn_of_a_source_looks_at_nothing_that_is_not_due() -> None:
     node = Node()
     node.hear(Hello(card_of("s1", 1), wants_answer=False))
 
@@ -172,7 +172,7 @@ def test_every_deadline_still_rings_with_thousands_alive() -> None:
     assert [(note.key, note.outcome) for note in ended] == [(event.key, event.outcome) for event in ends]
 
 
-def test_nobody_is_given_up_while_we_are_behind_with_what_they_say() -> None:
+def test_no_peer_is_given_up_while_its_frames_wait_to_be_read() -> None:
     node = Node()
     node.hear(Hello(card_of("s1", 1), wants_answer=False))
     node.hear(grant(0))

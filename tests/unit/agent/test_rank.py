@@ -161,7 +161,7 @@ def test_an_error_of_the_transport_fails_the_copy_once(rig: Rig) -> None:
     assert sum(isinstance(report, CopyFailed) for report in rig.reports) == 1
 
 
-def test_a_leg_that_is_stopped_is_quiet_when_it_says_so(rig: Rig) -> None:
+def test_a_copy_that_is_stopped_is_quiet_when_that_is_reported(rig: Rig) -> None:
     rig.transport.set_faults(Faults(stall=True))
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
@@ -198,7 +198,7 @@ def test_a_peer_that_is_lost_fails_the_copy(rig: Rig) -> None:
         (SOURCE_BLOCKS, Span(0, 0, 1 << 62, 0, LAYERS)),
     ],
 )
-def test_blocks_that_do_not_exist_fail_the_leg_and_touch_nothing(
+def test_blocks_that_do_not_exist_fail_the_copy_and_touch_nothing(
     rig: Rig, blocks: tuple[tuple[int, ...], ...], span: Span
 ) -> None:
     rig.agent.handle(START)
@@ -207,7 +207,7 @@ def test_blocks_that_do_not_exist_fail_the_leg_and_touch_nothing(
     assert np.all(rig.memory == POISON)
 
 
-def test_a_leg_that_nobody_opened_is_stopped_at_once_and_cannot_move(rig: Rig) -> None:
+def test_a_copy_that_is_not_open_is_stopped_at_once_and_cannot_move(rig: Rig) -> None:
     rig.agent.handle(StopCopy(COPY))
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     assert rig.reports == [CopyStopped(COPY, 0), CopyFailed(COPY, 0, "the copy is not open")]
@@ -298,7 +298,7 @@ BOTH = {Direction.READ, Direction.WRITE}
         (LateWrites.UNFENCED, BOTH, True, Executor.SOURCE_WRITES),
     ],
 )
-def test_peers_write_only_where_they_can_be_fenced_or_somebody_asked_for_it(
+def test_peers_write_only_where_they_can_be_fenced_or_the_operator_asked_for_it(
     late_writes: LateWrites, directions: set[Direction], unfenced_writes: bool, executor: Executor
 ) -> None:
     agent, _ = scripted(Scripted(late_writes, directions), unfenced_writes=unfenced_writes)
@@ -319,7 +319,7 @@ def _rows(runs: Runs) -> list[tuple[int, ...]]:
     return [tuple(int(number) for number in row) for row in runs]
 
 
-def test_a_transport_that_moves_less_than_it_was_told_is_not_believed() -> None:
+def test_a_transport_that_moves_less_than_was_posted_is_not_believed() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
     agent.handle(START)
@@ -331,7 +331,7 @@ def test_a_transport_that_moves_less_than_it_was_told_is_not_believed() -> None:
     assert "7 of 8 bytes" in failed.reason
 
 
-def test_a_span_that_is_told_twice_is_moved_once() -> None:
+def test_a_span_that_is_ordered_twice_is_moved_once() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
     agent.handle(START)
@@ -343,7 +343,7 @@ def test_a_span_that_is_told_twice_is_moved_once() -> None:
     assert [type(report) for report in reports] == [SpanMoved]
 
 
-def test_a_failed_leg_says_so_when_the_rest_of_it_is_quiet() -> None:
+def test_a_failed_copy_is_reported_when_the_rest_of_it_is_quiet() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
     agent.handle(START)
@@ -383,7 +383,7 @@ def test_what_completes_after_a_stop_is_not_reported_as_moved() -> None:
     assert agent.copies == {}
 
 
-def test_a_leg_with_something_in_flight_is_not_closed() -> None:
+def test_a_copy_with_something_in_flight_is_not_closed() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, _ = scripted(transport)
     agent.handle(START)
@@ -418,7 +418,7 @@ def test_a_transport_that_cannot_fence_does_not_claim_to_and_keeps_working() -> 
     assert len(transport.posted) == 1
 
 
-def test_a_mistake_in_planning_fails_the_leg_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_planning_fails_the_copy_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No coordinator waits for a copy that nothing moves, and the mistake is still raised."""
 
     def broken(*_: object) -> None:

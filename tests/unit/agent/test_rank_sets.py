@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -19,18 +20,26 @@ from kvbaton.agent.rank_orders import (
     CopyFailed,
     CopyId,
     CopyStopped,
+    Disconnect,
     DropSums,
     MoveSpans,
     OpenCopy,
     PeerFenced,
+    PutAux,
+    RankOrder,
     RankReport,
+    ReadAux,
     RegionFenced,
     Reports,
+    ResetRegion,
+    RevokePeer,
     SpanMoved,
     SpanSummed,
     StopCopy,
     SumSpans,
+    decode_order,
     decode_reports,
+    encode_order,
     encode_reports,
 )
 from kvbaton.agent.rank_sets import RemoteRanks
@@ -64,6 +73,16 @@ GROUP = uniform_group(
 )
 LAYOUT = Layout(2048, (GROUP,))
 SPAN = Span(0, 0, 8, 0, 2)
+OPEN = OpenCopy(
+    copy=COPY,
+    peer=SOURCE,
+    executor=Executor.TARGET_READS,
+    epoch=0,
+    target_blocks=((2, 0),),
+    cached_tokens=0,
+    total_tokens=8,
+)
+SUM = SumSpans(copy=COPY, side=Side.TARGET, blocks=((2, 0),), spans=(SPAN,), cached_tokens=0, integrity=Integrity.FULL)
 
 
 class Rig:
@@ -104,18 +123,7 @@ def rig() -> Iterator[Rig]:
 
 
 def open_copy(rig: Rig) -> None:
-    rig.ranks.send(
-        0,
-        OpenCopy(
-            copy=COPY,
-            peer=SOURCE,
-            executor=Executor.TARGET_READS,
-            epoch=0,
-            target_blocks=((2, 0),),
-            cached_tokens=0,
-            total_tokens=8,
-        ),
-    )
+    rig.ranks.send(0, OPEN)
 
 
 def test_a_copy_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
@@ -131,9 +139,7 @@ def test_a_copy_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
 
 
 def test_sums_and_stops_come_back_too(rig: Rig) -> None:
-    rig.ranks.send(
-        0, SumSpans(copy=COPY, side=Side.TARGET, blocks=((2, 0),), spans=(SPAN,), cached_tokens=0, integrity=Integrity.FULL)
-    )
+    rig.ranks.send(0, SUM)
     rig.wait(lambda: bool(rig.ranks.reports))
     rig.ranks.send(0, DropSums(Side.TARGET, COPY.key))
     open_copy(rig)
@@ -143,7 +149,7 @@ def test_sums_and_stops_come_back_too(rig: Rig) -> None:
     assert [type(report) for report in rig.ranks.reports] == [SpanSummed, CopyStopped]
 
 
-def test_an_order_that_fails_is_told_when_its_peer_is_used_and_the_rank_goes_on(rig: Rig) -> None:
+def test_an_order_that_fails_is_reported_when_its_peer_is_used_and_the_rank_continues(rig: Rig) -> None:
     nowhere = msgspec.structs.replace(rig.card, ranks=(RankCard(0, LAYOUT, ()),))
     rig.ranks.send_all(Connect(nowhere))
     open_copy(rig)
@@ -156,7 +162,7 @@ def test_an_order_that_fails_is_told_when_its_peer_is_used_and_the_rank_goes_on(
     test_a_copy_is_moved_by_the_rank_at_the_other_end(rig)
 
 
-def test_a_rank_that_is_gone_is_told_once_and_orders_to_it_are_quiet(rig: Rig) -> None:
+def test_a_rank_that_is_gone_is_reported_once_and_orders_to_it_are_quiet(rig: Rig) -> None:
     rig.loop.close()
     rig.wait(lambda: bool(rig.lost))
     open_copy(rig)
@@ -177,3 +183,22 @@ def test_every_report_survives_its_frame() -> None:
         RegionFenced(3, 1),
     ]
     assert decode_reports(encode_reports(Reports(9, reports))) == Reports(9, reports)
+
+
+def test_every_order_survives_its_frame(rig: Rig) -> None:
+    orders: list[RankOrder] = [
+        Connect(rig.card),
+        Disconnect(SOURCE),
+        RevokePeer(SOURCE, 2),
+        ResetRegion(3),
+        OPEN,
+        MoveSpans(COPY, ((1, 3),), (SPAN,)),
+        StopCopy(COPY),
+        CloseCopy(COPY),
+        SUM,
+        DropSums(Side.SOURCE, COPY.key),
+        PutAux(7, b"aux"),
+        ReadAux(copy=COPY, peer=SOURCE, offset=1, slot=2, size_bytes=3),
+    ]
+    assert {type(order) for order in orders} == set(get_args(RankOrder)), "a new order belongs into this list"
+    assert [decode_order(encode_order(order)) for order in orders] == orders

@@ -143,7 +143,7 @@ def test_a_grant_that_comes_before_the_request_is_kept_for_it(rig: Rig) -> None:
     assert len(rig.said(Announced)) == 1
 
 
-def test_a_grant_that_nobody_takes_up_expires_and_its_target_is_told(rig: Rig) -> None:
+def test_a_grant_that_no_prefill_takes_up_expires_and_its_target_is_notified(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     rig.clock.now += LIMITS.defer_timeout
     rig.side.tick()
@@ -272,7 +272,7 @@ def test_a_lease_runs_from_the_last_sign_of_life(rig: Rig) -> None:
     assert "60 s while held" in ended[0].reason
 
 
-def test_a_target_that_asks_after_the_end_is_told_how_it_ended(rig: Rig) -> None:
+def test_a_target_that_asks_after_the_end_learns_how_it_ended(rig: Rig) -> None:
     rig.serve()
     generation = rig.generation
     rig.side.cancel(KEY, "the client is gone")
@@ -283,7 +283,7 @@ def test_a_target_that_asks_after_the_end_is_told_how_it_ended(rig: Rig) -> None
     assert [(over.outcome, over.reason) for over in overs] == [(Outcome.CANCELLED, "the client is gone")] * 2
 
 
-def test_the_end_of_one_target_is_not_told_to_another(rig: Rig) -> None:
+def test_the_end_of_one_target_is_not_sent_to_another(rig: Rig) -> None:
     rig.serve()
     rig.side.cancel(KEY, "the client is gone")
     rig.post.take()
@@ -291,7 +291,7 @@ def test_the_end_of_one_target_is_not_told_to_another(rig: Rig) -> None:
     assert rig.post.take() == []
 
 
-def test_a_target_that_waits_for_what_ended_before_any_grant_is_told(rig: Rig) -> None:
+def test_a_target_that_waits_for_what_ended_before_any_grant_is_notified(rig: Rig) -> None:
     rig.expect()
     rig.side.cancel(KEY, "the client is gone")
     rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
@@ -381,7 +381,7 @@ def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "the cable is cut")
 
 
-def test_what_a_leg_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
+def test_what_a_copy_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
     rig.serve(writes=True)
     copy = rig.side.live[KEY].copy
     other = type(copy)(copy.key, copy.grant, copy.generation + 1)
@@ -398,7 +398,7 @@ def test_a_release_before_the_confirmation_is_ignored(rig: Rig) -> None:
     assert rig.side.late_total["release"] == 1
 
 
-def test_what_a_stopped_target_hears_is_stopped(rig: Rig) -> None:
+def test_a_target_that_stopped_it_gets_stopped(rig: Rig) -> None:
     rig.serve()
     rig.post.take()
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client is gone"))
@@ -417,7 +417,7 @@ def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
 
 
-def test_an_engine_that_speaks_of_a_grant_that_waits_is_not_heard(rig: Rig) -> None:
+def test_a_call_of_the_engine_about_a_parked_grant_is_ignored(rig: Rig) -> None:
     """It speaks of the hand-off before this one, of whose end it has not heard yet."""
     rig.side.on_grant(T1, grant())
     rig.compute(0)
@@ -488,7 +488,7 @@ def test_heartbeats_go_to_the_targets_that_wait(rig: Rig) -> None:
         ("on_heartbeat", Heartbeat(False, ((KEY, 1), (KEY, 0)))),
     ],
 )
-def test_what_is_said_of_nothing_does_nothing(rig: Rig, method: str, message: Any) -> None:
+def test_messages_about_nothing_do_nothing(rig: Rig, method: str, message: Any) -> None:
     getattr(rig.side, method)(T1, message)
     assert rig.told() == []
     assert not rig.side.live

@@ -94,7 +94,7 @@ def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
     assert not summer.has_work
 
 
-def test_what_cannot_be_summed_is_said_at_once() -> None:
+def test_what_cannot_be_summed_is_reported_at_once() -> None:
     reports: list[SpanSummed] = []
     Summer(0, LAYOUT, None, reports.append).add(ask("k", WHOLE))
     Summer(0, LAYOUT, Slow(), reports.append).add(ask("k", Span(4, 0, 5, 0, 1)))

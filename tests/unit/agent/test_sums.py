@@ -162,7 +162,7 @@ def test_a_retraction_drops_the_sums_with_the_spans() -> None:
     assert isinstance(pair.target_told()[0], Landed)
 
 
-def test_without_checksums_nobody_sums() -> None:
+def test_without_checksums_nothing_is_summed() -> None:
     pair = Pair(settings=HandoffSettings())
     pair.move()
     pair.offer()

@@ -355,14 +355,14 @@ def test_only_the_stop_of_this_grant_frees_blocks(writing: Rig, sender: Incarnat
     assert writing.told() == []
 
 
-def test_a_word_that_it_stopped_means_nothing_while_it_is_wanted(writing: Rig) -> None:
+def test_stopped_means_nothing_while_the_hand_off_is_live(writing: Rig) -> None:
     writing.grant()
     writing.side.on_stopped(S1, Stopped(KEY, 1))
     writing.side.cancel(KEY, "the client is gone")
     assert writing.told() == []
 
 
-def test_a_stale_number_is_replaced_and_forgets_what_was_heard(rig: Rig) -> None:
+def test_a_stale_number_is_replaced_and_what_was_received_is_forgotten(rig: Rig) -> None:
     rig.grant()
     rig.finish_prefill()
     rig.post.take()
@@ -386,7 +386,7 @@ def test_no_two_grants_share_a_number(rig: Rig) -> None:
     assert numbers == sorted(numbers)
 
 
-def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
+def test_a_source_that_still_holds_what_ended_is_notified_how(rig: Rig) -> None:
     rig.fill()
     rig.confirm()
     rig.post.take()
@@ -400,7 +400,7 @@ def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
     assert (stop.key, stop.grant, stop.outcome) == (key_of("never"), 9, Outcome.FAILED)
 
 
-def test_a_delivery_from_one_source_is_not_told_to_another(rig: Rig) -> None:
+def test_a_delivery_from_one_source_is_not_sent_to_another(rig: Rig) -> None:
     """The same transfer id, first wanted from s2 and cancelled, then delivered by s1."""
     first = rig.grant(KEY, "s2")
     rig.side.cancel(KEY, "a retry elsewhere")
