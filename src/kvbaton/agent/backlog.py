@@ -83,6 +83,7 @@ class Backlog:
                 self._offer(peer, waiting.parts[0])
                 waiting.parts.popleft()
                 waiting.full_since, waiting.wait_s = now, 0.0
+                # The queue may be shared by all peers: one that has just had its turn is offered last the next time.
                 self._peers.move_to_end(peer)
         except QueueFull as error:
             waiting.wait_s = min(max(2 * waiting.wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)

@@ -16,10 +16,13 @@ from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
 from kvbaton.agent.rank_orders import (
     AuxRead,
     Connect,
+    CopyFailed,
+    CopyStopped,
     Disconnect,
     PeerFenced,
     RankReport,
     RegionFenced,
+    SpanMoved,
     SpanSummed,
 )
 from kvbaton.agent.source import SourceSide
@@ -227,16 +230,17 @@ class Coordinator:
                 self.target.on_aux_read(report)
             case SpanSummed():
                 (self.source if report.side is Side.SOURCE else self.target).on_summed(report)
-            case _ if self.source.owns_copy(report.copy):
-                self.source.on_copy(report)
+            case SpanMoved() | CopyFailed() | CopyStopped():
+                (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
             case _:
-                self.target.on_copy(report)
+                assert_never(report)
 
     def _on_peer_fenced(self, report: PeerFenced) -> None:
         epochs = self._peer_fences.setdefault(report.peer, {})
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
         if len(epochs) == len(self.card.ranks):
             del self._peer_fences[report.peer]
+            # Its session is gone: without a card, the next hand-off with it begins with a handshake that opens a new one.
             self._peers.forget(report.peer)
             self.target.on_peer_fenced(report.peer, min(epochs.values()))
 
@@ -254,6 +258,7 @@ class Coordinator:
         now = self._clock()
         self.beat()
         if not is_behind:
+            # Both sides measure silence. Heartbeats and the check for dead processes above and below do not depend on frames.
             self.source.tick()
             self.target.tick()
         if self._gone_check_at <= now:
@@ -300,6 +305,7 @@ class Coordinator:
 
     def _on_hello(self, sender: Incarnation, hello: Hello, via: ControlAddress | None) -> None:
         if hello.card.incarnation != sender:
+            # Answers go to the sender of the envelope: with the card of another peer, it would get that peer's hand-offs.
             self.dropped_total["a card of another peer"] += 1
             return
         try:
@@ -313,13 +319,18 @@ class Coordinator:
                 self.target.on_refused_peer(via, str(error))
             return
         if hello.wants_answer:
+            # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
             self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False))
             self.target.resend_to(hello.card.incarnation)
         if via is not None:
             self.target.on_card(hello.card, via)
 
     def _admit(self, card: Card, via: ControlAddress | None) -> None:
-        """Check a card before anything of it is used, then make its ranks reachable."""
+        """Check a card before anything of it is used, then make its ranks reachable.
+
+        Targets dial sources, so a peer that answered at an address which we dialled is a source. The first card of an
+        incarnation stays: a process does not change what it is, and its sessions were made for that card.
+        """
         source, target = (self.card, card) if via is None else (card, self.card)
         check_compatible(source, target, ours=self.card)
         known = self._peers.card(card.incarnation)

@@ -228,11 +228,13 @@ class RanksDriver(HandoffPort):
         return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
     def _turn(self) -> None:
+        # Cleared first: a command that is submitted from here on wakes the next turn, if this one does not take it.
         self._wakeup.clear()
         self._take_commands()
         frames = 0
         for envelope, via in self._sockets.receive():
             frames += 1
+            # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
             self._take_commands()
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
         for address, reason in self._sockets.refusals():

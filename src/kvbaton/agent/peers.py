@@ -47,6 +47,7 @@ class Peers:
         self._cards.move_to_end(card.incarnation)
         if before is None or before == card.incarnation:
             return None
+        # Two processes cannot listen at one address: the one that answered there before is dead.
         self.forget(before)
         return before
 

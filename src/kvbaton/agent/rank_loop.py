@@ -105,6 +105,7 @@ class RankLoop:
                 break
             self._guarded(partial(self.agent.handle, decode_order(frame)))
         self._guarded(self.agent.poll)
+        # One frame per turn, after the orders and completions: the coordinator sees all that this turn has changed at once.
         if self._reports:
             frame_out = encode_reports(Reports(self.agent.runs_total, self._reports))
             self._reports.clear()
