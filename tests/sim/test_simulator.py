@@ -76,7 +76,7 @@ def test_every_single_fault_at_every_stage_of_every_flow(part: int, capsys: pyte
     assert campaign.runs > 50_000 / PARTS
 
 
-@pytest.mark.parametrize("kind", [FaultKind.DELAY, FaultKind.LEG_FAILS])
+@pytest.mark.parametrize("kind", [FaultKind.DELAY, FaultKind.COPY_FAILS])
 def test_single_faults_that_are_left_out_would_run_as_one_that_is_not(kind: FaultKind) -> None:
     script = flow_script(next(iter(FLOWS)))
     undisturbed = run_script(script, keep_timeline=True)

@@ -1,4 +1,4 @@
-"""Which ranks of a peer one rank meets, and what it exchanges with each; worked out once per pair of cards."""
+"""Which ranks of a peer one rank exchanges bytes with, and which bytes; worked out once per pair of cards."""
 
 from __future__ import annotations
 

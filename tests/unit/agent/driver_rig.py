@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
@@ -127,8 +127,8 @@ def pair(
         yield source, target
 
 
-def wanted(address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> SourceWanted:
-    return SourceWanted(key_of(name), "prompt", address, mode=mode)
+def wanted(address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> SourceRequest:
+    return SourceRequest(key_of(name), "prompt", address, mode=mode)
 
 
 def start_handoff(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> None:

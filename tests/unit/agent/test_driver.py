@@ -118,7 +118,7 @@ def test_a_failed_copy_fails_both_sides_and_the_next_one_works() -> None:
         start_handoff(source, target, "failing")
         assert "failed on command" in target.wait_for(TargetEnded, key_of("failing")).reason
         assert source.wait_for(SourceEnded, key_of("failing")).outcome is Outcome.FAILED
-        assert target.driver.stats().failures_total == {("target", "leg failed"): 1}
+        assert target.driver.stats().failures_total == {("target", "copy failed"): 1}
         assert source.driver.stats().failures_total == {("source", "stop asked"): 1}
         target.transport.set_faults(Faults())
         assert_works(source, target)
@@ -140,7 +140,7 @@ GARBAGE: dict[str, tuple[bytes, ...]] = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_is_dropped_counted_and_harms_nobody(sides: tuple[Side, Side], frames: tuple[bytes, ...]) -> None:
+def test_garbage_is_dropped_counted_and_harmless(sides: tuple[Side, Side], frames: tuple[bytes, ...]) -> None:
     source, target = sides
     before = source.driver.stats().dropped_total.total()
     with Intruder() as intruder:
@@ -165,7 +165,7 @@ def test_a_wrong_number_of_frames_is_dropped_and_counted(sides: tuple[Side, Side
 @pytest.mark.parametrize(
     "text", [b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n", random.Random(2).randbytes(5000), b"\xff" * 64]
 )
-def test_what_does_not_even_speak_zmq_harms_nobody(sides: tuple[Side, Side], text: bytes) -> None:
+def test_what_is_not_even_zmq_is_harmless(sides: tuple[Side, Side], text: bytes) -> None:
     source, target = sides
     with socket.create_connection(("127.0.0.1", source.driver.address.handshake), timeout=10) as connection:
         connection.sendall(text)
@@ -180,7 +180,7 @@ def test_a_frame_beyond_all_limits_ends_that_connection_only(sides: tuple[Side, 
         assert_works(source, target)
 
 
-def test_a_flood_of_garbage_harms_nobody(sides: tuple[Side, Side]) -> None:
+def test_a_flood_of_garbage_is_harmless(sides: tuple[Side, Side]) -> None:
     source, target = sides
     before = source.driver.stats().dropped_total.total()
     with Intruder() as intruder:
@@ -214,12 +214,12 @@ SENSELESS: list[Message] = [
 ]
 
 
-def test_messages_of_a_stranger_are_dropped_and_counted() -> None:
+def test_messages_of_an_unknown_peer_are_dropped_and_counted() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
         for message in SENSELESS:
             intruder.say(message, source.incarnation)
-        source.wait_dropped("from a stranger", len(SENSELESS) - 1)
+        source.wait_dropped("from an unknown peer", len(SENSELESS) - 1)
         assert_works(source, target)
 
 
@@ -232,7 +232,7 @@ def test_messages_for_an_earlier_incarnation_are_dropped_and_counted() -> None:
         assert_works(source, target)
 
 
-def test_messages_of_a_known_peer_in_the_wrong_state_harm_nobody() -> None:
+def test_messages_of_a_known_peer_in_the_wrong_state_are_harmless() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
         intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
@@ -285,7 +285,7 @@ def test_blocks_that_do_not_exist_fail_the_request_and_nothing_else(blocks: tupl
         assert_works(source, target)
 
 
-def test_negative_blocks_are_no_message_and_harm_nobody() -> None:
+def test_negative_blocks_are_no_message_and_harmless() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
         intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Trust, Trust, str]] = {
 
 
 @pytest.mark.parametrize(("source_trust", "target_trust", "text"), REFUSED.values(), ids=REFUSED.keys())
-def test_who_is_not_admitted_gets_nothing_and_is_told_why(source_trust: Trust, target_trust: Trust, text: str) -> None:
+def test_a_peer_that_is_not_admitted_gets_nothing_but_the_reason(source_trust: Trust, target_trust: Trust, text: str) -> None:
     with pair(source_trust, target_trust) as (source, target):
         start_handoff(source, target, "not admitted")
         ended = target.wait_for(TargetEnded, key_of("not admitted"))
@@ -328,7 +328,7 @@ def test_who_is_not_admitted_gets_nothing_and_is_told_why(source_trust: Trust, t
 
 
 @pytest.mark.parametrize("intruder_key", [None, OTHER_KEY.key], ids=["no key", "another key"])
-def test_an_intruder_is_dropped_counted_and_harms_nobody(intruder_key: bytes | None) -> None:
+def test_an_intruder_is_dropped_counted_and_harmless(intruder_key: bytes | None) -> None:
     with pair(KEY, KEY) as (source, target), Intruder(intruder_key) as intruder:
         intruder.dial(source.driver.address)
         intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
@@ -356,7 +356,7 @@ def test_an_address_in_a_request_is_a_hint_and_no_right(host: str) -> None:
 
 
 @pytest.mark.parametrize("answer", GARBAGE.values(), ids=GARBAGE.keys())
-def test_an_address_where_somebody_else_answers_fails_the_request_at_once(answer: tuple[bytes, ...]) -> None:
+def test_an_address_where_another_program_answers_fails_the_request_at_once(answer: tuple[bytes, ...]) -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.listen()
         ask(target, intruder.address, "somebody else")
@@ -389,7 +389,7 @@ def test_a_driver_that_was_never_started_closes_too() -> None:
     assert _open_files() <= files
 
 
-def test_the_other_side_is_told_when_one_closes() -> None:
+def test_the_other_side_is_notified_when_one_closes() -> None:
     hub = MemoryHub()
     with Side(hub) as source:
         with Side(hub) as target:
@@ -426,7 +426,7 @@ def test_an_error_of_its_own_is_counted_and_the_thread_goes_on(
             broken.setattr(target.driver._coordinator, "allocated", fail)
             start_handoff(source, target, "buggy")
             wait_until(lambda: target.driver.errors_total > 0, "the error is counted")
-        wait_until(lambda: "goes on after an error of its own" in caplog.text, "it is logged")
+        wait_until(lambda: "continues after an error of its own" in caplog.text, "it is logged")
         target.driver.cancel(key_of("buggy"))
         target.wait_for(TargetEnded, key_of("buggy"))
         landed(source, target, "the next")

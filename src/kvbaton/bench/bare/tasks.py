@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvbaton.agent.engine_port import Allocation, Granted, HandoffPort, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, Granted, HandoffPort, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.bench.bare.orders import NO_HOLD, End, Task
 from kvbaton.bench.bare.pages import TaggedPages, spans_of
 from kvbaton.bench.bare.pool import BarePool
@@ -208,8 +208,8 @@ class TargetTask(_Task):
             self.books.pool.give(blocks)
         self._kept.clear()
 
-    def _wanted(self, key: HandoffKey) -> SourceWanted:
-        return SourceWanted(key, _PROMPT + key.transfer_id, self._source, mode=self.task.mode)
+    def _wanted(self, key: HandoffKey) -> SourceRequest:
+        return SourceRequest(key, _PROMPT + key.transfer_id, self._source, mode=self.task.mode)
 
     def _pull(self, key: HandoffKey) -> None:
         self.books.port.allocated(Allocation(self._wanted(key), self.live[key].blocks, self.task.tokens, 0))

@@ -25,7 +25,7 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     TargetEnded,
 )
 from kvbaton.config import OnFailure
@@ -420,13 +420,13 @@ class EngineCore:
                 sequence.has_ended = True
                 self._counters.finished[FinishReason.CANCELLED.value] += 1
 
-    def _expected_source(self, request: GenerationRequest) -> SourceWanted:
+    def _expected_source(self, request: GenerationRequest) -> SourceRequest:
         handoff = request.handoff
         if not isinstance(handoff, FromSource):
             raise Bug(f"request {request.request_id} has no source")
         mode = self._settings.handoff.mode
         digest = prompt_digest(request) if request.prompt_ids else ""
-        return SourceWanted(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
+        return SourceRequest(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
 
     def _note(self, sequence: Sequence, stage: Stage, at: float) -> None:
         side = Side.SOURCE if sequence.is_source else Side.TARGET

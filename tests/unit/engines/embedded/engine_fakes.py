@@ -19,7 +19,7 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     SpansReady,
     TargetEnded,
 )
@@ -208,9 +208,9 @@ class FakePort:
         self.offers: dict[HandoffKey, Offer] = {}
         self.pulls: dict[HandoffKey, Allocation] = {}
         self.expected_targets: dict[HandoffKey, str] = {}
-        self.expected_sources: dict[HandoffKey, SourceWanted] = {}
+        self.expected_sources: dict[HandoffKey, SourceRequest] = {}
         self.cancelled: list[HandoffKey] = []
-        self.declined: list[tuple[SourceWanted, str]] = []
+        self.declined: list[tuple[SourceRequest, str]] = []
         self.news: list[EngineEvent] = []
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
@@ -232,8 +232,8 @@ class FakePort:
         self.calls.append(("retract", key))
         self.retracted.append(key)
 
-    def expect_source(self, wanted: SourceWanted) -> None:
-        self.expected_sources[wanted.key] = wanted
+    def expect_source(self, request: SourceRequest) -> None:
+        self.expected_sources[request.key] = request
 
     def offer(self, offer: Offer) -> None:
         self.calls.append(("offer", offer.key))
@@ -242,8 +242,8 @@ class FakePort:
     def allocated(self, allocation: Allocation) -> None:
         self.pulls[allocation.key] = allocation
 
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
-        self.declined.append((wanted, reason))
+    def decline(self, request: SourceRequest, reason: str) -> None:
+        self.declined.append((request, reason))
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)

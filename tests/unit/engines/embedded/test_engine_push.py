@@ -367,7 +367,7 @@ class TestRecompute:
         bench = Bench(port=FakePort(), handoff=settings, poison=True)
         answer = bench.submit(PROMPT, name="t", handoff=FromSource(KEY, SOURCE), **sampling)
         bench.step()
-        assert bench.port.pulls[KEY].wanted.mode is settings.mode
+        assert bench.port.pulls[KEY].request.mode is settings.mode
         return bench, answer
 
     @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.EXPIRED])

@@ -1,4 +1,4 @@
-"""What disaggregation in SGLang got wrong, row by row: each rule holds in simulation, and is missed when it is removed."""
+"""Doubled, late and reordered messages, as SGLang got them wrong: each rule holds, and is missed when it is removed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from scenario import (
 from kvbaton.agent import source as source_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
-from kvbaton.agent.ports import LegMoved, RankReport
+from kvbaton.agent.rank_orders import RankReport, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import Grant, Stopped
 from kvbaton.core.table import Row
-from kvbaton.sim.engine import Ended, Prompt, SourceEngine
+from kvbaton.sim.engine import Ended, SimPrompt, SourceEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS, Run
@@ -45,7 +45,7 @@ from kvbaton.sim.script import Fault, FaultKind, Script
 from kvbaton.sim.transport import SimRank
 
 
-class TestRow11:
+class TestLastPieceByCount:
     """What is the last piece is decided by counting: more than announced, fewer, or something after the last is an error."""
 
     class Fewer(Coordinator):
@@ -80,7 +80,7 @@ class TestRow11:
         ids=["fewer", "more", "after-last"],
     )
     @pytest.mark.parametrize("delay_s", [0.0, 0.1], ids=["early-target", "late-target"])
-    def test_row_11_another_count_than_the_whole_is_an_error(
+    def test_another_count_than_the_whole_is_an_error(
         self, flow: Flow, engine: type[Coordinator], reason: str, delay_s: float
     ) -> None:
         story = play(make(flow, request(flow, decode_delay_s=delay_s)), Bugs(coordinator=engine), prepare=disturbed)
@@ -93,7 +93,7 @@ class TestRow11:
             assert story.back_at["d0"] < 5 * HOP_S
 
     @every_push
-    def test_row_11_without_the_count_poison_is_decoded(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_count_poison_is_decoded(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         class Trusting(TargetSide):
             def span_problem(self, record: TargetRecord) -> str:
                 del record
@@ -106,7 +106,7 @@ class TestRow11:
         assert play(make(flow), Bugs(coordinator=Careless), prepare=disturbed).rules == {"foreign byte"}
 
     @every_read
-    def test_row_11_a_target_counts_for_itself(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_target_counts_for_itself(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source_module, "span_problem", lambda *_: "")
         story = play(make(flow), Bugs(coordinator=self.More), prepare=disturbed)
         assert not story.rules
@@ -115,18 +115,18 @@ class TestRow11:
             assert story.said("TargetEnded", "the source's spans are not the whole cache")
 
 
-class TestRow12:
+class TestEitherSideFirst:
     """Either side may come first, more than once, or when all is over: nothing comes back to life, and what nobody knows
     expires."""
 
     class Absent(SourceEngine):
         """A prefill engine that never hears of a request."""
 
-        def submit(self, prompt: Prompt, answer: Callable[[], None], ended: Ended) -> None:
+        def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
             del prompt, answer, ended
 
     @every_push
-    def test_row_12_a_grant_whose_prefill_never_comes_is_given_up(self, flow: Flow) -> None:
+    def test_a_grant_whose_prefill_never_comes_is_given_up(self, flow: Flow) -> None:
         story = play(make(flow), Bugs(source_engine=self.Absent), prepare=disturbed)
         assert not story.rules
         assert story.ends == [(None, Outcome.EXPIRED)]
@@ -138,12 +138,12 @@ class TestRow12:
         return make(flow, faults=[Fault(FaultKind.CRASH, at_s=0.01, who="d0", for_s=20.0)])
 
     @every_push
-    def test_row_12_a_grant_of_a_dead_target_for_nothing_expires(self, flow: Flow) -> None:
+    def test_a_grant_of_a_dead_target_for_nothing_expires(self, flow: Flow) -> None:
         parked: dict[bool, float] = {}
 
         def prepare(run: Run) -> None:
             disturbed(run)
-            live = run.everybody[0].coordinator.source.live
+            live = run.all_instances[0].coordinator.source.live
             run.world.on_event.append(lambda: parked.update({bool(live): run.world.now}))
             run.world.at(3.0, None, lambda: None)
 
@@ -151,7 +151,7 @@ class TestRow12:
         assert 3.0 <= parked[True] < LIMITS.defer_timeout + HOP_S < parked[False] + LIMITS.defer_timeout
 
     @every_push
-    def test_row_12_without_a_lease_it_stays_for_ever(self, flow: Flow) -> None:
+    def test_without_a_lease_it_stays_for_ever(self, flow: Flow) -> None:
         class Hoarder(SourceSide):
             def _has_lease(self, record: SourceRecord) -> bool:
                 return record.state is not SourceState.PARKED and super()._has_lease(record)
@@ -161,18 +161,18 @@ class TestRow12:
 
     @every_flow
     @pytest.mark.parametrize("kind", [FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE], ids=str)
-    def test_row_12_a_grant_after_any_end_brings_nothing_back(self, flow: Flow, kind: FaultKind) -> None:
+    def test_a_grant_after_any_end_brings_nothing_back(self, flow: Flow, kind: FaultKind) -> None:
         again = echo(0.0, 0.005, 0.5, 7.0, of=Grant)
         assert not broken(at_every_event(make(flow), Fault(kind), step=3), prepare=again)
 
     @every_push
-    def test_row_12_without_high_water_marks_it_does(self, flow: Flow) -> None:
+    def test_without_high_water_marks_it_does(self, flow: Flow) -> None:
         scripts = at_every_event(make(flow), Fault(FaultKind.CANCEL_TARGET), step=3)
         rules = first_broken(scripts, PLANTS["late-grant"].bugs, prepare=echo(0.5, of=Grant))
         assert rules == {"resurrection"}
 
 
-class TestRow13:
+class TestFailedStaysFailed:
     """Failed never becomes done: a confirmation after the end is ignored, and nothing that is over is made anew by it."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class TestRow13:
         ]
 
     @every_flow
-    def test_row_13_failed_never_becomes_done(self, flow: Flow) -> None:
+    def test_failed_never_becomes_done(self, flow: Flow) -> None:
         late = 0
         for script in self._late_words(flow):
             story = play(script, prepare=echo(0.5, 3.0))
@@ -198,12 +198,12 @@ class TestRow13:
         assert late > 5
 
     @every_flow
-    def test_row_13_a_failed_hand_off_that_lands_would_be_seen(self, flow: Flow) -> None:
+    def test_a_failed_hand_off_that_lands_would_be_seen(self, flow: Flow) -> None:
         class Forgiving(TargetSide):
             table = TARGET.with_rows(
                 {
                     (state, TargetEvent.QUIET_CANCELLED): Row(
-                        TargetState.DELIVERED, (TargetEffect.TELL_RELEASE, TargetEffect.DELIVER)
+                        TargetState.DELIVERED, (TargetEffect.SEND_RELEASE, TargetEffect.DELIVER)
                     )
                     for state in (TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED)
                 }
@@ -212,7 +212,7 @@ class TestRow13:
         assert first_broken(self._late_words(flow), sides(target=Forgiving)) & {"foreign byte", "everything ends"}
 
 
-class TestRow14:
+class TestDoubledReports:
     """A rank that reports a success twice counts once: what counts is the set of ranks, and of spans, not the number of
     reports."""
 
@@ -236,16 +236,16 @@ class TestRow14:
         return [make(flow, request(flow, tokens=5), seed=seed, ranks=3, faults=(slow,)) for seed in range(4)]
 
     @every_flow
-    def test_row_14_a_success_that_is_reported_twice_counts_once(self, flow: Flow) -> None:
+    def test_a_success_that_is_reported_twice_counts_once(self, flow: Flow) -> None:
         for script in self._uneven(flow):
             story = play(script, Bugs(rank=self.Stammering))
             assert not story.rules
             assert story.ends == [BOTH_DELIVERED]
 
     @every_flow
-    def test_row_14_counting_reports_instead_of_ranks_would_be_seen(self, flow: Flow) -> None:
+    def test_counting_reports_instead_of_ranks_would_be_seen(self, flow: Flow) -> None:
         class CountingTarget(TargetSide):
-            def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+            def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
                 del report
                 number = sum(len(moved) for moved in record.moved.values())
                 record.moved.setdefault(0, set()).add(number)
@@ -260,22 +260,22 @@ class TestRow14:
         class CountingSource(SourceSide):
             reports = 0
 
-            def on_leg(self, report: Any) -> None:
-                self.reports += isinstance(report, LegMoved)
-                super().on_leg(report)
+            def on_copy(self, report: Any) -> None:
+                self.reports += isinstance(report, SpanMoved)
+                super().on_copy(report)
 
-            def _all_moved(self, record: SourceRecord) -> bool:
+            def _is_moved(self, record: SourceRecord) -> bool:
                 return self.reports >= len(record.spans) * self._ranks_count
 
         bugs = dataclasses.replace(sides(CountingSource, CountingTarget), rank=self.Stammering)
         assert "foreign byte" in broken(self._uneven(flow), bugs)
 
     @every_read
-    def test_row_14_a_success_of_the_wrong_rank_would_be_seen(self, flow: Flow) -> None:
+    def test_a_success_of_the_wrong_rank_would_be_seen(self, flow: Flow) -> None:
         assert "foreign byte" in broken(self._uneven(flow), PLANTS["wrong-rank"].bugs)
 
 
-class TestRow15:
+class TestAbortFromTheTarget:
     """An abort from the target reaches every rank of the source; blocks go back after the acknowledged stop or a fence, and an
     acknowledgement of an earlier attempt does not count."""
 
@@ -286,7 +286,7 @@ class TestRow15:
         return list(at_every_event(script, Fault(FaultKind.CANCEL_TARGET), step=3))
 
     @every_write
-    def test_row_15_an_abort_reaches_every_rank_of_the_source(self, flow: Flow) -> None:
+    def test_an_abort_reaches_every_rank_of_the_source(self, flow: Flow) -> None:
         stopped = 0
         for script in self._aborts(flow):
             story = play(script)
@@ -296,17 +296,17 @@ class TestRow15:
         assert stopped > 10
 
     @every_write
-    def test_row_15_a_rank_that_is_not_told_would_be_seen(self, flow: Flow) -> None:
+    def test_a_rank_that_gets_no_order_would_be_seen(self, flow: Flow) -> None:
         class OnlyFirst(SourceSide):
-            def stop_legs(self, record: SourceRecord) -> None:
-                for rank in set(record.open_legs) - {0}:
-                    del record.open_legs[rank]
-                super().stop_legs(record)
+            def stop_copy(self, record: SourceRecord) -> None:
+                for rank in set(record.open_copies) - {0}:
+                    del record.open_copies[rank]
+                super().stop_copy(record)
 
         assert first_broken(self._aborts(flow), sides(source=OnlyFirst)) & {"epoch", "everything ends"}
 
     @every_write
-    def test_row_15_without_an_acknowledgement_blocks_wait_for_the_fence(self, flow: Flow) -> None:
+    def test_without_an_acknowledgement_blocks_wait_for_the_fence(self, flow: Flow) -> None:
         script = make(flow, faults=[Fault(FaultKind.CUT, at_s=0.006, who="p0", other="d0", for_s=9.0)])
         story = play(msgspec.structs.replace(script, faults=(*script.faults, Fault(FaultKind.CANCEL_TARGET, at_s=0.008))))
         assert not story.rules
@@ -314,7 +314,7 @@ class TestRow15:
         assert flow.fences * LIMITS.stop_timeout - HOP_S < waited < flow.fences * LIMITS.stop_timeout + HOP_S
 
     @every_write
-    def test_row_15_freeing_on_time_alone_would_be_seen(self, flow: Flow) -> None:
+    def test_freeing_on_time_alone_would_be_seen(self, flow: Flow) -> None:
         """The source stands still with writes posted; they go on when nobody expects them any more."""
         stalls = [Fault(FaultKind.STALL, who="p0", number=rank, for_s=6.0) for rank in range(2)]
         still = Fault(FaultKind.PAUSE, who="p0", for_s=9.0)
@@ -331,7 +331,7 @@ class TestRow15:
         return list(at_every_event(script, Fault(FaultKind.CANCEL_TARGET), step=4))
 
     @every_flow
-    def test_row_15_an_acknowledgement_of_an_earlier_attempt_is_ignored(self, flow: Flow) -> None:
+    def test_an_acknowledgement_of_an_earlier_attempt_is_ignored(self, flow: Flow) -> None:
         ignored = 0
         for script in self._retries(flow):
             story = play(script, prepare=echo(0.03, 0.06, 0.1, of=Stopped))
@@ -340,7 +340,7 @@ class TestRow15:
         assert ignored > 10
 
     @every_write
-    def test_row_15_without_the_number_of_the_grant_it_would_count(self, flow: Flow) -> None:
+    def test_without_the_number_of_the_grant_it_would_count(self, flow: Flow) -> None:
         class Forgetful(TargetSide):
             def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
                 del grant

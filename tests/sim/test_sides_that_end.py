@@ -1,4 +1,4 @@
-"""What connectors for vLLM got wrong, continued: sides that are aborted, die, queue, or say their last word at odd times."""
+"""Sides that are aborted, die, queue, or send their last message at odd times, as connectors for vLLM got them wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvbaton.sim.run import LIMITS, Run
 from kvbaton.sim.script import Fault, FaultKind, Script
 
 
-class TestRow24:
+class TestTargetAborted:
     """A target that is aborted at any stage frees the source once; its own blocks go back only when nobody can write to them,
     and nothing late lands in them when they are used anew."""
 
@@ -48,14 +48,14 @@ class TestRow24:
         return at_every_event(make(flow, *pair, decode_blocks=3, move_s=0.004), Fault(FaultKind.CANCEL_TARGET), step=step)
 
     @every_flow
-    def test_row_24_target_aborted_at_every_stage(self, flow: Flow) -> None:
+    def test_target_aborted_at_every_stage(self, flow: Flow) -> None:
         stories = [play(script) for script in self._aborts(flow)]
         assert not [story.result.violations for story in stories if story.rules]
         assert {story.ends[0][1] for story in stories} == {Outcome.CANCELLED, Outcome.DELIVERED}
         assert all(story.ends[1] == BOTH_DELIVERED for story in stories)
 
     @every_flow
-    def test_row_24_memory_is_back_as_soon_as_everybody_is_quiet(self, flow: Flow) -> None:
+    def test_memory_is_back_as_soon_as_every_copy_is_quiet(self, flow: Flow) -> None:
         for script in at_every_event(make(flow), Fault(FaultKind.CANCEL_TARGET)):
             story = play(script)
             hurry = 2 * HOP_S if story.ends[0][1] is Outcome.CANCELLED else 6 * HOP_S
@@ -65,7 +65,7 @@ class TestRow24:
             assert story.back("p0") < patience
 
     @every_flow
-    def test_row_24_without_waiting_for_quiet_a_late_write_lands(self, flow: Flow) -> None:
+    def test_without_waiting_for_quiet_a_late_write_lands(self, flow: Flow) -> None:
         class Hasty(TargetSide):
             def is_quiet(self, record: TargetRecord) -> bool:
                 del record
@@ -74,12 +74,12 @@ class TestRow24:
         assert first_broken(self._aborts(flow), sides(target=Hasty)) == {"epoch"}
 
 
-class TestRow25:
+class TestSourceEnds:
     """When a source is aborted, crashes, fails or expires, its target is told at once, or gives up by its own deadline; a
     retry then gives the right tokens."""
 
     @every_flow
-    def test_row_25_an_aborted_source_tells_its_target_at_once(self, flow: Flow) -> None:
+    def test_an_aborted_source_notifies_its_target_at_once(self, flow: Flow) -> None:
         told = 0
         for script in at_every_event(make(flow), Fault(FaultKind.CANCEL_SOURCE)):
             story = play(script)
@@ -92,9 +92,9 @@ class TestRow25:
         assert told > 10
 
     @every_push
-    def test_row_25_without_a_word_a_target_waits(self, flow: Flow) -> None:
+    def test_without_a_message_a_target_waits(self, flow: Flow) -> None:
         class Silent(SourceSide):
-            def tell_end(self, record: SourceRecord) -> None:
+            def send_end(self, record: SourceRecord) -> None:
                 pass
 
         stories = [play(script, sides(source=Silent)) for script in at_every_event(make(flow), Fault(FaultKind.CANCEL_SOURCE))]
@@ -103,7 +103,7 @@ class TestRow25:
 
     @every_flow
     @pytest.mark.parametrize("one_host", [False, True], ids=["two-hosts", "one-host"])
-    def test_row_25_a_crashed_source_is_given_up_in_time(self, flow: Flow, one_host: bool) -> None:
+    def test_a_crashed_source_is_given_up_in_time(self, flow: Flow, one_host: bool) -> None:
         patience = LIMITS.transfer_timeout + (0 if one_host else flow.fences * LIMITS.stop_timeout)
         for script in at_every_event(make(flow, one_host=one_host), Fault(FaultKind.CRASH, who="p0", for_s=20.0), step=2):
             story = play(script)
@@ -111,7 +111,7 @@ class TestRow25:
             assert story.back("d0") < patience + HOP_S
 
     @every_flow
-    def test_row_25_without_a_deadline_a_target_waits_for_ever(self, flow: Flow) -> None:
+    def test_without_a_deadline_a_target_waits_for_ever(self, flow: Flow) -> None:
         class Patient(TargetSide):
             def _has_deadline(self, record: TargetRecord) -> bool:
                 del record
@@ -122,8 +122,8 @@ class TestRow25:
         assert max(story.back("d0") for story in stories) > 19.0
 
     @every_flow
-    @pytest.mark.parametrize("kind", [FaultKind.RESTART, FaultKind.LEG_FAILS, FaultKind.CANCEL_SOURCE], ids=str)
-    def test_row_25_a_retry_gives_the_right_tokens(self, flow: Flow, kind: FaultKind) -> None:
+    @pytest.mark.parametrize("kind", [FaultKind.RESTART, FaultKind.COPY_FAILS, FaultKind.CANCEL_SOURCE], ids=str)
+    def test_a_retry_gives_the_right_tokens(self, flow: Flow, kind: FaultKind) -> None:
         script = make(flow, request(flow, retries=9), router_cancels=1.0)
         for each in at_every_event(script, Fault(kind, who="p0"), step=5):
             story = play(each)
@@ -131,12 +131,12 @@ class TestRow25:
             assert story.ends[-1][1] is Outcome.DELIVERED or story.ends == [(None, None)]
 
 
-class TestRow26:
+class TestTargetDies:
     """A source takes its blocks back when its target has died, not while a slow target only queues; and it always holds them
     longer than a target waits."""
 
     @every_flow
-    def test_row_26_a_dead_targets_blocks_are_back_after_the_lease(self, flow: Flow) -> None:
+    def test_a_dead_targets_blocks_are_back_after_the_lease(self, flow: Flow) -> None:
         reach = 6 * HOP_S
         for script in at_every_event(make(flow), Fault(FaultKind.CRASH, who="d0", for_s=20.0), step=2):
             story = play(script)
@@ -153,14 +153,14 @@ class TestRow26:
         return make(flow, *pair, decode_blocks=3, decode_s=3 * LIMITS.defer_timeout)
 
     @every_flow
-    def test_row_26_a_slow_but_living_target_keeps_its_source(self, flow: Flow) -> None:
+    def test_a_slow_but_living_target_keeps_its_source(self, flow: Flow) -> None:
         story = play(self._queue(flow))
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED, BOTH_DELIVERED]
         assert story.back_at["p0"] > 3 * LIMITS.defer_timeout
 
     @every_flow
-    def test_row_26_without_heartbeats_a_queued_target_loses_its_source(self, flow: Flow) -> None:
+    def test_without_heartbeats_a_queued_target_loses_its_source(self, flow: Flow) -> None:
         class Mute(TargetSide):
             def beat(self) -> dict[Incarnation, Heartbeat]:
                 return {}
@@ -176,7 +176,7 @@ class TestRow26:
             super().__init__(card, *others)  # type: ignore[arg-type]
 
     @every_flow
-    def test_row_26_a_target_that_waits_longer_than_the_source_holds_is_refused(self, flow: Flow) -> None:
+    def test_a_target_that_waits_longer_than_the_source_holds_is_refused(self, flow: Flow) -> None:
         story = play(make(flow), Bugs(coordinator=self.Impatient), prepare=disturbed)
         assert not story.rules
         assert story.ends[0][1] is Outcome.FAILED
@@ -184,16 +184,16 @@ class TestRow26:
         assert not story.said("-> p0: Grant(")
 
     @every_flow
-    def test_row_26_without_the_check_it_is_not_refused(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_check_it_is_not_refused(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvbaton.agent.coordinator.check_compatible", lambda *_, **__: None)
         assert play(make(flow), Bugs(coordinator=self.Impatient)).ends == [BOTH_DELIVERED]
 
 
-class TestRow27:
+class TestLateMessages:
     """A last word that comes late, early, for nobody, or more often than expected is counted, and frees nothing twice."""
 
     @every_flow
-    def test_row_27_every_message_again_while_it_lives_and_when_it_is_over(self, flow: Flow) -> None:
+    def test_every_message_again_while_it_lives_and_when_it_is_over(self, flow: Flow) -> None:
         pair = request(flow), request(flow, at_s=0.01)
         story = play(make(flow, *pair, decode_blocks=3), prepare=echo(0.0, 0.002, 0.02, 2.0, 6.0))
         assert not story.rules
@@ -214,7 +214,7 @@ class TestRow27:
     @every_flow
     @pytest.mark.parametrize("key", ["t0.1", "unknown"])
     @pytest.mark.parametrize("grant", [0, 99])
-    def test_row_27_a_last_word_for_nobody_or_for_another_grant(self, flow: Flow, key: str, grant: int) -> None:
+    def test_a_last_message_for_no_hand_off_or_for_another_grant(self, flow: Flow, key: str, grant: int) -> None:
         for moment in (0.0, 0.004, 0.008, 0.012, 0.016, 0.1):
             forged = partial(self._forged, moment, HandoffKey(key), grant)  # type: ignore[arg-type]
             story = play(make(flow), prepare=forged)
@@ -222,7 +222,7 @@ class TestRow27:
             assert story.ends == [BOTH_DELIVERED]
 
     @every_push
-    def test_row_27_a_release_before_the_prefill_is_done_is_late(self, flow: Flow) -> None:
+    def test_a_release_before_the_prefill_is_done_is_late(self, flow: Flow) -> None:
         forged = partial(self._forged, 0.008, HandoffKey("t0.1"), 1)  # type: ignore[arg-type]
         story = play(make(flow, request(flow, tokens=8, chunk=1)), prepare=forged)
         assert not story.rules
@@ -230,7 +230,7 @@ class TestRow27:
         assert story.counted["release"] + story.counted["released"] >= 2
 
     @every_flow
-    def test_row_27_without_late_rows_a_duplicate_is_an_error(self, flow: Flow) -> None:
+    def test_without_late_rows_a_duplicate_is_an_error(self, flow: Flow) -> None:
         class StrictSource(SourceSide):
             table = dataclasses.replace(SOURCE, late=frozenset())
 
@@ -241,7 +241,7 @@ class TestRow27:
         assert first_broken(scripts, sides(StrictSource, StrictTarget), prepare=echo(0.0, 0.002, 0.02)) == {"exception"}
 
 
-class TestRow28:
+class TestLossyNetwork:
     """When messages are lost, doubled and reordered, every request finishes or fails in bounded time, and no block is lost."""
 
     LOSSY_S = 3.0
@@ -253,7 +253,7 @@ class TestRow28:
         return make(flow, *requests, faults=faults, seed=seed, prefill_blocks=12, decode_blocks=8)
 
     @every_flow
-    def test_row_28_all_requests_end_in_bounded_time(self, flow: Flow) -> None:
+    def test_all_requests_end_in_bounded_time(self, flow: Flow) -> None:
         delivered = 0
         for seed in range(8):
             story = play(self._storm(flow, seed))
@@ -264,7 +264,7 @@ class TestRow28:
         assert delivered > 8 * 12 * 0.9
 
     @every_flow
-    def test_row_28_without_asking_again_something_hangs_or_fails(self, flow: Flow) -> None:
+    def test_without_asking_again_something_hangs_or_fails(self, flow: Flow) -> None:
         class Once(TargetSide):
             def _asks_again(self, record: TargetRecord) -> bool:
                 del record
@@ -275,7 +275,7 @@ class TestRow28:
 
     @every_flow
     @pytest.mark.parametrize("lost", [Grant, Announced, Confirmed, Release], ids=lambda kind: kind.__name__)
-    def test_row_28_the_first_three_of_any_message_may_be_lost(self, flow: Flow, lost: type[Message]) -> None:
+    def test_the_first_three_of_any_message_may_be_lost(self, flow: Flow, lost: type[Message]) -> None:
         left = [3]
 
         def is_lost(message: Message) -> bool:

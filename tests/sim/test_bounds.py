@@ -1,4 +1,4 @@
-"""What connectors for vLLM got wrong, continued: settings, fixed sizes, what is on the wire, and whose clock counts."""
+"""What connectors for vLLM got wrong: settings, fixed sizes, what is on the wire, and which clock counts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from twosome import Twosome, entries
 
 import kvbaton
 from kvbaton.agent import coordinator as coordinator_module
-from kvbaton.agent import source_effects, target_effects
+from kvbaton.agent import questions
+from kvbaton.agent import source as source_module
+from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.peers import Peers
 from kvbaton.agent.source import SourceSide
 from kvbaton.config import Limits, parse_limits
-from kvbaton.core.grants import GrantWindows, Tombstones
+from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.messages import Envelope, Message, Prefilled, decode
 from kvbaton.errors import ConfigError, ProtocolError
@@ -43,7 +45,7 @@ class _Payload:
         return _mark, ()
 
 
-class TestRow32:
+class TestBadLimits:
     """Times that are zero, negative, not a number, infinite or no number at all are refused at the start, by name."""
 
     NAMES = Limits.__struct_fields__
@@ -51,12 +53,12 @@ class TestRow32:
 
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("value", BAD, ids=repr)
-    def test_row_32_bad_times_are_refused_by_name(self, name: str, value: object) -> None:
+    def test_bad_times_are_refused_by_name(self, name: str, value: object) -> None:
         with pytest.raises(ConfigError, match=name):
             parse_limits({name: value})
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_row_32_a_misspelt_name_is_refused_with_the_right_one(self, name: str) -> None:
+    def test_a_misspelt_name_is_refused_with_the_right_one(self, name: str) -> None:
         with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
             parse_limits({f"{name}s": 5.0})
 
@@ -68,13 +70,13 @@ class TestRow32:
 
     @pytest.mark.parametrize("flow", [flow for flow in FLOWS if flow.mode is Mode.PUSH], ids=str)
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=repr)
-    def test_row_32_unchecked_times_leave_a_target_waiting_for_ever(self, flow: Flow, bad: float) -> None:
+    def test_unchecked_times_leave_a_target_waiting_for_ever(self, flow: Flow, bad: float) -> None:
         unchecked = self.Unchecked(transfer_timeout=bad, defer_timeout=bad, stop_timeout=0.5, retry=0.1)
         scripts = at_every_event(make(flow), Fault(FaultKind.CRASH, who="p0", for_s=20.0), step=3)
         assert max(play(script, limits=unchecked).back("d0") for script in scripts) > 5 * LIMITS.transfer_timeout
 
 
-class TestRow36:
+class TestFixedSizes:
     """However many hand-offs there were, tables, caches and windows keep a fixed size."""
 
     ENOUGH = 5_000
@@ -91,22 +93,22 @@ class TestRow36:
             sizes.append(entries(source.coordinator, target.coordinator))
         return sizes[0], sizes[1]
 
-    def test_row_36_many_hand_offs_leave_tables_at_a_fixed_size(self) -> None:
+    def test_many_hand_offs_leave_tables_at_a_fixed_size(self) -> None:
         before, after = self._grow()
         assert after == before
 
-    def test_row_36_without_a_limit_they_grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (source_effects, target_effects):
-            monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=10**9))
+    def test_without_a_limit_they_grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (source_module, target_module):
+            monkeypatch.setattr(module, "_MAX_ENDS", 10**9)
         before, after = self._grow()
         assert after > before + self.ENOUGH / 2
 
-    def test_row_36_many_peers_leave_tables_at_a_fixed_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (source_effects, target_effects):
-            monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=50))
-        monkeypatch.setattr(source_effects, "GrantWindows", partial(GrantWindows, limit=50))
+    def test_many_peers_leave_tables_at_a_fixed_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (source_module, target_module):
+            monkeypatch.setattr(module, "_MAX_ENDS", 50)
+        monkeypatch.setattr(source_module, "GrantWindows", partial(GrantWindows, limit=50))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=50))
-        monkeypatch.setattr(target_effects, "_MAX_ANSWERED", 50)
+        monkeypatch.setattr(questions, "_MAX_PEERS", 50)
         world = Twosome()
         fixed = world.join("p"), world.join("d")
         sizes = []
@@ -121,7 +123,7 @@ class TestRow36:
         assert sizes[0] == sizes[1] == sizes[2]
 
 
-class TestRow37:
+class TestNoPickle:
     """Pickle is never used on the network: a frame is data, and reading one runs nothing."""
 
     WAYS_TO_RUN_CODE = frozenset(
@@ -141,17 +143,17 @@ class TestRow37:
                 if name in cls.CALLS or (name == "allow_pickle"):
                     yield name
 
-    def test_row_37_no_module_can_unpickle(self) -> None:
+    def test_no_module_can_unpickle(self) -> None:
         sources = sorted(Path(kvbaton.__file__).parent.rglob("*.py"))
         assert len(sources) > 50
         assert {path.name: found for path in sources if (found := list(self._offences(path.read_text())))} == {}
 
     @pytest.mark.parametrize("text", ["import pickle", "from pickle import loads", "import dill as d", "s.recv_pyobj()"])
-    def test_row_37_the_search_would_find_it(self, text: str) -> None:
+    def test_the_search_would_find_it(self, text: str) -> None:
         assert list(self._offences(text))
 
     @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-    def test_row_37_a_pickled_frame_is_refused_and_runs_nothing(self, protocol: int) -> None:
+    def test_a_pickled_frame_is_refused_and_runs_nothing(self, protocol: int) -> None:
         _marks.clear()
         frame = pickle.dumps(_Payload(), protocol)
         with pytest.raises(ProtocolError):
@@ -164,16 +166,16 @@ class TestRow37:
         story = play(make(FLOWS[0]), prepare=prepare)
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
-        assert sum(story.run.everybody[0].dropped_total.values()) == 1
+        assert sum(story.run.all_instances[0].dropped_total.values()) == 1
         assert _marks == []
 
-    def test_row_37_a_decoder_that_unpickles_would_be_seen(self) -> None:
+    def test_a_decoder_that_unpickles_would_be_seen(self) -> None:
         _marks.clear()
         pickle.loads(pickle.dumps(_Payload()))  # noqa: S301
         assert _marks == ["unpickled"]
 
 
-class TestRow39:
+class TestClocks:
     """No point in time crosses a wire, so it does not matter what the clocks of two processes show."""
 
     def _frames(self, flow: Flow, offsets: tuple[float, ...], source: type[SourceSide] = SourceSide) -> list[str]:
@@ -196,26 +198,24 @@ class TestRow39:
         return said
 
     @every_flow
-    def test_row_39_the_same_words_whatever_the_clocks_show(self, flow: Flow) -> None:
+    def test_the_same_messages_whatever_the_clocks_show(self, flow: Flow) -> None:
         plain = self._frames(flow, (0.0, 0.0))
         assert len(plain) > 20
         for offsets in ((1e6, 0.0), (0.0, 1e6), (-1e5, 7e5)):
             assert self._frames(flow, offsets) == plain
 
     @every_flow
-    def test_row_39_a_point_in_time_on_the_wire_would_be_seen(self, flow: Flow) -> None:
+    def test_a_point_in_time_on_the_wire_would_be_seen(self, flow: Flow) -> None:
         class Dated(SourceSide):
-            def tell_prefilled(self, record: Any) -> None:
+            def send_prefilled(self, record: Any) -> None:
                 record.held_since = 0.0
-                super().tell_prefilled(record)
+                super().send_prefilled(record)
 
         assert self._frames(flow, (1e3, 0.0), Dated) != self._frames(flow, (0.0, 0.0), Dated)
 
     @every_flow
     @pytest.mark.parametrize("drifts", [(1.01, 0.99), (0.99, 1.01)], ids=str)
-    def test_row_39_clocks_that_drift_and_jump_only_shorten_or_stretch_patience(
-        self, flow: Flow, drifts: tuple[float, float]
-    ) -> None:
+    def test_clocks_that_drift_and_jump_only_shorten_or_stretch_timeouts(self, flow: Flow, drifts: tuple[float, float]) -> None:
         script = make(flow, request(flow, retries=9), drifts=drifts, offsets=(3e8, 0.0), router_cancels=1.0)
         for who in ("p0", "d0"):
             for each in at_every_event(script, Fault(FaultKind.CLOCK_JUMP, who=who, for_s=100.0), step=9):
@@ -223,7 +223,7 @@ class TestRow39:
                 assert not story.rules
                 assert story.ends[-1][1] is Outcome.DELIVERED
 
-    def test_row_39_every_time_in_a_message_is_a_duration(self) -> None:
+    def test_every_time_in_a_message_is_a_duration(self) -> None:
         fields = dict(_fields(Envelope, set()))
         times = {name for name, kind in fields.items() if kind is float or float in get_args(kind)}
         assert times == {"defer_timeout", "transfer_timeout", "held_s", "queue_s", "prefill_s", "logprob"}
@@ -232,7 +232,7 @@ class TestRow39:
         ]
         assert {kind for kind in get_args(Message) if kind not in msgspec_structs()} == set()
 
-    def test_row_39_a_date_in_a_message_would_be_seen(self) -> None:
+    def test_a_date_in_a_message_would_be_seen(self) -> None:
         class Dated(msgspec.Struct):
             expires_at: float
 

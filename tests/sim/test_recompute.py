@@ -1,4 +1,4 @@
-"""Row 25, the other policy: an engine that computes a failed hand-off anew, in the blocks it was told are its own again."""
+"""The policy `recompute`: an engine that computes a failed hand-off anew, in the blocks that were returned to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbaton.agent.engine_port import TargetEnded
 from kvbaton.core.handoff import Outcome
 from kvbaton.sim.engine import Fetch, TargetEngine
 from kvbaton.sim.instance import Bugs
-from kvbaton.sim.memory import Cell
+from kvbaton.sim.memory import TaggedCell
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.script import Fault, FaultKind, Script
 
@@ -34,7 +34,7 @@ class Recomputing(TargetEngine):
             for rank, memory in enumerate(self.memories):
                 for layer in range(self.layers):
                     token = len(request.cached) + offset
-                    memory.put(block, layer, Cell(request.prompt.content(token), token, layer, rank, -1))
+                    memory.put(block, layer, TaggedCell(request.prompt.content(token), token, layer, rank, -1))
         self.world.after(5.0, self.process, lambda: self._decoded_anew(request))
 
     def _decoded_anew(self, request: Fetch) -> None:
@@ -50,16 +50,16 @@ RECOMPUTING = Bugs(target_engine=Recomputing)
 @every_flow
 @pytest.mark.parametrize(
     "fault",
-    [Fault(FaultKind.CANCEL_SOURCE), Fault(FaultKind.CRASH, who="p0", for_s=20.0), Fault(FaultKind.LEG_FAILS, who="p0")],
+    [Fault(FaultKind.CANCEL_SOURCE), Fault(FaultKind.CRASH, who="p0", for_s=20.0), Fault(FaultKind.COPY_FAILS, who="p0")],
     ids=lambda fault: str(fault.kind),
 )
-def test_row_25_a_failed_handoff_can_be_computed_anew(flow: Flow, fault: Fault) -> None:
+def test_a_failed_handoff_can_be_computed_anew(flow: Flow, fault: Fault) -> None:
     Recomputing.recomputed = 0
     for script in at_every_event(make(flow), fault, step=2):
         story = play(script, RECOMPUTING)
         assert not story.rules
         assert not story.out
-    is_idle_fault = fault.kind is FaultKind.LEG_FAILS and not flow.source_writes
+    is_idle_fault = fault.kind is FaultKind.COPY_FAILS and not flow.source_writes
     assert is_idle_fault or Recomputing.recomputed > 0
 
 
@@ -73,7 +73,7 @@ def _deaf_and_stalled(flow: Flow) -> Script:
 
 
 @every_write
-def test_row_25_what_is_computed_anew_stays_untouched(flow: Flow) -> None:
+def test_what_is_computed_anew_stays_untouched(flow: Flow) -> None:
     Recomputing.recomputed = 0
     assert not play(_deaf_and_stalled(flow), RECOMPUTING).rules
     assert Recomputing.recomputed == 1

@@ -1,4 +1,4 @@
-"""What disaggregation in SGLang got wrong, continued: peers that die, drain, queue, share names, or speak another version."""
+"""Peers that die, drain, queue, share names, or have another version, as disaggregation in SGLang got them wrong."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from scenario import (
 from twosome import Twosome, entries
 
 from kvbaton.agent import coordinator as coordinator_module
-from kvbaton.agent import source_effects, target_effects
+from kvbaton.agent import source as source_module
+from kvbaton.agent import target as target_module
 from kvbaton.agent.peers import Peers
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL
-from kvbaton.core.grants import GrantWindows, Tombstones
+from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import HandoffKey, Outcome
-from kvbaton.core.lifecycle import LegEvent, LegState, TargetState
+from kvbaton.core.lifecycle import CopyEvent, CopyState, TargetState
 from kvbaton.core.messages import Envelope, decode
 from kvbaton.errors import ProtocolError
 from kvbaton.sim import instance as instance_module
@@ -41,7 +42,7 @@ from kvbaton.sim.script import Fault, FaultKind, Script
 from kvbaton.sim.transport import SimRank
 
 
-class TestRow18:
+class TestTargetKilled:
     """A target that is killed mid-transfer costs its source nothing for long, other targets nothing at all; it is served again
     when it is back, and dead peers do not pile up."""
 
@@ -54,7 +55,7 @@ class TestRow18:
         return [msgspec.structs.replace(script, faults=each.faults) for each in kills]
 
     @every_flow
-    def test_row_18_a_killed_target_harms_no_other_and_is_served_again(self, flow: Flow) -> None:
+    def test_a_killed_target_harms_no_other_and_is_served_again(self, flow: Flow) -> None:
         for script in self._kills(flow):
             story = play(script)
             assert not story.rules
@@ -63,7 +64,7 @@ class TestRow18:
             assert dead[0] - story.fault_at < LIMITS.defer_timeout + 6 * HOP_S
 
     @every_flow
-    def test_row_18_without_a_lease_its_blocks_are_lost(self, flow: Flow) -> None:
+    def test_without_a_lease_its_blocks_are_lost(self, flow: Flow) -> None:
         class Hoarder(SourceSide):
             def _has_lease(self, record: SourceRecord) -> bool:
                 del record
@@ -74,9 +75,9 @@ class TestRow18:
     @staticmethod
     def _restarts(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
         """What a source and a target hold after a hundred, and after two hundred restarts of their peers."""
-        for module in (source_effects, target_effects):
-            monkeypatch.setattr(module, "Tombstones", partial(Tombstones, limit=50))
-        monkeypatch.setattr(source_effects, "GrantWindows", partial(GrantWindows, limit=limit))
+        for module in (source_module, target_module):
+            monkeypatch.setattr(module, "_MAX_ENDS", 50)
+        monkeypatch.setattr(source_module, "GrantWindows", partial(GrantWindows, limit=limit))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=limit))
         world = Twosome()
         source = world.join("p")
@@ -89,16 +90,16 @@ class TestRow18:
                 sizes.append(entries(source.coordinator))
         return sizes
 
-    def test_row_18_the_peer_table_does_not_grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_peer_table_does_not_grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hundred, two_hundred = self._restarts(monkeypatch, limit=50)
         assert hundred == two_hundred
 
-    def test_row_18_without_a_limit_it_grows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_limit_it_grows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hundred, two_hundred = self._restarts(monkeypatch, limit=10**9)
         assert two_hundred >= hundred + 200
 
 
-class TestRow24:
+class TestOneCopyFails:
     """When one of several posted copies fails, the others are drained before any of the memory is reported free."""
 
     @staticmethod
@@ -107,11 +108,11 @@ class TestRow24:
         pair = request(flow, tokens=6, chunk=1), request(flow, at_s=0.004, tokens=6)
         script = make(flow, *pair, decode_blocks=6, move_s=0.01)
         worker = "p0" if flow.source_writes else "d0"
-        fails = [Fault(FaultKind.LEG_FAILS, who=worker, number=rank) for rank in range(2)]
+        fails = [Fault(FaultKind.COPY_FAILS, who=worker, number=rank) for rank in range(2)]
         return [each for fail in fails for each in at_every_event(script, fail, step=11)]
 
     @every_flow
-    def test_row_24_posted_copies_are_drained_before_memory_is_free(self, flow: Flow) -> None:
+    def test_posted_copies_are_drained_before_memory_is_free(self, flow: Flow) -> None:
         failed = 0
         for script in self._failures(flow):
             story = play(script)
@@ -120,16 +121,16 @@ class TestRow24:
         assert failed
 
     @every_flow
-    def test_row_24_memory_that_is_free_too_early_would_be_seen(self, flow: Flow) -> None:
+    def test_memory_that_is_free_too_early_would_be_seen(self, flow: Flow) -> None:
         class Hasty(SimRank):
             def _settle(self, leg: Any) -> None:
-                if leg.state in (LegState.BROKEN, LegState.STOPPING):
-                    self._step(leg, LegEvent.DRAINED)
+                if leg.state in (CopyState.BROKEN, CopyState.STOPPING):
+                    self._step(leg, CopyEvent.DRAINED)
 
         assert first_broken(self._failures(flow), Bugs(rank=Hasty)) & {"epoch", "foreign byte"}
 
 
-class TestRow26:
+class TestTimeLimits:
     """A time limit starts when its phase does, and measures lack of progress: neither queueing nor slowness eats it up."""
 
     @staticmethod
@@ -146,7 +147,7 @@ class TestRow26:
 
     @every_flow
     @pytest.mark.parametrize("why", ["queued at the target", "slow prefill", "slow copies"])
-    def test_row_26_what_is_slow_but_goes_on_is_not_given_up(self, flow: Flow, why: str) -> None:
+    def test_what_is_slow_but_goes_on_is_not_given_up(self, flow: Flow, why: str) -> None:
         story = play(self._slow(flow, why))
         assert not story.rules
         assert set(story.ends) == {BOTH_DELIVERED}
@@ -154,7 +155,7 @@ class TestRow26:
 
     @every_push
     @pytest.mark.parametrize("why", ["queued at the target", "slow prefill", "slow copies"])
-    def test_row_26_measuring_age_instead_would_be_seen(self, flow: Flow, why: str) -> None:
+    def test_measuring_age_instead_would_be_seen(self, flow: Flow, why: str) -> None:
         class Aging(TargetSide):
             def tick(self) -> None:
                 births: dict[HandoffKey, float] = self.__dict__.setdefault("births", {})
@@ -168,17 +169,17 @@ class TestRow26:
         assert play(self._slow(flow, why), sides(target=Aging)).rules == {"spurious failure"}
 
 
-class TestRow27:
+class TestTransferIdNames:
     """Any name does for a transfer id, at once again when it is free, for many prompts and samples together, and on two
     sources at a time."""
 
     @every_flow
     @pytest.mark.parametrize("name", ["0", "-1", str(2**63 - 1), str(2**64), "../../etc", "ключ\u0000🗝"], ids=ascii)
-    def test_row_27_any_name_does(self, flow: Flow, name: str) -> None:
+    def test_any_name_does(self, flow: Flow, name: str) -> None:
         assert play(make(flow, request(flow, transfer_id=name))).ends == [BOTH_DELIVERED]
 
     @every_flow
-    def test_row_27_a_name_is_free_as_soon_as_its_request_is_over(self, flow: Flow) -> None:
+    def test_a_name_is_free_as_soon_as_its_request_is_over(self, flow: Flow) -> None:
         first = request(flow, transfer_id="again")
         over = play(make(flow, first)).back_at
         for pause in (1e-6, 1e-4, 0.001):
@@ -194,13 +195,13 @@ class TestRow27:
         return make(flow, *requests)
 
     @every_flow
-    def test_row_27_many_prompts_and_samples_share_a_transfer_id(self, flow: Flow) -> None:
+    def test_many_prompts_and_samples_share_a_transfer_id(self, flow: Flow) -> None:
         story = play(self._batch(flow))
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED] * 6
 
     @every_flow
-    def test_row_27_without_the_indices_they_would_be_one(self, flow: Flow) -> None:
+    def test_without_the_indices_they_would_be_one(self, flow: Flow) -> None:
         class ByTransferId(dict[HandoffKey, Any]):
             """A table that forgets which prompt and sample a key is about."""
 
@@ -221,7 +222,7 @@ class TestRow27:
         assert play(self._batch(flow), sides(source=Collapsing)).rules
 
     @every_flow
-    def test_row_27_one_transfer_id_on_two_sources(self, flow: Flow) -> None:
+    def test_one_transfer_id_on_two_sources(self, flow: Flow) -> None:
         pair = [request(flow, prefill=side, decode=side, transfer_id="both") for side in range(2)]
         turns = [request(flow, at_s=1.0 + side, prefill=side, transfer_id="both") for side in range(2)]
         story = play(make(flow, *pair, *turns, prefills=2, decodes=2))
@@ -229,7 +230,7 @@ class TestRow27:
         assert story.ends == [BOTH_DELIVERED] * 4
 
 
-class TestRow29:
+class TestOtherVersions:
     """What a newer peer adds is skipped, what an older one leaves out has a default, and another version is refused by name at
     once, without harm to anybody else."""
 
@@ -277,13 +278,13 @@ class TestRow29:
     @every_flow
     @pytest.mark.parametrize("change", [_newer, _older], ids=["newer", "older"])
     @pytest.mark.parametrize("who", ["p0", "d0"])
-    def test_row_29_more_or_less_is_understood(self, flow: Flow, change: Callable[[dict[str, Any]], None], who: str) -> None:
+    def test_more_or_less_is_understood(self, flow: Flow, change: Callable[[dict[str, Any]], None], who: str) -> None:
         story = play(make(flow), prepare=self._rewriting(change, who))
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
 
     @every_flow
-    def test_row_29_a_decoder_that_skips_nothing_would_be_seen(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_decoder_that_skips_nothing_would_be_seen(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         def strict(frame: bytes) -> Envelope:
             envelope = decode(frame)
             if msgspec.msgpack.encode(envelope) != frame:
@@ -303,7 +304,7 @@ class TestRow29:
         self._rewriting(next_version, "d1", both_ways=True)(run)
 
     @every_flow
-    def test_row_29_another_version_is_refused_by_name_at_once(self, flow: Flow) -> None:
+    def test_another_version_is_refused_by_name_at_once(self, flow: Flow) -> None:
         pair = request(flow), request(flow, decode=1)
         story = play(make(flow, *pair, decodes=2), prepare=self._foreign)
         assert not story.rules
@@ -314,12 +315,10 @@ class TestRow29:
         asked = story.times("d1#3 -> p0: Hello(")
         assert ended[0] - asked[0] < HOP_S
         assert not story.said("d1#3 -> p0: Grant(")
-        assert story.run.everybody[0].dropped_total[versions] == 1
+        assert story.run.all_instances[0].dropped_total[versions] == 1
 
     @every_flow
-    def test_row_29_without_the_version_check_it_would_be_taken_for_ours(
-        self, flow: Flow, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_the_version_check_it_would_be_taken_for_ours(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         decoder = msgspec.msgpack.Decoder(Envelope)
         monkeypatch.setattr(instance_module, "decode", decoder.decode)
         story = play(make(flow, request(flow, decode=1), decodes=2), prepare=self._foreign)

@@ -1,4 +1,4 @@
-"""Farewells: a source hears at once that nobody will come, whether it is known or not, and whether it knows of it or not."""
+"""Decline notices: a source learns at once that no target will fetch its cache, whether the two know each other or not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from driver_rig import AUX as DRIVER_AUX
 from driver_rig import pair
 from driver_rig import wanted as driver_wanted
 
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceWanted, TargetEnded
-from kvbaton.agent.farewells import Farewells
+from kvbaton.agent.decline_notices import DeclineNotices
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, Mode, Outcome
 from kvbaton.core.lifecycle import SourceState
@@ -23,13 +23,13 @@ ADDRESS = ControlAddress.of("127.0.0.1", 1)
 S1, S2 = Incarnation("s1"), Incarnation("s2")
 
 
-def wanted(name: str = "k", incarnation: Incarnation | None = None, prompt: str = "p") -> SourceWanted:
-    return SourceWanted(key_of(name), prompt, ADDRESS, incarnation, Mode.PUSH)
+def wanted(name: str = "k", incarnation: Incarnation | None = None, prompt: str = "p") -> SourceRequest:
+    return SourceRequest(key_of(name), prompt, ADDRESS, incarnation, Mode.PUSH)
 
 
 @dataclass
 class Rig:
-    """Farewells and what they say; greetings are counted."""
+    """Decline notices and what they send; handshakes are counted."""
 
     limit: int = 4096
     clock: Clock = field(default_factory=Clock)
@@ -37,16 +37,16 @@ class Rig:
     greeted: list[ControlAddress] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.farewells = Farewells(LIMITS, self.clock, self.post, self.greeted.append, self.limit)
+        self.decline_notices = DeclineNotices(LIMITS, self.clock, self.post, self.greeted.append, self.limit)
 
     def say(self, name: str = "k", incarnation: Incarnation | None = None, source: Incarnation | None = None) -> None:
-        self.farewells.say(wanted(name, incarnation), Outcome.CANCELLED, "why", source)
+        self.decline_notices.send(wanted(name, incarnation), Outcome.CANCELLED, "why", source)
 
     def pass_time(self, seconds: float, step: float = 0.25) -> None:
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.now += step
-            self.farewells.tick()
+            self.decline_notices.tick()
 
     def stops(self) -> list[Message]:
         return [message for message in self.post.take() if isinstance(message, Stop)]
@@ -55,39 +55,39 @@ class Rig:
 STOP = Stop(KEY, 0, Outcome.CANCELLED, "why", "p")
 
 
-def test_a_known_source_is_told_at_once_and_again_until_it_answers() -> None:
+def test_a_known_source_is_notified_at_once_and_again_until_it_answers() -> None:
     rig = Rig()
     rig.say(source=S1)
     assert rig.stops() == [STOP]
-    assert rig.farewells.next_deadline() == rig.clock.now + LIMITS.retry
+    assert rig.decline_notices.next_deadline() == rig.clock.now + LIMITS.retry
     rig.pass_time(3 * LIMITS.retry)
     assert rig.stops() == [STOP, STOP]
-    assert not rig.farewells.on_stopped(S2, KEY), "only the one who was told can answer"
-    assert rig.farewells.on_stopped(S1, KEY)
-    assert not rig.farewells
-    assert rig.farewells.next_deadline() is None
+    assert not rig.decline_notices.on_stopped(S2, KEY), "only the one who was told can answer"
+    assert rig.decline_notices.on_stopped(S1, KEY)
+    assert not rig.decline_notices
+    assert rig.decline_notices.next_deadline() is None
 
 
-def test_a_stranger_is_greeted_and_told_when_its_card_is_there() -> None:
+def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> None:
     rig = Rig()
     rig.say()
     assert rig.greeted == [ADDRESS]
     rig.pass_time(LIMITS.retry)
     assert rig.greeted == [ADDRESS, ADDRESS]
     assert rig.stops() == []
-    rig.farewells.on_card(card_of("s1"), ControlAddress.of("127.0.0.1", 2))
+    rig.decline_notices.on_card(card_of("s1"), ControlAddress.of("127.0.0.1", 2))
     assert rig.stops() == []
-    rig.farewells.on_card(card_of("s1"), ADDRESS)
+    rig.decline_notices.on_card(card_of("s1"), ADDRESS)
     assert rig.stops() == [STOP]
-    rig.farewells.on_forgotten(S1)
+    rig.decline_notices.resend_to(S1)
     assert rig.stops() == [STOP]
 
 
-def test_nobody_is_told_in_place_of_another_incarnation() -> None:
+def test_no_peer_is_notified_in_place_of_another_incarnation() -> None:
     rig = Rig()
     rig.say(incarnation=S2)
-    rig.farewells.on_card(card_of("s1"), ADDRESS)
-    assert not rig.farewells
+    rig.decline_notices.on_card(card_of("s1"), ADDRESS)
+    assert not rig.decline_notices
     assert rig.stops() == []
 
 
@@ -95,30 +95,30 @@ def test_it_is_given_up_after_transfer_timeout() -> None:
     rig = Rig()
     rig.say(source=S1)
     rig.pass_time(LIMITS.transfer_timeout - 1)
-    assert rig.farewells
+    assert rig.decline_notices
     rig.pass_time(1)
-    assert not rig.farewells
-    assert rig.farewells.given_up_total == 1
+    assert not rig.decline_notices
+    assert rig.decline_notices.given_up_total == 1
 
 
-def test_a_peer_that_is_refused_or_gone_need_not_be_told() -> None:
+def test_a_peer_that_is_refused_or_gone_need_not_be_notified() -> None:
     rig = Rig()
     rig.say("known", source=S1)
     rig.say("stranger")
-    rig.farewells.on_refused_peer(ADDRESS)
-    assert len(rig.farewells) == 1
-    rig.farewells.on_peer_gone(S2)
-    assert len(rig.farewells) == 1
-    rig.farewells.on_peer_gone(S1)
-    assert not rig.farewells
+    rig.decline_notices.on_refused_peer(ADDRESS)
+    assert len(rig.decline_notices) == 1
+    rig.decline_notices.on_peer_gone(S2)
+    assert len(rig.decline_notices) == 1
+    rig.decline_notices.on_peer_gone(S1)
+    assert not rig.decline_notices
 
 
 def test_the_table_is_bounded_and_the_oldest_goes_first() -> None:
     rig = Rig(limit=3)
     for number in range(5):
         rig.say(f"k{number}", source=S1)
-    assert (len(rig.farewells), rig.farewells.given_up_total) == (3, 2)
-    assert [rig.farewells.on_stopped(S1, key_of(f"k{number}")) for number in range(5)] == [False, False, True, True, True]
+    assert (len(rig.decline_notices), rig.decline_notices.given_up_total) == (3, 2)
+    assert [rig.decline_notices.on_stopped(S1, key_of(f"k{number}")) for number in range(5)] == [False, False, True, True, True]
 
 
 class Two:
@@ -161,7 +161,7 @@ def test_what_is_queued_or_held_ends_at_once_when_its_request_is_declined(is_hel
     two.decline()
     assert two.ends(two.source) == [REFUSED]
     assert two.target.events == [], "no event follows at the target"
-    assert not two.target.coordinator.target.farewells, "it was answered"
+    assert not two.target.coordinator.target.decline_notices, "it was answered"
 
 
 def test_a_request_that_is_cancelled_before_the_source_is_known_lets_the_source_go() -> None:
@@ -174,7 +174,7 @@ def test_a_request_that_is_cancelled_before_the_source_is_known_lets_the_source_
     assert two.ends(two.target) == [(Outcome.CANCELLED, "the request was cancelled")]
     two.net.pass_time(2 * LIMITS.retry)
     assert two.ends(two.source) == [(Outcome.CANCELLED, "the target cancelled: the request was cancelled")]
-    assert not two.target.coordinator.target.farewells
+    assert not two.target.coordinator.target.decline_notices
     assert two.target.coordinator.next_deadline() is None
 
 
@@ -221,8 +221,8 @@ def test_a_live_handoff_is_not_stopped_by_a_refusal_of_another_request_of_the_sa
     two.net.deliver_all()
     assert two.state() is SourceState.STREAMING
     two.decline()
-    assert not two.target.coordinator.target.farewells
-    two.target.coordinator.target.farewells.say(wanted(), Outcome.FAILED, "late", Incarnation("s"))
+    assert not two.target.coordinator.target.decline_notices
+    two.target.coordinator.target.decline_notices.send(wanted(), Outcome.FAILED, "late", Incarnation("s"))
     two.net.deliver_all()
     assert two.state() is SourceState.STREAMING, "a late farewell does not stop what has a grant"
 
@@ -244,17 +244,17 @@ def test_a_parked_grant_ends_with_its_target() -> None:
     assert two.state() is None
 
 
-def test_nobody_but_an_admitted_peer_can_stop_anything() -> None:
+def test_only_an_admitted_peer_can_stop_anything() -> None:
     two = Two()
     two.expect()
     stranger = Incarnation("stranger")
     two.net.letters.append(Letter(two.target.address, two.source.address, encode(stranger, "s", STOP)))
     two.net.deliver_all()
     assert two.state() is SourceState.QUEUED
-    assert two.source.coordinator.dropped_total["from a stranger"] == 1
+    assert two.source.coordinator.dropped_total["from an unknown peer"] == 1
 
 
-def test_over_real_sockets_a_source_is_let_go_by_a_target_it_has_never_met() -> None:
+def test_over_real_sockets_a_source_is_released_by_a_target_it_does_not_know() -> None:
     with pair() as (source, target):
         key = HandoffKey(driver_wanted(source.driver.address, "k").key.transfer_id)
         source.driver.expect_target(key, "prompt")

@@ -1,4 +1,4 @@
-"""What connectors for vLLM got wrong, row by row: each rule holds in simulation, and is missed when it is removed."""
+"""Transfer ids, grants and counts, as connectors for vLLM got them wrong: each rule holds, and is missed when removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation
-from kvbaton.agent.rank import _Leg
+from kvbaton.agent.rank import _Copy
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import MAX_TRANSFER_ID, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
@@ -45,7 +45,7 @@ from kvbaton.sim.transport import SimRank
 from kvbaton.transport.base import PeerRank
 
 
-class TestRow9:
+class TestTransferIds:
     """A transfer id that is missing, used twice, reused, absurdly long or no text concerns one request only, and no two live
     requests are ever joined by one."""
 
@@ -57,16 +57,16 @@ class TestRow9:
         return make(flow, owner, thief, decodes=2)
 
     @every_flow
-    def test_row_9_two_live_requests_never_share_a_transfer_id(self, flow: Flow) -> None:
+    def test_two_live_requests_never_share_a_transfer_id(self, flow: Flow) -> None:
         story = play(self._theft(flow))
         assert not story.rules
         assert story.ends[0] == BOTH_DELIVERED
         assert story.ends[1][1] in (None, Outcome.FAILED)
 
     @every_push
-    def test_row_9_without_the_prompt_check_a_stolen_id_gets_foreign_bytes(self, flow: Flow) -> None:
+    def test_without_the_prompt_check_a_stolen_id_gets_foreign_bytes(self, flow: Flow) -> None:
         class Credulous(SourceSide):
-            def same_prompt(self, record: SourceRecord, prompt: str) -> bool:
+            def is_same_prompt(self, record: SourceRecord, prompt: str) -> bool:
                 del record, prompt
                 return True
 
@@ -79,7 +79,7 @@ class TestRow9:
 
     @every_flow
     @pytest.mark.parametrize("length", [0, MAX_TRANSFER_ID + 1, 1_000_000])
-    def test_row_9_a_missing_or_absurd_id_fails_its_own_request_only(self, flow: Flow, length: int) -> None:
+    def test_a_missing_or_absurd_id_fails_its_own_request_only(self, flow: Flow, length: int) -> None:
         story = self._odd(flow, "x" * length)
         assert not story.rules
         assert story.ends[0][0] is Outcome.FAILED
@@ -88,22 +88,22 @@ class TestRow9:
         assert story.ends[1] == BOTH_DELIVERED
 
     @every_flow
-    def test_row_9_the_longest_id_there_may_be_works(self, flow: Flow) -> None:
+    def test_the_longest_id_there_may_be_works(self, flow: Flow) -> None:
         assert self._odd(flow, "x" * MAX_TRANSFER_ID).ends == [BOTH_DELIVERED, BOTH_DELIVERED]
 
     @every_flow
-    def test_row_9_without_the_check_an_absurd_id_reaches_the_wire(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_check_an_absurd_id_reaches_the_wire(self, flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (source_module, target_module):
             monkeypatch.setattr(module, "key_problem", lambda _: "")
         assert self._odd(flow, "x" * 1000).rules == {"wire"}
 
     @every_flow
-    def test_row_9_an_id_may_be_used_again_when_its_hand_off_is_over(self, flow: Flow) -> None:
+    def test_an_id_may_be_used_again_when_its_hand_off_is_over(self, flow: Flow) -> None:
         story = play(make(flow, *(request(flow, at_s=at_s, transfer_id="again") for at_s in (0.0, 0.2, 0.4))))
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED] * 3
 
-    def test_row_9_an_id_that_is_no_text_is_dropped_and_counted(self) -> None:
+    def test_an_id_that_is_no_text_is_dropped_and_counted(self) -> None:
         def prepare(run: Run) -> None:
             disturbed(run)
             run.cluster.has_foreigners = True
@@ -115,30 +115,30 @@ class TestRow9:
         story = play(make(FLOWS[0]), prepare=prepare)
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
-        assert sum(story.run.everybody[0].dropped_total.values()) == 4
+        assert sum(story.run.all_instances[0].dropped_total.values()) == 4
 
 
-class TestRow18:
+class TestGrantAtAnyTime:
     """A grant may come before, during or after the prefill, twice, or when all is over; its block list may be too long, but
     one that is too short or empty fails the hand-off and nothing else."""
 
     @every_push
     @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.005, 0.5], ids=["before", "early", "during", "after"])
     @pytest.mark.parametrize("ranks", [1, 3])
-    def test_row_18_a_grant_before_during_and_after_prefill(self, flow: Flow, delay_s: float, ranks: int) -> None:
+    def test_a_grant_before_during_and_after_prefill(self, flow: Flow, delay_s: float, ranks: int) -> None:
         story = play(make(flow, request(flow, decode_delay_s=delay_s, tokens=5), ranks=ranks))
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
 
     @every_flow
-    def test_row_18_a_grant_that_comes_again_and_again_changes_nothing(self, flow: Flow) -> None:
+    def test_a_grant_that_comes_again_and_again_changes_nothing(self, flow: Flow) -> None:
         story = play(make(flow), prepare=echo(0.0, 0.001, 0.004, 0.02, 1.0, 5.0, of=Grant))
         assert not story.rules
         assert story.ends == [BOTH_DELIVERED]
         assert story.counted["grant"] >= 2
 
     @every_push
-    def test_row_18_without_used_numbers_a_late_grant_resurrects(self, flow: Flow) -> None:
+    def test_without_used_numbers_a_late_grant_resurrects(self, flow: Flow) -> None:
         assert play(make(flow), PLANTS["late-grant"].bugs, prepare=echo(1.0, of=Grant)).rules == {"resurrection"}
 
     @staticmethod
@@ -155,7 +155,7 @@ class TestRow18:
 
     @every_flow
     @pytest.mark.parametrize("change", [-1, -9], ids=["short", "empty"])
-    def test_row_18_a_list_that_is_too_short_fails_both_sides(self, flow: Flow, change: int) -> None:
+    def test_a_list_that_is_too_short_fails_both_sides(self, flow: Flow, change: int) -> None:
         story = play(make(flow), self._listing(change), prepare=disturbed)
         assert not story.rules
         assert story.ends == [(Outcome.FAILED, Outcome.FAILED)]
@@ -163,31 +163,31 @@ class TestRow18:
         assert max(story.back_at.values()) < 5 * HOP_S
 
     @every_flow
-    def test_row_18_a_list_that_is_too_long_is_no_harm(self, flow: Flow) -> None:
+    def test_a_list_that_is_too_long_is_no_harm(self, flow: Flow) -> None:
         assert play(make(flow), self._listing(2)).ends == [BOTH_DELIVERED]
 
     @every_flow
-    def test_row_18_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
+    def test_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
         class Lenient(SimRank):
-            def _plan(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
-                known = len(leg.start.target_blocks[0])
+            def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+                known = len(copy.order.target_blocks[0])
                 cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
-                return super()._plan(leg, source_blocks, cut)
+                return super()._plan(copy, source_blocks, cut)
 
         assert play(make(flow), self._listing(-1, Lenient), prepare=disturbed).rules == {"foreign byte"}
 
 
-class TestRow22:
+class TestAllLayersOfAllRanks:
     """A request is complete when all layers of all ranks are in, and one failed layer of one rank fails it."""
 
     @every_flow
-    def test_row_22_one_failed_layer_of_one_rank_fails_the_request(self, flow: Flow) -> None:
+    def test_one_failed_layer_of_one_rank_fails_the_request(self, flow: Flow) -> None:
         writer = "p0" if flow.source_writes else "d0"
         script = make(flow, ranks=2, layers=3, move_s=0.004)
         stories = [
             play(each)
             for rank in range(2)
-            for each in at_every_event(script, Fault(FaultKind.LEG_FAILS, who=writer, number=rank), step=2)
+            for each in at_every_event(script, Fault(FaultKind.COPY_FAILS, who=writer, number=rank), step=2)
         ]
         assert not [story.result.violations for story in stories if story.rules]
         assert {story.ends[0] for story in stories} == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
@@ -197,13 +197,13 @@ class TestRow22:
 
     @every_flow
     @pytest.mark.parametrize(("ranks", "layers"), [(3, 1), (1, 3), (2, 3)])
-    def test_row_22_complete_only_with_every_layer_of_every_rank(self, flow: Flow, ranks: int, layers: int) -> None:
+    def test_complete_only_with_every_layer_of_every_rank(self, flow: Flow, ranks: int, layers: int) -> None:
         assert not broken(make(flow, seed=seed, move_s=0.02, ranks=ranks, layers=layers) for seed in range(5))
 
     @every_flow
-    def test_row_22_without_counting_every_rank_poison_is_decoded(self, flow: Flow) -> None:
+    def test_without_counting_every_rank_poison_is_decoded(self, flow: Flow) -> None:
         class AnySource(SourceSide):
-            def _all_moved(self, record: SourceRecord) -> bool:
+            def _is_moved(self, record: SourceRecord) -> bool:
                 wanted = {span.number for span in record.spans}
                 return any(moved >= wanted for moved in record.moved.values())
 
@@ -219,6 +219,6 @@ class TestRow22:
         assert "foreign byte" in broken(scripts, sides(AnySource, AnyTarget))
 
     @every_read
-    def test_row_22_without_the_failure_of_one_rank_poison_is_decoded(self, flow: Flow) -> None:
-        scripts = at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.LEG_FAILS, who="d0", number=1))
+    def test_without_the_failure_of_one_rank_poison_is_decoded(self, flow: Flow) -> None:
+        scripts = at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.COPY_FAILS, who="d0", number=1))
         assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs) == {"foreign byte"}
