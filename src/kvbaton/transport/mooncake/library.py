@@ -16,7 +16,7 @@ from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
 from kvbaton.transport.peer_mover import Look
 
-__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "let_go_s"]
+__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "let_go_s", "load_mooncake"]
 
 _TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 _LOG_VARIABLE = "MC_LOG_LEVEL"
@@ -27,20 +27,25 @@ _SHORTEST_TIMEOUT_S = 5
 _MARGIN_S = 5.0
 
 
+def load_mooncake() -> Any:
+    """Import Mooncake. Raises ConfigError, with what to do, where there is none."""
+    try:
+        return importlib.import_module("mooncake.engine")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"transport mooncake needs the package mooncake-transfer-engine, which cannot be imported ({error}): "
+            "pip install mooncake-transfer-engine-non-cuda, and install libibverbs1 from the system's packages"
+        ) from error
+
+
 class MooncakeEngine:
     """One transfer engine with a port of its own. Raises ConfigError where there is no Mooncake, or it cannot start."""
 
     def __init__(self, settings: TransportSettings, regions: Sequence[Region]) -> None:
-        try:
-            api = importlib.import_module("mooncake.engine")
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"transport mooncake needs the package mooncake-transfer-engine, which cannot be imported ({error}): "
-                "pip install mooncake-transfer-engine-non-cuda, and install libibverbs1 from the system's packages"
-            ) from error
+        api = load_mooncake()
         _limit_transfers(settings.timeout_s)
         host = settings.advertise_host or settings.host
-        protocol, devices = settings.mooncake_protocol, settings.mooncake_devices
+        protocol, devices = settings.of_library("mooncake_protocol", str), settings.of_library("mooncake_devices", str)
         self._engine: Any = api.TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
             raise ConfigError(f"transport mooncake cannot start on {host} with protocol {protocol!r} and devices {devices!r}")
@@ -108,7 +113,7 @@ class MooncakePeer:
 
 def check_acknowledges(settings: TransportSettings) -> None:
     """Raise ConfigError where Mooncake calls a write done before it is: over TCP, in releases that do not acknowledge it."""
-    if settings.mooncake_protocol != "tcp":
+    if settings.of_library("mooncake_protocol", str) != "tcp":
         return
     if os.environ.get(_PROTOCOL_VARIABLE, "").strip() == "1":
         raise ConfigError(

@@ -53,7 +53,7 @@ class MooncakeTransport(LibraryTransport):
         engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
 
         def make_engine() -> MooncakePeer:
-            local = () if self._settings.mooncake_protocol == "tcp" else (self._region, self._marks.region)
+            local = () if self._settings.of_library("mooncake_protocol", str) == "tcp" else (self._region, self._marks.region)
             made = MooncakeEngine(self._settings, local)
             region, marks = (address, self._region.address), (mark_address, self._marks.region.address)
             return MooncakePeer(made, engine, region, marks)

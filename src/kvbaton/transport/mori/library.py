@@ -37,18 +37,18 @@ class MoriEngine:
 
     def __init__(self, api: MoriApi, settings: TransportSettings, region: Region, marks: Region) -> None:
         self._api = api
-        self._is_rdma = settings.mori_backend == "rdma"
-        on_gpu = settings.mori_device >= 0
-        place = api.MemoryLocationType.GPU if on_gpu else api.MemoryLocationType.CPU
+        backend, device = settings.of_library("mori_backend", str), settings.of_library("mori_device", int)
+        self._is_rdma = backend == "rdma"
+        place = api.MemoryLocationType.GPU if device >= 0 else api.MemoryLocationType.CPU
         config = api.IOEngineConfig(host=settings.advertise_host or settings.host, port=0)
         try:
             self.engine = api.IOEngine(f"kvbaton-{secrets.token_hex(8)}", config)
             self._backend = api.BackendType.RDMA if self._is_rdma else api.BackendType.XGMI
             self.engine.create_backend(self._backend, _backend_config(api, settings))
-            self.memory = self.engine.register_memory(region.address, region.region_bytes, settings.mori_device, place)
+            self.memory = self.engine.register_memory(region.address, region.region_bytes, device, place)
             self.marks = self._register_marks(marks)
         except Exception as error:
-            raise ConfigError(f"transport mori cannot start with {settings.mori_backend}: {_words(error)}") from error
+            raise ConfigError(f"transport mori cannot start with {backend}: {_words(error)}") from error
 
     def describe(self) -> dict[str, str | int]:
         """What a peer has to know of it."""
@@ -149,12 +149,12 @@ class MoriPeer:
 
 
 def _backend_config(api: MoriApi, settings: TransportSettings) -> Any:
-    if settings.mori_backend != "rdma":
+    if settings.of_library("mori_backend", str) != "rdma":
         return api.XgmiBackendConfig()
     return api.RdmaBackendConfig(
-        qp_per_transfer=settings.mori_queue_pairs,
-        post_batch_size=settings.mori_post_batch,
-        num_worker_threads=settings.mori_workers,
+        qp_per_transfer=settings.of_library("mori_queue_pairs", int),
+        post_batch_size=settings.of_library("mori_post_batch", int),
+        num_worker_threads=settings.of_library("mori_workers", int),
         poll_cq_mode=api.PollCqMode.EVENT,
         enable_notification=False,
     )

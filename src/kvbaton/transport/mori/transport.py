@@ -24,7 +24,7 @@ class MoriTransport(LibraryTransport):
     def __init__(self, region: Region, settings: TransportSettings, api: MoriApi = None) -> None:
         """`api` is the module `mori.io`; None imports it."""
         self._api = load_mori() if api is None else api
-        marks, is_rdma = Marks(settings.max_peers), settings.mori_backend == "rdma"
+        marks, is_rdma = Marks(settings.max_peers), settings.of_library("mori_backend", str) == "rdma"
         served = MoriEngine(self._api, settings, region, marks.region)
         self._served = served.describe()
         super().__init__(region, settings, marks, served, settings.timeout_s + _MARGIN_S, reads_marks=is_rdma)
@@ -35,14 +35,13 @@ class MoriTransport(LibraryTransport):
         return "mori"
 
     def _details(self) -> dict[str, str | int]:
-        return {**self._served, "backend": self._settings.mori_backend, "mark": self._marks.mark}
+        return {**self._served, "backend": self._settings.of_library("mori_backend", str), "mark": self._marks.mark}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
         backend = detail(endpoint, "backend", str)
-        if backend != self._settings.mori_backend:
-            raise TransportError(
-                f"mori endpoint: backend is {backend!r}, here it is {self._settings.mori_backend!r}; set the same"
-            )
+        here = self._settings.of_library("mori_backend", str)
+        if backend != here:
+            raise TransportError(f"mori endpoint: backend is {backend!r}, here it is {here!r}; set the same")
         described = {}
         for field in ("engine", "memory", "marks"):
             try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
 from kvbaton.transport.open_files import files_left
 from kvbaton.transport.peer_mover import Look
 
-__all__ = ["NixlAgent", "NixlPeer", "Side", "has_many_files_left"]
+__all__ = ["NixlAgent", "NixlPeer", "Side", "check_nixl", "has_many_files_left", "why_not_offered"]
 
 Numbers = npt.NDArray[np.int32]
 
@@ -32,6 +34,27 @@ _BUSY_POLL_S = 0.000005
 _NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _NAP_PER_WAIT = 1 / 32
 _FILES_PER_AGENT = 32
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def check_nixl() -> None:
+    """Raise ConfigError where the package nixl is missing.
+
+    It is not imported: UCX looks at the devices of the machine once per process, and tests make devices before that.
+    """
+    if not importlib.util.find_spec("nixl"):
+        raise ConfigError(_missing("no module nixl"))
+
+
+def why_not_offered() -> str:
+    """Why `auto` does not offer NIXL here; empty where there is an RDMA device."""
+    if _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()):
+        return ""
+    return "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
+
+
+def _missing(why: object) -> str:
+    return f"transport nixl needs the package nixl, which cannot be imported ({why}): pip install torch, then nixl"
 
 
 class NixlAgent:
@@ -41,22 +64,21 @@ class NixlAgent:
         try:
             api = importlib.import_module("nixl._api")
         except ImportError as error:
-            raise ConfigError(
-                f"transport nixl needs the package nixl, which cannot be imported ({error}): pip install torch, then nixl"
-            ) from error
+            raise ConfigError(_missing(error)) from error
         _keep_quiet()
         left, limit = files_left()  # UCX ends the process when there is none left
         if left < _FILES_PER_AGENT:
             raise TransportError(
                 f"{left} of {limit} file descriptors are left, NIXL needs {_FILES_PER_AGENT} for an agent; raise `ulimit -n`"
             )
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=settings.nixl_backends.split(","))
+        backends = settings.of_library("nixl_backends", str)
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=backends.split(","))
         try:
             self._agent: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
             described = [(region.address, region.region_bytes, 0, "") for region in regions]
             self._registered = self._agent.register_memory(described, _MEMORY)
         except Exception as error:
-            raise ConfigError(f"transport nixl cannot start with {settings.nixl_backends}: {_words(error)}") from error
+            raise ConfigError(f"transport nixl cannot start with {backends}: {_words(error)}") from error
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:

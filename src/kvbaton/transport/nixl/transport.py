@@ -33,7 +33,7 @@ class NixlTransport(LibraryTransport):
         marks = Marks(settings.max_peers)
         served = NixlAgent(settings, (region, marks.region))
         self._metadata = served.metadata
-        steps = 1 + 2 * settings.nixl_lanes  # a slice, and the marks of all lanes before it and after it
+        steps = 1 + 2 * settings.of_library("nixl_lanes", int)  # a slice, and the marks of all lanes before it and after it
         super().__init__(region, settings, marks, served, steps * settings.timeout_s + _MARGIN_S, reads_marks=True)
 
     @property
@@ -68,7 +68,7 @@ class NixlTransport(LibraryTransport):
             return NixlPeer(agent, metadata, there, here, self._settings.timeout_s)
 
         def make_engine() -> Lanes:
-            lanes = self._settings.nixl_lanes if has_many_files_left() else 1
+            lanes = self._settings.of_library("nixl_lanes", int) if has_many_files_left() else 1
             return Lanes(make_lane, lanes, self.name, _WORTH_SHARING * self._settings.slice_bytes)
 
         return self._library_peer(peer, mark, make_engine)
