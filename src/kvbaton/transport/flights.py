@@ -45,7 +45,7 @@ class Flights(Protocol[L_contra]):
     slice_runs: int
     """How many bytes one `start` is given at first, and how many runs at most."""
 
-    let_go_s: float
+    stop_s: float
     """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
 
     def start(self, link: L_contra, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> Any:
@@ -63,9 +63,6 @@ class Flights(Protocol[L_contra]):
 
     def drop(self, link: L_contra) -> None:
         """End the session with a peer, so that what is in flight to it fails; the next start begins a new one."""
-
-    def forget(self, link: L_contra) -> None:
-        """Let go of a peer for good. Must not raise."""
 
     def progress(self) -> None:
         """Serve peers, where that needs this process."""
@@ -289,7 +286,7 @@ class FlightMover(Generic[L]):
 
     def _fail_link(self, link: L, error: str, *, waiting: bool = False) -> None:
         """End all that is under way with a peer, and its session; what still moves has so long to stop as the library needs."""
-        until = time.monotonic() + max(self._settings.timeout_s, self._library.let_go_s)
+        until = time.monotonic() + max(self._settings.timeout_s, self._library.stop_s)
         for flight in self._books.of_link(link):
             flight.failed, flight.deadline = True, until
         jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
@@ -303,4 +300,4 @@ class FlightMover(Generic[L]):
         if link in self._books.forgetting and not self._books.of_link(link):
             self._books.forgetting.discard(link)
             self._books.slice_bytes.pop(link, None)
-            self._library.forget(link)
+            self._library.drop(link)

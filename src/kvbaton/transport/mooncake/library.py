@@ -14,9 +14,8 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
-from kvbaton.transport.peer_mover import Look
 
-__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "let_go_s", "load_mooncake"]
+__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "stop_s", "load_mooncake"]
 
 _TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 _LOG_VARIABLE = "MC_LOG_LEVEL"
@@ -55,7 +54,7 @@ class MooncakeEngine:
         self.name = f"[{host}]:{self._engine.get_rpc_port()}" if ":" in host else f"{host}:{self._engine.get_rpc_port()}"
 
     def open(self, peer: str) -> None:
-        """Get to know the engine `peer`; may wait for up to a minute. Raises PeerLost. Nothing is moved."""
+        """Open a session with the engine `peer`; may wait for up to a minute. Raises PeerLost. Nothing is moved."""
         if self._engine.batch_transfer_sync_read(peer, [], [], []):
             raise PeerLost(f"mooncake does not reach {peer}")
 
@@ -93,18 +92,21 @@ class MooncakePeer:
         self._mark = np.array([*mark, 0], np.uint64)
 
     def open(self) -> None:
-        """Get to know the peer."""
+        """Open a session with the peer."""
         self._engine.open(self._peer)
 
-    def move(self, direction: Direction, runs: Runs) -> None:
-        """Move `runs` between this side's region and the peer's."""
+    def start(self, direction: Direction, runs: Runs) -> None:
+        """Move `runs` between this side's region and the peer's, and wait: Mooncake's other call reports the first run only."""
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         self._engine.move(direction, self._peer, offsets + self._region)
 
-    def read_mark(self, runs: Runs, look: Look) -> None:
-        """Read the peer's mark, and look at it."""
+    def start_mark(self, runs: Runs) -> None:
+        """Read the peer's mark."""
         self._engine.move(Direction.READ, self._peer, runs + self._mark)
-        look()
+
+    def is_done(self) -> bool:
+        """True: `start` has waited."""
+        return True
 
     def close(self) -> None:
         """End the engine."""
@@ -135,7 +137,7 @@ def _installed_version() -> tuple[int, ...]:
     return max((tuple(map(int, number.group().split("."))) for number in numbers if number), default=())
 
 
-def let_go_s(settings: TransportSettings) -> float:
+def stop_s(settings: TransportSettings) -> float:
     """How long Mooncake may take, at most, to give up a transfer by itself. Raises ConfigError."""
     _limit_transfers(settings.timeout_s)
     text = os.environ[_TIMEOUT_VARIABLE].strip()
