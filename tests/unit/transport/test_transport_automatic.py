@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.transport.automatic import AutoTransport, Choice
+from kvbaton.transport.automatic import AutoTransport, TransportChoice
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -181,7 +181,9 @@ def test_a_peer_that_is_revoked_while_its_way_changes_stays_revoked() -> None:
     fabric = target._inner["fabric"]
     assert isinstance(fabric, Revoking)
     fabric.by = target
-    target._choose(PEER, changed(source.endpoint(), tcp=msgspec.json.encode(tcp.endpoint()).decode()), Choice("fabric"))
+    target._choose(
+        PEER, changed(source.endpoint(), tcp=msgspec.json.encode(tcp.endpoint()).decode()), TransportChoice("fabric")
+    )
     target._fall_back(PEER, "PeerLost: nothing came")
     assert target.choice(PEER) is None
     with pytest.raises(TransportError, match="not connected"):
