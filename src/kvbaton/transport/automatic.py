@@ -31,13 +31,13 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["AutoTransport", "Choice"]
+__all__ = ["AutoTransport", "TransportChoice"]
 
 _log = logging.getLogger("kvbaton.transport")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     """Which transport a peer is reached by, and why not by a faster one."""
 
     name: str
@@ -60,10 +60,10 @@ class _Event:
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
+class _PostedInner:
     """Where a batch went, for which peer and by which choice: one of an earlier connection says nothing about a later one."""
 
-    choice: Choice
+    choice: TransportChoice
     ticket: Ticket
     peer: PeerRank
     event: _Event | None
@@ -86,11 +86,11 @@ class AutoTransport:
         self._inner = dict(inner)
         self._left_out = dict(left_out)
         self._lock = threading.Lock()
-        self._chosen: dict[PeerRank, Choice] = {}
+        self._chosen: dict[PeerRank, TransportChoice] = {}
         self._endpoints: dict[PeerRank, Endpoint] = {}
         self._proven: set[PeerRank] = set()
         self._changing: set[PeerRank] = set()
-        self._tickets: dict[Ticket, _Posted] = {}
+        self._tickets: dict[Ticket, _PostedInner] = {}
         self._own: dict[tuple[str, Ticket], Ticket] = {}
         self._early: dict[tuple[str, Ticket], Completion] = {}
         self._last_ticket = 0
@@ -120,7 +120,7 @@ class AutoTransport:
         """Readable while any of them has completions; -1 once closed."""
         return -1 if self._wakeup.closed else self._wakeup.fileno()
 
-    def choice(self, peer: PeerRank) -> Choice | None:
+    def choice(self, peer: PeerRank) -> TransportChoice | None:
         """How `peer` is reached, once it is connected."""
         with self._lock:
             return self._chosen.get(peer)
@@ -151,7 +151,7 @@ class AutoTransport:
                 except TransportError as error:
                     passed_over.append(f"{name}: {error}")
                 else:
-                    self._choose(peer, endpoint, Choice(name, tuple(passed_over)))
+                    self._choose(peer, endpoint, TransportChoice(name, tuple(passed_over)))
                     return
         told = [f"{name} is left out here: {why}" for name, why in self._left_out.items() if name not in self._order]
         raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over + told)}")
@@ -168,7 +168,7 @@ class AutoTransport:
         with self._lock:
             self._last_ticket += 1
             ticket = Ticket(self._last_ticket)
-            self._tickets[ticket] = _Posted(choice, inner_ticket, batch.peer, event)
+            self._tickets[ticket] = _PostedInner(choice, inner_ticket, batch.peer, event)
             self._own[(choice.name, inner_ticket)] = ticket
             if (choice.name, inner_ticket) in self._early:
                 self._has_early.set()
@@ -201,7 +201,7 @@ class AutoTransport:
         known = [key for key in self._early if key in self._own]
         return [(key, self._early.pop(key)) for key in known]
 
-    def _may_fall_back(self, posted: _Posted) -> bool:
+    def _may_fall_back(self, posted: _PostedInner) -> bool:
         has_begun = posted.event is None or posted.event.has_come
         return has_begun and posted.peer not in self._proven
 
@@ -271,7 +271,7 @@ class AutoTransport:
             raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
         return False
 
-    def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: Choice) -> None:
+    def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: TransportChoice) -> None:
         with self._lock:
             self._chosen[peer] = choice
             self._endpoints[peer] = endpoint

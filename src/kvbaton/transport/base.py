@@ -32,12 +32,11 @@ What every implementation promises:
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Any, NewType, Protocol, runtime_checkable
+from typing import Any, NewType, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -47,6 +46,8 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError
+from kvbaton.transport.entry import Direction, LateWrites, MemoryKind
+from kvbaton.transport.table import library_settings, nearest
 
 __all__ = [
     "AfterEvent",
@@ -78,21 +79,6 @@ class PeerRank(msgspec.Struct, frozen=True, order=True):
     rank: int = 0
 
 
-class Direction(enum.StrEnum):
-    """Who holds the source: READ fills this side's memory from the peer's, WRITE the other way round."""
-
-    READ = "read"
-    WRITE = "write"
-
-
-class LateWrites(enum.StrEnum):
-    """What a peer can do to this side's memory after it lost the right to: nothing; nothing once it is revoked; still write."""
-
-    IMPOSSIBLE = "impossible"
-    REVOCABLE = "revocable"
-    UNFENCED = "unfenced"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """The one piece of this rank's memory that peers may reach; keeps the buffer under it alive.
@@ -119,15 +105,19 @@ class Region:
         flat = array.reshape(-1).view(np.uint8)
         return cls(int(flat.ctypes.data), flat.nbytes, flat.data)
 
+    @property
+    def kind(self) -> MemoryKind:
+        """Where it lies."""
+        return MemoryKind.MAIN if self.view else MemoryKind.GPU
+
     def flip_byte(self, offset: int) -> None:
         """Invert the byte at `offset`: for negative controls."""
         self.view[offset] ^= 0xFF
 
 
-_ABOVE_0 = (
-    *("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"),
-    *("nixl_lanes", "mori_queue_pairs", "mori_workers"),
-)
+_ABOVE_0 = ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes")
+
+T = TypeVar("T", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +131,7 @@ class TransportSettings:
     it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
     right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
-    What libraries are told (see `library_settings`): the plugins that NIXL may use; the protocol and the devices (by name,
-    with commas) of Mooncake; for MoRI its backend (`rdma` or `xgmi`), queue pairs per transfer, worker threads, work requests
-    per post (-1: MoRI chooses) and the GPU whose memory the region is (-1: main memory).
+    `library` has settings that only one transport knows, by name; the table of transports has their defaults and limits.
     """
 
     incarnation: Incarnation | None = None
@@ -159,27 +147,29 @@ class TransportSettings:
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
     unfenced_writes: bool = False
-    nixl_backends: str = "UCX"
-    nixl_lanes: int = 2
-    mooncake_protocol: str = "tcp"
-    mooncake_devices: str = ""
-    mori_backend: str = "rdma"
-    mori_queue_pairs: int = 1
-    mori_workers: int = 1
-    mori_post_batch: int = -1
-    mori_device: int = -1
+    library: Mapping[str, int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for setting in _ABOVE_0:
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
-        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30), ("nixl_lanes", 16)):
+        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):
             if getattr(self, setting) > most:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)}; it must be at most {most}")
-        if self.mori_backend not in ("rdma", "xgmi"):
-            raise ConfigError(f"transport setting mori_backend is {self.mori_backend!r}; it must be rdma or xgmi")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"transport setting port is {self.port}; it must be 0 (find a free one) to 65535")
+        known = library_settings() if self.library else {}
+        for name, value in self.library.items():
+            if name not in known:
+                raise ConfigError(f"unknown transport setting {name!r}; did you mean {nearest(name, list(known))}?")
+            known[name].check(value)
+
+    def of_library(self, name: str, kind: type[T]) -> T:
+        """The value of a setting that one transport has for itself, `kind` being its type; its default unless it was set."""
+        value = self.library.get(name)
+        if value is None:
+            value = library_settings()[name].default
+        return kind(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ batch is never finished, and closing says so.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Direction, Runs, Ticket, TransportSettings
-from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
-from kvbaton.transport.schedule import Schedule
+from kvbaton.transport.ledger import BatchJob, Ledger, describe
+from kvbaton.transport.mover import REVOKED, Mover
 
 __all__ = ["FlightMover", "Flights"]
 
@@ -45,7 +44,7 @@ class Flights(Protocol[L_contra]):
     slice_runs: int
     """How many bytes one `start` is given at first, and how many runs at most."""
 
-    let_go_s: float
+    stop_s: float
     """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
 
     def start(self, link: L_contra, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> Any:
@@ -64,9 +63,6 @@ class Flights(Protocol[L_contra]):
     def drop(self, link: L_contra) -> None:
         """End the session with a peer, so that what is in flight to it fails; the next start begins a new one."""
 
-    def forget(self, link: L_contra) -> None:
-        """Let go of a peer for good. Must not raise."""
-
     def progress(self) -> None:
         """Serve peers, where that needs this process."""
 
@@ -76,7 +72,7 @@ class Flights(Protocol[L_contra]):
 
 @dataclass(slots=True, eq=False)
 class _Flight(Generic[L]):
-    job: Job[L]
+    job: BatchJob[L]
     handle: Any
     wire_bytes: int
     begun: float
@@ -93,7 +89,7 @@ class _Ending:
 
 
 @dataclass(slots=True)
-class _Books(Generic[L]):
+class _FlightLists(Generic[L]):
     flights: list[_Flight[L]] = field(default_factory=list)
     endings: dict[Ticket, _Ending] = field(default_factory=dict)
     forgetting: set[L] = field(default_factory=set)
@@ -103,31 +99,27 @@ class _Books(Generic[L]):
     def of_link(self, link: L) -> list[_Flight[L]]:
         return [flight for flight in self.flights if flight.job.link is link]
 
-    def of_job(self, job: Job[L]) -> list[_Flight[L]]:
+    def of_job(self, job: BatchJob[L]) -> list[_Flight[L]]:
         return [flight for flight in self.flights if flight.job is job]
 
 
-class FlightMover(Generic[L]):
+class FlightMover(Mover[L]):
     """One thread that serves the ledger's jobs through a library; ends once the ledger is shut, and shuts the library down."""
 
     def __init__(self, name: str, ledger: Ledger[L], settings: TransportSettings, library: Flights[L]) -> None:
-        self._ledger = ledger
         self._settings = settings
         self._library = library
-        self._schedule: Schedule[L] = Schedule(settings.timeout_s)
-        self._books: _Books[L] = _Books()
+        self._books: _FlightLists[L] = _FlightLists()
         self._nap_s = _SHORTEST_NAP_S
         self._stuck = ""
-        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
-        self._thread.start()
+        super().__init__(name, ledger, settings.timeout_s)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended, at most `timeout_s`; tells whether it has.
 
         Raises TransportError while the library does not let go of memory; what moves is then not finished.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not super().join(timeout_s):
             return False
         if self._stuck:
             self._shut_down()
@@ -135,17 +127,9 @@ class FlightMover(Generic[L]):
             raise TransportError(self._stuck)
         return True
 
-    def _run(self) -> None:
-        failure = ""
-        try:
-            while not self._ledger.is_shut:
-                self._turn()
-        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
-            failure = f"{describe(error)} (the mover ended)"
+    def _stop(self) -> set[Ticket]:
         self._shut_down()
-        if failure or self._stuck:
-            self._ledger.shut(failure or self._stuck)
-            self._ledger.finish_all(but={flight.job.ticket for flight in self._books.flights if self._is_moving(flight)})
+        return {flight.job.ticket for flight in self._books.flights if not self._library.release(flight.handle)}
 
     def _shut_down(self) -> None:
         try:
@@ -155,19 +139,12 @@ class FlightMover(Generic[L]):
         else:
             self._stuck = ""
 
-    def _is_moving(self, flight: _Flight[L]) -> bool:
-        return not self._library.release(flight.handle)
-
-    def _turn(self) -> None:
-        for command in self._ledger.take_commands():
-            self._obey(command)
-        for job, error in self._schedule.check_events(time.monotonic()):
-            self._ledger.finish(job, error)
+    def _move(self) -> None:
         for flight in list(self._books.flights):
             self._look_at(flight, time.monotonic())
         has_begun = [self._feed(link) for link in self._schedule.links()]
         if any(has_begun):
-            self._ledger.work.wait(_SHORTEST_NAP_S)  # whoever moves the slice needs the interpreter now
+            self._ledger.work.wait(_SHORTEST_NAP_S)  # the lane that moves the slice needs the interpreter now
         else:
             self._rest()
 
@@ -183,15 +160,13 @@ class FlightMover(Generic[L]):
         longest_s = _NAP_S if self._books.flights or self._schedule.links() else self._nap_s
         self._ledger.work.wait(min(longest_s, self._nap_s, self._schedule.wait_s(now)))
 
-    def _obey(self, command: Command[L]) -> None:
-        if isinstance(command, Post):
-            self._schedule.add(command.job, time.monotonic())
-        elif isinstance(command, Cancel):
-            if self._ledger.is_in_flight(command.job):
-                self._end(command.job, "cancelled", cancelled=True)
-        else:
-            self._books.forgetting.add(command.link)
-            self._fail_link(command.link, "TransportError: the peer was revoked", waiting=True)
+    def _cancel(self, job: BatchJob[L]) -> None:
+        if self._ledger.is_in_flight(job):
+            self._end(job, "cancelled", cancelled=True)
+
+    def _revoke(self, link: L) -> None:
+        self._books.forgetting.add(link)
+        self._fail_link(link, REVOKED, waiting=True)
 
     def _feed(self, link: L) -> bool:
         """Start the next slice of a peer, unless enough are on their way; tells whether it has."""
@@ -202,7 +177,7 @@ class FlightMover(Generic[L]):
             self._finish(job)
         return False
 
-    def _start(self, job: Job[L]) -> bool:
+    def _start(self, job: BatchJob[L]) -> bool:
         size = self._books.slice_bytes.get(job.link, self._library.slice_bytes)
         runs = job.cursor.peek(size, self._library.slice_runs)
         count = int(runs[:, 2].sum())
@@ -223,7 +198,7 @@ class FlightMover(Generic[L]):
             self._schedule.discard(job)
         return True
 
-    def _refuse(self, job: Job[L], error: QueueFull) -> None:
+    def _refuse(self, job: BatchJob[L], error: QueueFull) -> None:
         """The library takes no more just now: it is asked again, but not for ever."""
         now, timeout_s = time.monotonic(), self._settings.timeout_s
         if now - self._books.refused.setdefault(job.ticket, now) >= timeout_s:
@@ -275,7 +250,7 @@ class FlightMover(Generic[L]):
         elif took_s > _SLOW_S:
             self._books.slice_bytes[link] = max(size // 2, self._library.slice_bytes // _LONGER, 1)
 
-    def _end(self, job: Job[L], error: str, *, cancelled: bool = False) -> None:
+    def _end(self, job: BatchJob[L], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte: at once, or when the last of its flights is over."""
         self._schedule.discard(job)
         self._books.refused.pop(job.ticket, None)
@@ -283,13 +258,13 @@ class FlightMover(Generic[L]):
         if not self._books.of_job(job):
             self._finish(job)
 
-    def _finish(self, job: Job[L]) -> None:
+    def _finish(self, job: BatchJob[L]) -> None:
         ending = self._books.endings.pop(job.ticket, _Ending(""))
         self._ledger.finish(job, ending.error, cancelled=ending.cancelled)
 
     def _fail_link(self, link: L, error: str, *, waiting: bool = False) -> None:
         """End all that is under way with a peer, and its session; what still moves has so long to stop as the library needs."""
-        until = time.monotonic() + max(self._settings.timeout_s, self._library.let_go_s)
+        until = time.monotonic() + max(self._settings.timeout_s, self._library.stop_s)
         for flight in self._books.of_link(link):
             flight.failed, flight.deadline = True, until
         jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
@@ -303,4 +278,4 @@ class FlightMover(Generic[L]):
         if link in self._books.forgetting and not self._books.of_link(link):
             self._books.forgetting.discard(link)
             self._books.slice_bytes.pop(link, None)
-            self._library.forget(link)
+            self._library.drop(link)

@@ -163,11 +163,6 @@ class LocalTransport(QueuedTransport[_Process]):
         """`local`."""
         return "local"
 
-    def way_to(self, peer: PeerRank) -> str:
-        """How the bytes of a connected peer are read: `shared memory` or `process_vm_readv`."""
-        link = self._ledger.link_of(peer)
-        return "shared memory" if link is not None and link.mapping is not None else "process_vm_readv"
-
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""
         self._memory.allow_readers()

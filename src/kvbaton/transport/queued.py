@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import threading
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import (
@@ -20,23 +21,18 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.mover import Mover
 
-__all__ = ["Mover", "QueuedTransport", "detail"]
+__all__ = ["QueuedTransport", "detail"]
 
-L = TypeVar("L")
-
-
-class Mover(Protocol):
-    """The thread that moves bytes; takes its commands from the ledger and ends once that is shut."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until it has ended, at most `timeout_s`; tells whether it has."""
+L = TypeVar("L", bound=Hashable)
+T = TypeVar("T", int, str)
 
 
 class QueuedTransport(abc.ABC, Generic[L]):
     """A transport whose mover fills this side's memory by reading; nobody else ever writes there, unless a subclass says so."""
 
-    def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover) -> None:
+    def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover[L]) -> None:
         self._region = region
         self._settings = settings
         self._ledger = ledger
@@ -153,7 +149,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
         """Give back what the subclass owns, once the mover has ended."""
 
 
-def detail(endpoint: Endpoint, field: str, kind: type[L]) -> L:
+def detail(endpoint: Endpoint, field: str, kind: type[T]) -> T:
     """One field of an endpoint's details; raises TransportError, naming it, when it is missing or of another type."""
     value = endpoint.details.get(field)
     if type(value) is not kind:

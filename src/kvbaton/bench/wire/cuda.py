@@ -21,6 +21,7 @@ import msgspec
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.gpu_content import POISON, expected_target
 from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, Pattern, patterns
+from kvbaton.bench.wire.run import WireOptions
 from kvbaton.bench.wire.source_process import source_process
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, LocalError
@@ -32,7 +33,7 @@ from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.tables import Launch, launches_for
 
-__all__ = ["CudaWireBench", "run_cuda_wire_bench"]
+__all__ = ["CudaWireBench", "measure_cuda", "run_cuda_wire_bench"]
 
 Progress = Callable[[str], None]
 
@@ -155,6 +156,12 @@ class _Stand:
         if completion.error or completion.moved_bytes != pattern.wire_bytes:
             raise LocalError(f"{pattern.name}: {completion.moved_bytes} of {pattern.wire_bytes} bytes: {completion.error}")
         return posted - start, done - start
+
+
+def measure_cuda(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+    """What `kvbaton bench wire` does for transport cuda; returns the report and the settings that it was made with."""
+    bench = CudaWireBench(options.tokens, options.rounds)
+    return run_cuda_wire_bench(bench, progress), bench.described()
 
 
 def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport:

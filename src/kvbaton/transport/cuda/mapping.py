@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbaton.errors import TransportError
-from kvbaton.transport.cuda.driver import HANDLE_BYTES, Allocation, MemoryDriver
+from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation, MemoryDriver
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
 
@@ -84,7 +84,7 @@ def read_parts(text: str, region_bytes: int) -> list[SharedPart]:
 
 def open_parts(parts: Sequence[SharedPart], driver: MemoryDriver) -> Mapping:
     """Open every allocation once. Raises TransportError, and then nothing stays open."""
-    allocations: dict[bytes, Allocation] = {}
+    allocations: dict[bytes, GpuAllocation] = {}
     try:
         for part in parts:
             if part.handle not in allocations:
@@ -102,7 +102,7 @@ def _part(offset: str, part_bytes: str, skip: str, handle: str) -> SharedPart:
     return SharedPart(int(offset), int(part_bytes), bytes.fromhex(handle), int(skip))
 
 
-def _check_inside(part: SharedPart, allocation: Allocation) -> None:
+def _check_inside(part: SharedPart, allocation: GpuAllocation) -> None:
     if part.skip + part.part_bytes > allocation.allocated_bytes:
         raise TransportError(
             f"cuda endpoint: parts says {part.part_bytes} bytes at {part.skip} of an allocation that has "

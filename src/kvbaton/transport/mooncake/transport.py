@@ -10,26 +10,26 @@ from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakePeer, check_acknowledges, let_go_s
+from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakePeer, check_acknowledges, is_over_tcp, stop_s
 from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
 
 __all__ = ["MooncakeTransport"]
 
+_SLICE_RUNS = 1024
+"""Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
+
 
 class MooncakeTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other Mooncake engines."""
 
-    slice_runs = 1024
-    """Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
-
     def __init__(self, region: Region, settings: TransportSettings) -> None:
-        marks, patience_s = Marks(settings.max_peers), let_go_s(settings)
+        marks, give_up_s = Marks(settings.max_peers), stop_s(settings)
         if settings.unfenced_writes:
             check_acknowledges(settings)
-        served = MooncakeEngine(settings, (region, marks.region))
-        self._served_name = served.name
-        super().__init__(region, settings, marks, served, patience_s, reads_marks=True)
+        serving = MooncakeEngine(settings, (region, marks.region))
+        self._serving_name = serving.name
+        super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=give_up_s)
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class MooncakeTransport(LibraryTransport):
 
     def _details(self) -> dict[str, str | int]:
         return {
-            "engine": self._served_name,
+            "engine": self._serving_name,
             "address": self._region.address,
             "mark_address": self._marks.region.address,
             "mark": self._marks.mark,
@@ -53,9 +53,9 @@ class MooncakeTransport(LibraryTransport):
         engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
 
         def make_engine() -> MooncakePeer:
-            local = () if self._settings.mooncake_protocol == "tcp" else (self._region, self._marks.region)
+            local = () if is_over_tcp(self._settings) else (self._region, self._marks.region)
             made = MooncakeEngine(self._settings, local)
             region, marks = (address, self._region.address), (mark_address, self._marks.region.address)
             return MooncakePeer(made, engine, region, marks)
 
-        return self._library_peer(peer, mark, make_engine)
+        return LibraryPeer(peer, mark, make_engine)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.lanes import Lanes
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, Side, has_many_files_left
+from kvbaton.transport.nixl.library import MemoryPlace, NixlAgent, NixlPeer, has_many_files_left
 from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
@@ -20,21 +19,32 @@ from kvbaton.transport.runs import MAX_SLICE_RUNS
 __all__ = ["NixlTransport"]
 
 _MARGIN_S = 5.0
+_LANE_STEPS = 3
+"""What a lane waits for at most before it ends a slice: the mark, the slice, and the mark again."""
+
 _WORTH_SHARING = 2
 
 
 class NixlTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other NIXL agents."""
 
-    slice_runs = 64 * MAX_SLICE_RUNS
-    idle_s = 0.008
-
     def __init__(self, region: Region, settings: TransportSettings) -> None:
-        marks = Marks(settings.max_peers)
-        served = NixlAgent(settings, (region, marks.region))
-        self._metadata = served.metadata
-        steps = 1 + 2 * settings.nixl_lanes  # a slice, and the marks of all lanes before it and after it
-        super().__init__(region, settings, marks, served, steps * settings.timeout_s + _MARGIN_S, reads_marks=True)
+        lanes = settings.of_library("nixl_lanes", int)
+        marks = Marks(settings.max_peers, lanes)
+        serving = NixlAgent(settings, (region, marks.region))
+        self._metadata = serving.metadata
+        super().__init__(
+            region,
+            settings,
+            marks,
+            serving,
+            slice_runs=64 * MAX_SLICE_RUNS,
+            stop_s=_LANE_STEPS * settings.timeout_s + _MARGIN_S,
+            idle_s=0.008,  # over TCP, UCX serves a peer's reads only when this process makes progress
+            most_lanes=lanes,
+            shared_bytes=_WORTH_SHARING * settings.slice_bytes,
+            may_add_lane=has_many_files_left,
+        )
 
     @property
     def name(self) -> str:
@@ -61,14 +71,10 @@ class NixlTransport(LibraryTransport):
             raise TransportError(f"nixl endpoint: metadata is not usable ({error}); fetch its card again") from error
         mark = detail(endpoint, "mark", int)
 
-        def make_lane() -> NixlPeer:
+        def make_engine() -> NixlPeer:
             agent = NixlAgent(self._settings, (self._region, self._marks.region))
-            there = Side(address, endpoint.region_bytes, mark_address)
-            here = Side(self._region.address, self._region.region_bytes, self._marks.region.address)
-            return NixlPeer(agent, metadata, there, here, self._settings.timeout_s)
+            there = MemoryPlace(address, endpoint.region_bytes, mark_address)
+            here = MemoryPlace(self._region.address, self._region.region_bytes, self._marks.region.address)
+            return NixlPeer(agent, metadata, there, here)
 
-        def make_engine() -> Lanes:
-            lanes = self._settings.nixl_lanes if has_many_files_left() else 1
-            return Lanes(make_lane, lanes, self.name, _WORTH_SHARING * self._settings.slice_bytes)
-
-        return self._library_peer(peer, mark, make_engine)
+        return LibraryPeer(peer, mark, make_engine)

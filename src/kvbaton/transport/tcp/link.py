@@ -9,15 +9,15 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvbaton.errors import PeerLost, PeerRefused, ProtocolError
 from kvbaton.transport.base import PeerRank, Region, Runs
-from kvbaton.transport.ledger import Job
+from kvbaton.transport.ledger import BatchJob
 from kvbaton.transport.tcp.sockets import tune
 from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
 from kvbaton.transport.tcp.wire import (
@@ -25,7 +25,7 @@ from kvbaton.transport.tcp.wire import (
     NONCE_BYTES,
     PROOF_BYTES,
     REPLY_BYTES,
-    Reply,
+    ReplyHead,
     Secret,
     Status,
     pack_request,
@@ -33,10 +33,7 @@ from kvbaton.transport.tcp.wire import (
     unpack_reply,
 )
 
-if TYPE_CHECKING:
-    from kvbaton.transport.tcp.peer import TcpPeer
-
-__all__ = ["Answer", "LinkState", "TcpLink"]
+__all__ = ["LinkState", "ReadAnswer", "TcpLink", "TcpPeer"]
 
 _WINDOW = 2
 _TURN_BYTES = 4 << 20
@@ -56,20 +53,20 @@ class LinkState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _ReadRequest:
     """A question on its way; `job` is None once nobody wants the bytes, which are then read and thrown away."""
 
     request_id: int
     payload_bytes: int
     target: Vectors
-    job: Job[TcpPeer] | None
+    job: BatchJob[TcpPeer] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReadAnswer:
     """A reply that was received to its end for a job: its bytes are in, or `error` says why not."""
 
-    job: Job[TcpPeer]
+    job: BatchJob[TcpPeer]
     moved_bytes: int
     error: str = ""
 
@@ -91,10 +88,10 @@ class TcpLink:
         self._calls = calls
         self._low_water = 1
         self._outbox = bytearray()
-        self._requests: deque[_Request] = deque()
+        self._requests: deque[_ReadRequest] = deque()
         self._last_id = _GREETING_ID
         self._head = bytearray()
-        self._reply: Reply | None = None
+        self._reply: ReplyHead | None = None
         self._proof = b""
         self._text = bytearray()
         self._left_bytes = 0
@@ -132,7 +129,7 @@ class TcpLink:
             raise PeerLost(f"cannot connect: {os.strerror(code)}")
         return self.sock
 
-    def close(self) -> list[Job[TcpPeer]]:
+    def close(self) -> list[BatchJob[TcpPeer]]:
         """Let go of the socket; returns the jobs that had requests on their way, each once."""
         if self.sock is not None:
             self.sock.close()
@@ -144,14 +141,14 @@ class TcpLink:
         self._head.clear()
         return list(jobs.values())
 
-    def ask(self, job: Job[TcpPeer], runs: Runs, region: Region) -> None:
+    def ask(self, job: BatchJob[TcpPeer], runs: Runs, region: Region) -> None:
         """Queue one request whose bytes go to the target side of `runs`."""
         self._last_id += 1
         target = Vectors(runs[:, 1:3] + np.array([region.address, 0], np.uint64), region)
-        self._requests.append(_Request(self._last_id, target.total_bytes, target, job))
+        self._requests.append(_ReadRequest(self._last_id, target.total_bytes, target, job))
         self._outbox += pack_request(self._last_id, runs)
 
-    def forget(self, job: Job[TcpPeer]) -> None:
+    def forget(self, job: BatchJob[TcpPeer]) -> None:
         """From now on throw away what still comes for `job`; its target memory is not touched again."""
         for request in self._requests:
             if request.job is job:
@@ -168,7 +165,7 @@ class TcpLink:
         if self._outbox:
             del self._outbox[: self.sock.send(self._outbox)]
 
-    def receive(self) -> Iterator[Answer]:
+    def receive(self) -> Iterator[ReadAnswer]:
         """Take what has come, at most a turn's worth, straight into target memory; tells each answer as soon as it is complete.
 
         An answer may be followed by the end of the connection, and counts all the same.
@@ -208,7 +205,7 @@ class TcpLink:
         self.received_bytes += count
         return count
 
-    def _receive_payload(self, sock: socket.socket, reply: Reply) -> int:
+    def _receive_payload(self, sock: socket.socket, reply: ReplyHead) -> int:
         request = self._requests[0]
         if reply.status is Status.OK and request.job is not None:
             return self._calls.receive(sock, request.target)
@@ -228,10 +225,10 @@ class TcpLink:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._proof = self._secret.owner_proof(challenge, nonce)
         self._outbox += self._secret.greeting(challenge, nonce)
-        self._requests.append(_Request(_GREETING_ID, PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
+        self._requests.append(_ReadRequest(_GREETING_ID, PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
         self.state = LinkState.GREETING
 
-    def _begin_reply(self, reply: Reply) -> None:
+    def _begin_reply(self, reply: ReplyHead) -> None:
         self._text.clear()
         if not self._requests or reply.request_id != self._requests[0].request_id:
             raise ProtocolError(f"a reply to request {reply.request_id}, which is not the one that is due")
@@ -241,7 +238,7 @@ class TcpLink:
         self._reply = reply
         self._left_bytes = reply.payload_bytes
 
-    def _end_reply(self, reply: Reply) -> list[Answer]:
+    def _end_reply(self, reply: ReplyHead) -> list[ReadAnswer]:
         request = self._requests.popleft()
         self._reply = None
         text = self._text.decode(errors="replace")
@@ -252,8 +249,8 @@ class TcpLink:
         if request.job is None:
             return []
         if reply.status is Status.RANGE:
-            return [Answer(request.job, 0, f"RangeError: {self}: {text}")]
-        return [Answer(request.job, request.payload_bytes)]
+            return [ReadAnswer(request.job, 0, f"RangeError: {self}: {text}")]
+        return [ReadAnswer(request.job, request.payload_bytes)]
 
     def _on_proof(self) -> None:
         if not hmac.compare_digest(self._text, self._proof):
@@ -262,3 +259,34 @@ class TcpLink:
                 "its port is another process's; nothing was taken from it. Fetch the peer's card again"
             )
         self.state = LinkState.OPEN
+
+
+class TcpPeer:
+    """The links to one peer; the second and later ones are opened only while those before them are full of requests.
+
+    A link that could not be opened beside others rests for a while; the others go on.
+    """
+
+    def __init__(self, peer: PeerRank, links: Sequence[TcpLink]) -> None:
+        self.peer = peer
+        self.links = tuple(links)
+        for link in self.links:
+            link.owner = self
+
+    def has_other_open(self, link: TcpLink) -> bool:
+        """Whether the peer can be read without `link`."""
+        return any(other.state is LinkState.OPEN for other in self.links if other is not link)
+
+    def link_for_more(self, now: float) -> TcpLink | None:
+        """The link that shall ask next: the least busy one with room, or else one to open; None while all are full or rest."""
+        roomy = [link for link in self.links if link.has_room]
+        if roomy:
+            return min(roomy, key=lambda link: link.request_count)
+        if any(link.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.GREETING) for link in self.links):
+            return None
+        return next((link for link in self.links if link.state is LinkState.CLOSED and link.rests_until <= now), None)
+
+    def forget(self, job: BatchJob[TcpPeer]) -> None:
+        """From now on throw away what still comes for `job`; its target memory is not touched again."""
+        for link in self.links:
+            link.forget(job)

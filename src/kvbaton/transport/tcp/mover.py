@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import selectors
-import threading
 import time
 from collections.abc import Callable
 
 from kvbaton.errors import PeerError
 from kvbaton.transport.base import Region, TransportSettings
-from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
-from kvbaton.transport.schedule import IDLE_S, Schedule
-from kvbaton.transport.tcp.link import Answer, LinkState, TcpLink
-from kvbaton.transport.tcp.peer import TcpPeer
+from kvbaton.transport.ledger import BatchJob, Ledger
+from kvbaton.transport.mover import REVOKED, Mover
+from kvbaton.transport.schedule import IDLE_S
+from kvbaton.transport.tcp.link import LinkState, ReadAnswer, TcpLink, TcpPeer
 from kvbaton.transport.tcp.wire import MAX_PIECES
 
 __all__ = ["TcpMover"]
@@ -26,60 +25,38 @@ __all__ = ["TcpMover"]
 _log = logging.getLogger("kvbaton.transport")
 
 
-class TcpMover:
+class TcpMover(Mover[TcpPeer]):
     """Owns the links' sockets while its thread runs; ends once the ledger is shut, and then closes them."""
 
     def __init__(self, ledger: Ledger[TcpPeer], region: Region, settings: TransportSettings) -> None:
-        self._ledger = ledger
         self._region = region
         self._slice_bytes = settings.slice_bytes
         self._timeout_s = settings.timeout_s
-        self._schedule: Schedule[TcpPeer] = Schedule(settings.timeout_s)
         self._open: set[TcpLink] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(ledger.work.fd, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-mover", daemon=True)
-        self._thread.start()
+        super().__init__("tcp", ledger, settings.timeout_s)
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; tells whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        failure = ""
-        try:
-            while not self._ledger.is_shut:
-                self._turn()
-        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
-            failure = f"{describe(error)} (the mover ended)"
+    def _stop(self) -> tuple[()]:
         for link in list(self._open):
             self._shut_link(link)
         self._selector.close()
-        if failure:
-            self._ledger.shut(failure)
-            self._ledger.finish_all()
+        return ()
 
-    def _turn(self) -> None:
-        for command in self._ledger.take_commands():
-            self._obey(command)
-        for job, error in self._schedule.check_events(time.monotonic()):
-            self._ledger.finish(job, error)
+    def _move(self) -> None:
         for peer in self._schedule.links():
             self._feed(peer)
-        for key, events in self._selector.select(self._patience_s(time.monotonic())):
+        for key, events in self._selector.select(self._wait_s(time.monotonic())):
             if key.data in self._open:  # not when one before it has failed their peer
                 self._drive(key.data, events)
         self._expire(time.monotonic())
 
-    def _obey(self, command: Command[TcpPeer]) -> None:
-        if isinstance(command, Post):
-            self._schedule.add(command.job, time.monotonic())
-        elif isinstance(command, Cancel):
-            if self._ledger.is_in_flight(command.job):
-                self._end(command.job, "cancelled", cancelled=True)
-        else:
-            self._fail_peer(command.link, "TransportError: the peer was revoked", waiting=True)
+    def _cancel(self, job: BatchJob[TcpPeer]) -> None:
+        if self._ledger.is_in_flight(job):
+            self._end(job, "cancelled", cancelled=True)
+
+    def _revoke(self, link: TcpPeer) -> None:
+        self._fail_peer(link, REVOKED, waiting=True)
 
     def _feed(self, peer: TcpPeer) -> None:
         """Ask for as much of the peer's ready jobs as its windows take; connect first where needed."""
@@ -100,7 +77,7 @@ class TcpMover:
                 self._attempt(link, TcpLink.send)
             self._watch(link)
 
-    def _ask(self, link: TcpLink, job: Job[TcpPeer]) -> None:
+    def _ask(self, link: TcpLink, job: BatchJob[TcpPeer]) -> None:
         runs = job.cursor.peek(self._slice_bytes, MAX_PIECES)
         link.ask(job, runs, self._region)
         job.cursor.advance(int(runs[:, 2].sum()))
@@ -123,7 +100,7 @@ class TcpMover:
         for answer in link.receive():
             self._on_answer(answer)
 
-    def _on_answer(self, answer: Answer) -> None:
+    def _on_answer(self, answer: ReadAnswer) -> None:
         job = answer.job
         if not self._ledger.is_in_flight(job):
             return
@@ -133,7 +110,7 @@ class TcpMover:
         elif job.moved_bytes == job.cursor.total_bytes:
             self._ledger.finish(job)
 
-    def _end(self, job: Job[TcpPeer], error: str, *, cancelled: bool = False) -> None:
+    def _end(self, job: BatchJob[TcpPeer], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte; what is still on its way for it will be thrown away."""
         self._schedule.discard(job)
         job.link.forget(job)
@@ -168,7 +145,7 @@ class TcpMover:
         for job in jobs.values():
             self._ledger.finish(job, error)
 
-    def _shut_link(self, link: TcpLink) -> list[Job[TcpPeer]]:
+    def _shut_link(self, link: TcpLink) -> list[BatchJob[TcpPeer]]:
         if link in self._open and link.sock is not None:
             self._selector.unregister(link.sock)
         self._open.discard(link)
@@ -187,7 +164,7 @@ class TcpMover:
         elif link.deadline is None:
             link.deadline = time.monotonic() + self._timeout_s
 
-    def _patience_s(self, now: float) -> float:
+    def _wait_s(self, now: float) -> float:
         deadlines = [link.deadline for link in self._open if link.deadline is not None]
         return max(0.0, min(self._schedule.wait_s(now), min(deadlines, default=now + IDLE_S) - now))
 

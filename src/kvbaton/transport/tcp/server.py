@@ -57,7 +57,7 @@ _MOST_STEPS = 16
 _NO_PIECES = np.empty((0, 2), np.uint64)
 
 
-class _Phase(enum.Enum):
+class _ReaderPhase(enum.Enum):
     HELLO = enum.auto()
     GREETING = enum.auto()
     REQUEST = enum.auto()
@@ -79,12 +79,12 @@ class _Reader:
         self._inbox = bytearray()
         self._wanted = GREETING_BYTES
         self._request_id = 0
-        self.phase = _Phase.HELLO
+        self.phase = _ReaderPhase.HELLO
         self._reply = _vectors_of(pack_hello(self._challenge))
 
     @property
     def is_replying(self) -> bool:
-        return self.phase in (_Phase.HELLO, _Phase.REPLY, _Phase.LAST_REPLY)
+        return self.phase in (_ReaderPhase.HELLO, _ReaderPhase.REPLY, _ReaderPhase.LAST_REPLY)
 
     def on_readable(self) -> bool:
         """Take what has come; False when the connection is over. Raises ProtocolError for garbage."""
@@ -93,7 +93,7 @@ class _Reader:
             return False
         self.moved_bytes += len(data)
         self._inbox += data
-        if self.phase is _Phase.GREETING and not may_be_greeting(self._inbox):
+        if self.phase is _ReaderPhase.GREETING and not may_be_greeting(self._inbox):
             raise ProtocolError(f"no greeting: {bytes(self._inbox[:16])!r}")
         if len(self._inbox) == self._wanted:
             message, self._inbox = self._inbox, bytearray()
@@ -105,24 +105,24 @@ class _Reader:
         self.moved_bytes += self._owner.calls.send(self.sock, self._reply)
         if self._reply.remaining_bytes:
             return True
-        if self.phase is _Phase.LAST_REPLY:
+        if self.phase is _ReaderPhase.LAST_REPLY:
             return False
-        if self.phase is _Phase.HELLO:
-            self._await(_Phase.GREETING, GREETING_BYTES)
+        if self.phase is _ReaderPhase.HELLO:
+            self._await(_ReaderPhase.GREETING, GREETING_BYTES)
         else:
-            self._await(_Phase.REQUEST, REQUEST_BYTES)
+            self._await(_ReaderPhase.REQUEST, REQUEST_BYTES)
         return True
 
     def owes(self) -> bool:
         """Whether the other end must move on: it is in the middle of something."""
-        return self.phase is not _Phase.REQUEST or bool(self._inbox)
+        return self.phase is not _ReaderPhase.REQUEST or bool(self._inbox)
 
     def _on_message(self, message: bytearray) -> None:
-        if self.phase is _Phase.GREETING:
+        if self.phase is _ReaderPhase.GREETING:
             self._on_greeting(message)
-        elif self.phase is _Phase.REQUEST:
+        elif self.phase is _ReaderPhase.REQUEST:
             self._request_id, count = unpack_request(message)
-            self._await(_Phase.PIECES, count * PIECE_BYTES)
+            self._await(_ReaderPhase.PIECES, count * PIECE_BYTES)
         else:
             self._on_pieces(message)
 
@@ -137,30 +137,30 @@ class _Reader:
             self._refuse(full)
         else:
             self.is_greeted = True
-            self._answer_with(_Phase.REPLY, Status.OK, secret.owner_proof(self._challenge, nonce))
+            self._answer_with(_ReaderPhase.REPLY, Status.OK, secret.owner_proof(self._challenge, nonce))
 
     def _on_pieces(self, message: bytearray) -> None:
         pieces, region = unpack_pieces(message), self._owner.region
         try:
             check_offsets(pieces[:, 0], pieces[:, 1], region.region_bytes, "source")
         except RangeError as error:
-            self._answer_with(_Phase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
+            self._answer_with(_ReaderPhase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
             return
-        self._answer(_Phase.REPLY, Status.OK, pieces + np.array([region.address, 0], np.uint64))
+        self._answer(_ReaderPhase.REPLY, Status.OK, pieces + np.array([region.address, 0], np.uint64))
 
     def _refuse(self, reason: str) -> None:
-        self._answer_with(_Phase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
+        self._answer_with(_ReaderPhase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
 
-    def _answer_with(self, phase: _Phase, status: Status, data: bytes) -> None:
+    def _answer_with(self, phase: _ReaderPhase, status: Status, data: bytes) -> None:
         self._reply = _vectors_of(pack_reply(status, self._request_id, len(data)) + data)
         self.phase = phase
 
-    def _answer(self, phase: _Phase, status: Status, pieces: Runs) -> None:
+    def _answer(self, phase: _ReaderPhase, status: Status, pieces: Runs) -> None:
         head = pack_reply(status, self._request_id, int(pieces[:, 1].sum()))
         self._reply = _vectors_of(head, pieces)
         self.phase = phase
 
-    def _await(self, phase: _Phase, wanted: int) -> None:
+    def _await(self, phase: _ReaderPhase, wanted: int) -> None:
         self.phase = phase
         self._wanted = wanted
 
@@ -269,7 +269,7 @@ class RegionServer:
             self.garbage_total += 1
             alive = False
         if not alive:
-            self.refused_total += reader.phase is _Phase.LAST_REPLY
+            self.refused_total += reader.phase is _ReaderPhase.LAST_REPLY
             self._drop(reader)
             return
         if reader.is_greeted and reader.moved_bytes > moved_before:

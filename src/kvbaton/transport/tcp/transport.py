@@ -8,9 +8,8 @@ from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.queued import QueuedTransport, detail
-from kvbaton.transport.tcp.link import TcpLink
+from kvbaton.transport.tcp.link import TcpLink, TcpPeer
 from kvbaton.transport.tcp.mover import TcpMover
-from kvbaton.transport.tcp.peer import TcpPeer
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.vectors import VectorCalls
 from kvbaton.transport.tcp.wire import TOKEN_BYTES, Secret

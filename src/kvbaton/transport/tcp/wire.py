@@ -33,7 +33,7 @@ __all__ = [
     "REPLY_BYTES",
     "REQUEST_BYTES",
     "TOKEN_BYTES",
-    "Reply",
+    "ReplyHead",
     "Secret",
     "Status",
     "may_be_greeting",
@@ -82,7 +82,7 @@ class Status(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyHead:
     """The head of a reply; `payload_bytes` follow it."""
 
     status: Status
@@ -165,7 +165,7 @@ def pack_reply(status: Status, request_id: int, payload_bytes: int) -> bytes:
     return _REPLY.pack(_REPLY_MARK, status, request_id, payload_bytes)
 
 
-def unpack_reply(data: bytes | bytearray) -> Reply:
+def unpack_reply(data: bytes | bytearray) -> ReplyHead:
     """Read the head of a reply; raises ProtocolError for anything else."""
     mark, status, request_id, payload_bytes = _REPLY.unpack(data)
     if mark != _REPLY_MARK or status not in iter(Status):
@@ -174,4 +174,4 @@ def unpack_reply(data: bytes | bytearray) -> Reply:
         raise ProtocolError(
             f"a reply with status {status} has {payload_bytes} bytes of text; at most {MAX_TEXT_BYTES} are allowed"
         )
-    return Reply(Status(status), request_id, payload_bytes)
+    return ReplyHead(Status(status), request_id, payload_bytes)
