@@ -160,6 +160,7 @@ def check_layouts(source: Card, target: Card) -> Legs:
 
 @lru_cache(maxsize=64)
 def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, targets: tuple[Layout, ...]) -> Legs:
+    # First, because everything below computes with the peer's numbers and relies on them.
     here, there = _instance_problem(target, targets), _instance_problem(source, sources)
     if here or there:
         raise Incompatible("what the ranks hold", here or "whole", there or "whole")

@@ -124,7 +124,7 @@ def _stages(groups: Sequence[Group], ranks: Sequence[int]) -> Mapping[frozenset[
 
 
 def _atoms(held: Sequence[tuple[HeadRange, ...]]) -> list[HeadRange]:
-    """Ranges of heads that no rank holds in part."""
+    """The coarsest ranges of heads that each rank holds entirely or not at all; 3 to 2 ranks of 6 heads need this."""
     cuts = sorted({edge for ranges in held for each in ranges for edge in (each.start, each.end)})
     atoms = [HeadRange(low, high - low) for low, high in itertools.pairwise(cuts)]
     return [atom for atom in atoms if any(common_heads([atom], ranges) for ranges in held)]

@@ -166,7 +166,10 @@ def common_heads(some: Sequence[HeadRange], others: Sequence[HeadRange]) -> tupl
 
 
 def _pieces(index: int, source: Group, target: Group, shares: Sequence[PlaneShare]) -> Iterable[Piece]:
-    """One piece per set of planes with the same strides on both sides and the same share."""
+    """One piece per set of planes with the same strides on both sides and the same share: keys and values, nearly always.
+
+    Planes in one piece are planned once, and neighbouring ones are joined into longer runs.
+    """
     left = [share for share in shares if share.layers and share.heads]
     while left:
         first = left[0]

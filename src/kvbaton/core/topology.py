@@ -269,6 +269,7 @@ def _missing_head(groups: Sequence[Group], plane: int) -> int | None:
 
 
 def _kinds_of_split(layouts: Sequence[Layout]) -> str:
+    """All ranks split the tokens of a group alike, or none does: else a token could be held by two ranks, or by none."""
     for number, groups in enumerate(zip(*(layout.groups for layout in layouts), strict=True)):
         kinds = {
             (split.size, split.interleave, 0 if split.interleave else group.block_tokens)

@@ -2,8 +2,8 @@
 
 A message is sent before it is received. Each such pair of notes bounds the offset from one side: messages of the source bound
 it from below, messages of the target from above. The true offset lies between the tightest two bounds; the middle is taken,
-and half the distance is the uncertainty. Nothing is assumed about how long a message takes, because on a busy host one
-direction can take a hundred times as long as the other.
+and half the distance is the uncertainty. Nothing is assumed about how long a message takes: on a busy host one direction can
+take far longer than the other, so half a round trip would be a guess.
 """
 
 from __future__ import annotations
