@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
@@ -25,6 +25,7 @@ from kvbaton.router.deaths import MOST_DEATHS, DeathBook
 from kvbaton.router.http.client_connection import ClientConnection
 from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response, head_lines, is_header_value
 from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.json_scan import is_simple, scan
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
 from kvbaton.router.pair_template import instance_lines
@@ -168,6 +169,26 @@ class Exchange:
         self._connection.host(self)
         if self._dispatcher.deaths and self._is_suspected():
             return
+        body, settings = self._request.body, self._dispatcher.settings
+        if is_simple(body, settings.max_json_depth, settings.max_json_keys):
+            self._parse()
+        else:
+            self._scan_on(scan(body, settings.max_json_depth, settings.max_json_keys))
+
+    def _scan_on(self, slices: Iterator[None]) -> None:
+        """Look at one slice of a body, and let the event loop run before the next."""
+        if self._is_over:
+            return
+        try:
+            next(slices)
+        except StopIteration:
+            self._parse()
+        except BadRequest as error:
+            self._refuse(error)
+        else:
+            asyncio.get_running_loop().call_soon(self._scan_on, slices)
+
+    def _parse(self) -> None:
         try:
             self._body = parse_body(self._request.body)
         except BadRequest as error:
