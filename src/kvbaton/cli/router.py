@@ -90,6 +90,7 @@ def router(
     processes: int = 1,
     cluster_key_file: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
+    allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
     timeouts: Annotated[TimeoutOptions, Parameter(name="*")] = TimeoutOptions(),  # noqa: B008
     verbose: bool = False,
@@ -121,6 +122,9 @@ def router(
     forward_header
         header of clients that instances see; may be repeated. By default Authorization (unless the router has keys of its
         own), traceparent, tracestate and X-Session-Id.
+    allow_host
+        host name under which browsers may open the page and call the API; may be repeated. `localhost` and IP addresses
+        always may, other names never do by default: a web site could point its own name at this router.
     verbose
         log more.
     """
@@ -144,6 +148,7 @@ def router(
         api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
         cluster_key=parse_trust(cluster_key_file, os.environ).key,
+        allow_hosts=allow_host,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(choice),
         **asdict(timeouts),

@@ -287,6 +287,12 @@ class Registry:
         with self._lock:
             return tuple(r for r in self._refused.values() if now - r.last_seen < self.expire_after_s)
 
+    def is_registered(self, instance: Instance) -> bool:
+        """Whether the process of `instance` still has its address: it has not left, expired or been replaced."""
+        with self._lock:
+            known = self._live.get(_key(instance.registration))
+            return known is not None and _is_same_process(known.registration, instance.registration)
+
     def left_at(self, instance: Instance) -> float | None:
         """When the instance sent its goodbye; None when it did not, or too long ago."""
         with self._lock:

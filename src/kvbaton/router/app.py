@@ -49,7 +49,7 @@ class RouterCore:
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
         handoffs = HandoffPages(registry, self.upstream, routed, settings, is_shared=rings.rows > 1)
         self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
-        self.server = HttpServer(settings, self.routes.handle, self.routes.count)
+        self.server = HttpServer(settings, self.routes.check_head, self.routes.handle, self.routes.count)
 
     def sweep(self, now: float) -> None:
         """What depends on time: deadlines, instances that fell silent, requests that waited too long."""

@@ -39,6 +39,8 @@ class Failure:
     instance: Instance
     cause: InstanceAnswer | PeerError
     was_reached: bool = True
+    was_cut: bool = False
+    """Whether its connection broke after the request was sent: the instance may have died of it."""
     was_kept: bool = False
     """Whether a kept connection broke before a byte came: the instance may have closed it as idle at that very moment."""
 
@@ -244,7 +246,8 @@ class Attempt(Caller):
         assert instance is not None  # noqa: S101
         if call is None:
             return Failure(side, instance, cause)
-        return Failure(side, instance, cause, call.was_sent, call.was_kept and not call.has_received and not call.is_stream)
+        was_kept = call.was_kept and not call.has_received and not call.is_stream
+        return Failure(side, instance, cause, call.was_sent, call.was_cut, was_kept)
 
     def _give_up(self, failure: Failure) -> None:
         self.close()

@@ -2,7 +2,8 @@
 
 Everything that a request has belongs to its `Exchange`. When the client goes away, the exchange closes both calls at once.
 Until the first byte for the client, a failure that another instance may not have is tried again with new ids, on other
-instances, a bounded number of times; afterwards it is sent as an event of the stream.
+instances, a bounded number of times, unless the instance died and the request may be the cause (`deaths.py`); afterwards it
+is sent as an event of the stream.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
@@ -20,9 +21,11 @@ from kvbaton.router.answers import error_event, error_response
 from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.bodies import ClientBody, parse_body
 from kvbaton.router.choosing import Busy, Chooser, Missing, SeatRequest, Seats
+from kvbaton.router.deaths import MOST_DEATHS, DeathBook
 from kvbaton.router.http.client_connection import ClientConnection
 from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response, head_lines, is_header_value
 from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.json_scan import is_simple, scan
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
 from kvbaton.router.pair_template import instance_lines
@@ -41,6 +44,11 @@ BOOTSTRAP_PATHS = frozenset(("/generate",))
 """What only SGLang instances serve."""
 
 _RETRY_AFTER = {"Retry-After": "2"}
+# OpenAI's client libraries retry a 5xx by themselves, unless this header forbids it.
+_NO_RETRY = {"X-Should-Retry": "false"}
+# An instance that is stopped sends its goodbye before it closes connections. When one dies, a child of it sends the goodbye,
+# which this process may read just before it notices the closed connection.
+_GOODBYE_AHEAD_S = 0.02
 _MAX_ECHO = 256
 _EVENT_END = b"\n\n"
 # Other statuses (4xx, 501) would be the same on every instance.
@@ -69,6 +77,7 @@ class Dispatcher:
         self.routed = routed
         self.clock = clock
         self.digits = Digits()
+        self.deaths = DeathBook()
         self.queue = RequestQueue(settings.queue_limit)
         self._in_flight = 0
         self._limit = LogLimit()
@@ -158,6 +167,28 @@ class Exchange:
     def begin(self) -> None:
         """Read the request and find it a pair."""
         self._connection.host(self)
+        if self._dispatcher.deaths and self._is_suspected():
+            return
+        body, settings = self._request.body, self._dispatcher.settings
+        if is_simple(body, settings.max_json_depth, settings.max_json_keys):
+            self._parse()
+        else:
+            self._scan_on(scan(body, settings.max_json_depth, settings.max_json_keys))
+
+    def _scan_on(self, slices: Iterator[None]) -> None:
+        """Look at one slice of a body, and let the event loop run before the next."""
+        if self._is_over:
+            return
+        try:
+            next(slices)
+        except StopIteration:
+            self._parse()
+        except BadRequest as error:
+            self._refuse(error)
+        else:
+            asyncio.get_running_loop().call_soon(self._scan_on, slices)
+
+    def _parse(self) -> None:
         try:
             self._body = parse_body(self._request.body)
         except BadRequest as error:
@@ -200,6 +231,7 @@ class Exchange:
         """Pass a whole answer on."""
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
         self._report_reached()
+        self._clear_suspicion()
         self._pass_on(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
@@ -218,6 +250,7 @@ class Exchange:
         if not self._has_begun:
             self.decode_streamed("text/event-stream", b"")
         self._attempt = None
+        self._clear_suspicion()
         self._finish()
         self._connection.end_stream()
 
@@ -230,8 +263,49 @@ class Exchange:
             self._connection.stream(gap + error_event(f"{failure.cause}; send the request again", "decode_failed"))
             self._finish()
             self._connection.end_stream(is_whole=False)
-        elif not self._may_try_again(failure) or not self._place(self._dispatcher.clock()):
+        elif failure.was_cut:
+            failed_at = self._dispatcher.clock()
+            self._dispatcher.upstream.probe(
+                failure.instance.http_address, lambda listens: self._probed(failure, failed_at, listens)
+            )
+        else:
+            self._retry_or_answer(failure)
+
+    def _retry_or_answer(self, failure: Failure) -> None:
+        if not self._may_try_again(failure) or not self._place(self._dispatcher.clock()):
             self._answer_failure(failure)
+
+    def _probed(self, failure: Failure, failed_at: float, listens: bool) -> None:
+        """Try again, unless the instance died while it had the request; one that was stopped left before that."""
+        if self._is_over:
+            return
+        registry, instance = self._dispatcher.registry, failure.instance
+        left_at = registry.left_at(instance)
+        was_stopped = left_at is not None and failed_at - left_at >= _GOODBYE_AHEAD_S
+        if was_stopped or (listens and left_at is None and registry.is_registered(instance)):
+            self._retry_or_answer(failure)
+            return
+        self._dispatcher.metrics.add("instance_deaths")
+        count = self._dispatcher.deaths.note(self._request.path, self._request.body, failed_at)
+        message = (
+            f"{instance.name} died while it served this request, which is not tried on another instance because it may be the"
+            f" cause ({count} of {MOST_DEATHS} deaths after which it is refused); see the instance's log"
+        )
+        self._send(error_response(502, message, code="instance_died", headers=_NO_RETRY))
+
+    def _is_suspected(self) -> bool:
+        """Refuse a request that several instances died of; whether it was one."""
+        request, dispatcher = self._request, self._dispatcher
+        count = dispatcher.deaths.count(request.path, request.body, self._arrived)
+        if count < MOST_DEATHS:
+            return False
+        dispatcher.metrics.add("suspected_requests")
+        message = (
+            f"{count} instances died while they served a request with this very body, so it is refused for a while; see the"
+            " instances' logs"
+        )
+        self._send(error_response(422, message, code="instances_died", headers=_NO_RETRY))
+        return True
 
     def _place(self, now: float) -> bool:
         """Take seats and start, or wait for some, or answer that there are none. False when a waiting request still waits.
@@ -358,6 +432,10 @@ class Exchange:
         for instance in (pair.prefill, pair.decode) if pair is not None else ():
             if instance is not None and instance.strikes:
                 self._dispatcher.registry.report_reached(instance)
+
+    def _clear_suspicion(self) -> None:
+        if self._dispatcher.deaths:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
 
     def _answer_failure(self, failure: Failure) -> None:
         """The failure as the client sees it: what is its own fault keeps status and body, as does whatever decode answered."""

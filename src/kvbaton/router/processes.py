@@ -65,6 +65,12 @@ class _StandingUpdate(msgspec.Struct, array_like=True, tag="held"):
     standing: Standing
 
 
+class _DeathUpdate(msgspec.Struct, array_like=True, tag="death"):
+    """The digest of a body that an instance died of, from a worker to the first process and from there to the others."""
+
+    digest: bytes
+
+
 @dataclass(slots=True)
 class _Worker:
     """A worker process and our end of its socket."""
@@ -196,7 +202,7 @@ class _Head:
         if not self._send(worker, update) and len(worker.missed) < _MOST_MISSED:
             worker.missed[key] = update
 
-    def _send(self, worker: _Worker, update: _RegistrationUpdate | _StandingUpdate) -> bool:
+    def _send(self, worker: _Worker, update: _RegistrationUpdate | _StandingUpdate | _DeathUpdate) -> bool:
         """False when the worker does not keep up. One that is dead is replaced, and its successor is sent everything."""
         try:
             worker.channel.send(msgspec.msgpack.encode(update))
@@ -230,15 +236,16 @@ class _Head:
 
     def _pass_on(self, content: bytes, sender: _Worker, registry: Registry) -> None:
         try:
-            held = msgspec.msgpack.decode(content, type=_StandingUpdate)
+            report = msgspec.msgpack.decode(content, type=_StandingUpdate | _DeathUpdate)
         except msgspec.MsgspecError:
             _logger.error("router: process %d reports: %s", sender.pid, content.decode(errors="replace"))
             return
-        registry.adopt(held.standing, time.monotonic())
+        if isinstance(report, _StandingUpdate):
+            registry.adopt(report.standing, time.monotonic())
         with self._lock:
             for worker in self._workers:
                 if worker is not sender:
-                    self._send(worker, held)
+                    self._send(worker, report)
 
     def _replace_dead(self, registry: Registry, now: float) -> None:
         for index, worker in enumerate(self._workers):
@@ -319,8 +326,9 @@ def _run_worker(settings: RouterSettings, board: Board, rings: Rings, row: int, 
 
 async def _work(settings: RouterSettings, board: Board, rings: Rings, row: int, channel: socket.socket) -> None:
     """One worker: serve the port with what the first process forwards, until it is asked to stop or the first one is gone."""
-    registry = _SharingRegistry(settings, lambda standing: _send_to_head(channel, standing))
+    registry = _SharingRegistry(settings, lambda standing: _send_to_head(channel, _StandingUpdate(standing)))
     core = RouterCore(settings, registry, board, rings, row)
+    core.dispatcher.deaths.report = lambda digest: _send_to_head(channel, _DeathUpdate(digest))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
@@ -354,9 +362,12 @@ def _read_head(channel: socket.socket, core: RouterCore, stopping: asyncio.Event
     if not content:
         stopping.set()
         return
-    update = msgspec.msgpack.decode(content, type=_RegistrationUpdate | _StandingUpdate)
+    update = msgspec.msgpack.decode(content, type=_RegistrationUpdate | _StandingUpdate | _DeathUpdate)
     if isinstance(update, _StandingUpdate):
         core.registry.adopt(update.standing, time.monotonic())
+        return
+    if isinstance(update, _DeathUpdate):
+        core.dispatcher.deaths.add(update.digest, time.monotonic())
         return
     message = decode_registration(update.frame)
     if isinstance(message, Registration):
@@ -365,10 +376,10 @@ def _read_head(channel: socket.socket, core: RouterCore, stopping: asyncio.Event
         core.registry.register(message, time.monotonic(), is_decided=update.is_admitted)
 
 
-def _send_to_head(channel: socket.socket, standing: Standing) -> None:
+def _send_to_head(channel: socket.socket, report: _StandingUpdate | _DeathUpdate) -> None:
     """The first process may be busy; then the others find out by themselves."""
     with contextlib.suppress(OSError):
-        channel.send(msgspec.msgpack.encode(_StandingUpdate(standing)))
+        channel.send(msgspec.msgpack.encode(report))
 
 
 def _check_port(settings: RouterSettings) -> None:

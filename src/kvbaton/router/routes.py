@@ -6,13 +6,14 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any
 
 from kvbaton.discovery.messages import InstanceType, Registration
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import PeerError
+from kvbaton.router.allowed_hosts import AllowedHosts
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.dispatch import COMPLETION_PATHS, Dispatcher
 from kvbaton.router.handoffs import HandoffPages
@@ -61,6 +62,7 @@ class HttpRoutes:
         self._clock = clock
         self._started = int(time.time())
         self._page = _load_page()
+        self._hosts = AllowedHosts(settings.host, settings.allow_hosts)
         self._keys = [key.encode() for key in settings.api_keys]
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages: dict[str, Page] = {
@@ -73,14 +75,20 @@ class HttpRoutes:
             "/handoffs": self._handoffs.newest,
         }
 
+    def check_head(self, path: str, headers: Mapping[bytes, bytes]) -> Response | None:
+        """Refuse a request of another site's page, or without a valid key, before its body is read."""
+        refusal = self._hosts.refusal(path, headers)
+        if refusal is not None:
+            return error_response(403, refusal, code="host_not_allowed")
+        if not self._keys or path in _OPEN_TO_ALL or path.startswith("/page/") or self._has_key(headers):
+            return None
+        self._metrics.add("unauthorized")
+        message = "the Authorization header must hold a valid API key: Bearer ..."
+        return error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request, now or later."""
-        path = request.path
-        if self._keys and path not in _OPEN_TO_ALL and not path.startswith("/page/") and not self._is_known(request):
-            self._metrics.add("unauthorized")
-            message = "the Authorization header must hold a valid API key: Bearer ..."
-            connection.send(error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
-        elif path in COMPLETION_PATHS:
+        if request.path in COMPLETION_PATHS:
             if request.method == "POST":
                 self._dispatcher.serve(connection, request)
             else:
@@ -118,8 +126,8 @@ class HttpRoutes:
         name = "index.html" if path == "/" else path.removeprefix("/page/") if path.startswith("/page/") else ""
         return self._show_page if name in self._page else None
 
-    def _is_known(self, request: HttpRequest) -> bool:
-        scheme, _, given = request.headers.get(b"authorization", b"").partition(b" ")
+    def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(given.strip(), key) for key in self._keys)
 
     async def _models(self, request: HttpRequest) -> Response:

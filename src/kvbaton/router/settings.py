@@ -29,6 +29,9 @@ _COUNTS = (
     "max_body_bytes",
     "max_answer_bytes",
     "max_head_bytes",
+    "max_held_bytes",
+    "max_json_depth",
+    "max_json_keys",
     "max_connections",
     "max_attempts",
     "processes",
@@ -51,6 +54,7 @@ class RouterSettings:
     local_prefill_when_busy: with every prefill instance at its limit, decode instances prefill by themselves
     max_attempts:           how often a request is tried, each time with another instance in place of the one that failed
     api_keys:               clients must send one of these as a bearer token; without any, every client is admitted
+    allow_hosts:            names under which browsers may open the page and call the API, besides loopback and IP addresses
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
     cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
@@ -67,6 +71,9 @@ class RouterSettings:
     max_connections:        connections beyond this many are closed
     max_head_bytes:         longer heads are answered 431
     max_body_bytes:         larger requests are answered 413
+    max_held_bytes:         bodies of all clients together in one process; large ones beyond it are answered 429
+    max_json_depth:         bodies that are nested more deeply are answered 400
+    max_json_keys:          bodies with more keys, or more arrays and objects, are answered 400
     max_answer_bytes:       an instance's answer that is not streamed must be smaller than this
     """
 
@@ -86,6 +93,7 @@ class RouterSettings:
     local_prefill_chars: int = 0
     local_prefill_when_busy: bool = False
     max_attempts: int = 3
+    allow_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -103,6 +111,9 @@ class RouterSettings:
     max_connections: int = 16384
     max_head_bytes: int = 64 * 1024
     max_body_bytes: int = 32 * 1024 * 1024
+    max_held_bytes: int = 512 * 1024 * 1024
+    max_json_depth: int = 128
+    max_json_keys: int = 32768
     max_answer_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:

@@ -118,6 +118,11 @@ class FakeInstance:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    async def stop_listening(self) -> None:
+        """As a process that ends does first of all; connections that stand are kept."""
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def drop_idle(self) -> None:
         """Close every connection, as an instance does when they were idle for long."""
         assert self._runner.server is not None
@@ -177,6 +182,18 @@ async def reset_at_once(request: web.Request, body: dict[str, Any]) -> web.Strea
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
+
+
+def dying(instance: FakeInstance) -> Behaviour:
+    """What an instance does whose process is ended by the request that it serves."""
+
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await instance.stop_listening()
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    return behave
 
 
 async def reset_in_the_middle(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -51,6 +51,8 @@ class Call:
     has_received = False
     was_sent = False
     """Whether there was a connection to send it over."""
+    was_cut = False
+    """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
     was_kept = False
     """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
     over: Callable[[Call], object] | None = None

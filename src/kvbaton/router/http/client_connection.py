@@ -1,7 +1,12 @@
 """One client's connection: reads requests within limits, serves them one after another, and writes answers.
 
 It goes on reading while a request is served, because a client that hangs up is noticed by nothing else; what a client
-sends ahead is bounded. What is no HTTP, or too much of it, gets a 4xx and the connection is closed.
+sends ahead is bounded. What is no HTTP, or too much of it, gets a 4xx and the connection is closed; what the head alone
+shows, such as a missing API key, before the body is read.
+
+Every byte of a body is counted from its arrival until its request is answered: against the limit of one body, against that of
+what a connection sends ahead, and against that of all connections together. A body is one buffer however many chunks it comes
+in, and chunks that are much smaller than their own framing are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, cast
 
 import httptools
@@ -25,7 +30,13 @@ _logger = logging.getLogger(__name__)
 _WRITE_BUFFER_BYTES = 128 * 1024
 # A close with unread bytes sends RST, which can destroy the answer in the client's buffers; so the client may finish sending.
 _LINGER_S = 1.0
+# Such a body is admitted when the others hold all that is allowed: the large ones of one client must not stop all others.
+_SMALL_BYTES = 64 * 1024
 _MAX_AHEAD = 16
+_MAX_AHEAD_BYTES = 1024 * 1024
+_MIN_CHUNK_BYTES = 16
+_FREE_CHUNKS = 1024
+_VERSIONS = frozenset(("1.0", "1.1"))
 _HEADER_MARKS = len(b": \r\n")
 _CHUNKED = b"Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n"
 
@@ -48,6 +59,8 @@ class ConnectionServer(Protocol):
 
     settings: RouterSettings
     is_draining: bool
+    held_bytes: int
+    """Bytes of bodies that all connections hold."""
     clock: Callable[[], float]
 
     def admit(self, connection: ClientConnection) -> bool:
@@ -55,6 +68,9 @@ class ConnectionServer(Protocol):
 
     def discard(self, connection: ClientConnection) -> None:
         """Forget a connection that is closed."""
+
+    def check_head(self, path: str, headers: Mapping[bytes, bytes]) -> Response | None:
+        """Why a request is refused before its body is read; None when it is not."""
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request, now or later."""
@@ -68,16 +84,21 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead",
+        "_ahead_bytes",
         "_body",
         "_body_bytes",
+        "_chunks",
         "_closing",
         "_head_bytes",
         "_headers",
+        "_held_bytes",
         "_in_head",
+        "_is_http_1_0",
         "_is_receiving",
         "_max_head_bytes",
         "_owner",
         "_parser",
+        "_path",
         "_quiet_bytes",
         "_refusal",
         "_request",
@@ -86,7 +107,7 @@ class ClientConnection(asyncio.Protocol):
         "_url",
         "deadline",
         "stalled_since",
-    )  # fmt: skip
+    )
 
     def __init__(self, server: ConnectionServer) -> None:
         self._server = server
@@ -103,9 +124,14 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._quiet_bytes = 0
         self._body_bytes = 0
+        self._ahead_bytes = 0
+        self._held_bytes = 0
+        self._chunks = 0
         self._url = b""
+        self._path = ""
+        self._is_http_1_0 = False
         self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self.deadline: float | None = None
         self.stalled_since: float | None = None
 
@@ -125,6 +151,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = None
         self._closing = True
         self._server.discard(self)
+        self._release(self._held_bytes)
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.client_gone()
@@ -164,10 +191,10 @@ class ClientConnection(asyncio.Protocol):
         """A request starts."""
         self._in_head = self._is_receiving = True
         self._head_bytes = self._quiet_bytes = 0
-        self._body_bytes = 0
+        self._body_bytes = self._chunks = 0
         self._url = b""
         self._headers = {}
-        self._body = []
+        self._body = b""
         if self._request is None:
             self.deadline = self._server.clock() + self._server.settings.head_timeout_s
 
@@ -180,12 +207,25 @@ class ClientConnection(asyncio.Protocol):
         """A header; trailers are dropped."""
         self._count_head(len(name) + len(value) + _HEADER_MARKS)
         if self._in_head:
-            self._headers[name.lower()] = value or b""
+            name = name.lower()
+            if name == b"host" and name in self._headers:
+                self._refuse(400, "the request has two Host headers")
+            self._headers[name] = value or b""
 
     def on_headers_complete(self) -> None:
         """The head is in: refuse what cannot be served before its body comes."""
         self._in_head = False
         headers, settings = self._headers, self._server.settings
+        version = self._parser.get_http_version()
+        self._is_http_1_0 = version == "1.0"
+        self._path = self._url.partition(b"?")[0].decode("latin-1")
+        if version not in _VERSIONS:
+            self._refuse(400, f"HTTP/{version} is not supported; use HTTP/1.1")
+        elif b"host" not in headers and not self._is_http_1_0:
+            self._refuse(400, "the request has no Host header")
+        refusal = self._server.check_head(self._path, headers)
+        if refusal is not None:
+            self._refuse_with(refusal)
         length = headers.get(b"content-length", b"0")
         if int(length) > settings.max_body_bytes:
             self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {settings.max_body_bytes}")
@@ -195,34 +235,42 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
-            waits = headers.get(b"expect", b"").lower() == b"100-continue" and self._parser.get_http_version() != "1.0"
+            waits = headers.get(b"expect", b"").lower() == b"100-continue" and not self._is_http_1_0
             if waits and self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
         self._quiet_bytes = 0
+        if self._refusal is not None or self._closing:
+            return
         self._body_bytes += len(piece)
-        if self._body_bytes > self._server.settings.max_body_bytes:
-            self._refuse(413, f"the body is too large: more than {self._server.settings.max_body_bytes} bytes")
-        elif self._refusal is None:
-            self._body.append(piece)
+        self._chunks += 1
+        self._held_bytes += len(piece)
+        self._server.held_bytes += len(piece)
+        if not self._body:
+            self._body = piece
+        else:
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += piece
+        self._check_budgets()
 
     def on_message_complete(self) -> None:
         """A request is complete: serve it, or keep it until its turn comes."""
         self._is_receiving = False
         if self._refusal is not None or self._closing:
             return
-        parser, pieces = self._parser, self._body
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        is_old = parser.get_http_version() == "1.0"
+        parser = self._parser
         method = parser.get_method().decode("latin-1")
-        request = HttpRequest(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
-        self._headers, self._body = {}, []
+        body = bytes(self._body)
+        request = HttpRequest(method, self._path, self._headers, body, self._is_http_1_0, parser.should_keep_alive())
+        self._headers, self._body = {}, b""
         if self._request is None:
             self._serve(request)
         elif len(self._ahead) < _MAX_AHEAD:
             self._ahead.append(request)
+            self._ahead_bytes += len(body)
         else:
             self._refuse(429, f"more than {_MAX_AHEAD} requests were sent ahead of their answers")
 
@@ -291,8 +339,21 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self.abort()
 
-    def _path(self) -> str:
-        return self._url.partition(b"?")[0].decode("latin-1")
+    def _check_budgets(self) -> None:
+        settings, size = self._server.settings, self._body_bytes
+        if size > settings.max_body_bytes:
+            self._refuse(413, f"the body is too large: more than {settings.max_body_bytes} bytes (max_body_bytes)")
+        elif self._chunks > _FREE_CHUNKS and size < _MIN_CHUNK_BYTES * self._chunks:
+            self._refuse(400, f"the chunks of the body are too small: fewer than {_MIN_CHUNK_BYTES} bytes on average")
+        elif self._request is not None and self._ahead_bytes + size > _MAX_AHEAD_BYTES:
+            self._refuse(429, f"more than {_MAX_AHEAD_BYTES} bytes were sent ahead of their answers")
+        elif self._server.held_bytes > settings.max_held_bytes and size > _SMALL_BYTES:
+            message = f"the bodies of all requests hold {settings.max_held_bytes} bytes (max_held_bytes); try again"
+            self._refuse_with(error_response(429, message, code="overloaded", headers={"Retry-After": "2"}))
+
+    def _release(self, size: int) -> None:
+        self._held_bytes -= size
+        self._server.held_bytes -= size
 
     def _serve(self, request: HttpRequest) -> None:
         self._request = request
@@ -315,6 +376,7 @@ class ClientConnection(asyncio.Protocol):
         request, self._request, self._owner = self._request, None, None
         if request is None:
             return
+        self._release(min(len(request.body), self._held_bytes))
         self._server.count(request.path, status)
         if self._transport is None:
             return
@@ -328,7 +390,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve_next(self) -> None:
         if self._ahead and self._request is None and self._transport is not None:
-            self._serve(self._ahead.popleft())
+            request = self._ahead.popleft()
+            self._ahead_bytes -= len(request.body)
+            self._serve(request)
 
     def _count_head(self, length: int) -> None:
         self._quiet_bytes = 0
@@ -340,16 +404,22 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(431, f"the head of the request is longer than {self._max_head_bytes} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
+        self._refuse_with(error_response(status, message))
+
+    def _refuse_with(self, refusal: Response) -> None:
         if self._refusal is None:
-            self._refusal = error_response(status, message)
+            self._refusal = refusal
 
     def _close_with(self, refusal: Response) -> None:
         """Answer and close, but let the client finish sending for a moment: closing at once could take the answer away."""
         self._closing = True
         self._ahead.clear()
+        self._body = b""
+        self._release(self._held_bytes if self._request is None else self._held_bytes - len(self._request.body))
         if self._request is not None or self._transport is None:
             return
-        self._server.count(self._path(), refusal.status)
-        head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n\r\n"
-        self._transport.write(status_line(refusal.status) + head.encode() + refusal.body)
+        self._server.count(self._path, refusal.status)
+        head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n"
+        lines = head_lines(refusal.headers)
+        self._transport.write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
         self.deadline = self._server.clock() + _LINGER_S

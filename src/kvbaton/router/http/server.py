@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.client_connection import ClientConnection
-from kvbaton.router.http.messages import HttpRequest
+from kvbaton.router.http.messages import HttpRequest, Response
 from kvbaton.router.settings import RouterSettings
 
 __all__ = ["HttpServer"]
@@ -18,19 +18,30 @@ _DRAIN_LOOK_S = 0.02
 
 Handler = Callable[[ClientConnection, HttpRequest], None]
 Count = Callable[[str, int], None]
+HeadCheck = Callable[[str, Mapping[bytes, bytes]], Response | None]
 
 
 class HttpServer:
-    """Serves `handler`, which answers each request now or later; `count` gets path and status of each answer."""
+    """Serves `handler`, which answers each request now or later; `count` gets path and status of each answer.
+
+    `check_head` may refuse a request before its body is read.
+    """
 
     def __init__(
-        self, settings: RouterSettings, handler: Handler, count: Count, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: RouterSettings,
+        check_head: HeadCheck,
+        handler: Handler,
+        count: Count,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
+        self.check_head = check_head
         self.handle = handler
         self.count = count
         self.clock = clock
         self.is_draining = False
+        self.held_bytes = 0
         self._connections: set[ClientConnection] = set()
         self._listening: asyncio.Server | None = None
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import httptools
 
@@ -24,6 +24,8 @@ __all__ = ["Upstream", "fetch"]
 # closes would look like an instance that died of it.
 _KEPT_S = 4.0
 _MAX_KEPT = 1024
+_PROBE_AFTER_S = 0.02
+_PROBE_S = 1.0
 _MAX_HEAD_BYTES = 64 * 1024
 _EVENT_STREAM = b"text/event-stream"
 
@@ -116,7 +118,9 @@ class InstanceConnection(asyncio.Protocol):
             return
         if error is None and self._till_close and not self._in_head:
             call.take_end(self._status, self._retry_after())
-        elif self._in_head:
+            return
+        call.was_cut = True
+        if self._in_head:
             call.lose(PeerLost(f"{call.name} closed the connection ({error or 'without an answer'})"))
         else:
             call.lose(PeerLost(f"{call.name} broke off in the middle of its answer"))
@@ -204,6 +208,7 @@ class Upstream:
         self._open: set[InstanceConnection] = set()
         self._calls: set[Call] = set()
         self._dialling: set[asyncio.Task[None]] = set()
+        self._probes: dict[str, list[Callable[[bool], None]]] = {}
 
     def start(self, call: Call) -> None:
         """Send a call; its caller is notified later, never from within this."""
@@ -216,9 +221,14 @@ class Upstream:
             if connection.is_usable:
                 connection.begin(call, was_kept=True)
                 return
-        task = asyncio.get_running_loop().create_task(self._dial(call))
-        self._dialling.add(task)
-        task.add_done_callback(self._dialling.discard)
+        self._spawn(self._dial(call))
+
+    def probe(self, address: str, done: Callable[[bool], None]) -> None:
+        """Find out whether a process listens at `address`, and call `done` with that, never from within this."""
+        waiting = self._probes.setdefault(address, [])
+        waiting.append(done)
+        if len(waiting) == 1:
+            self._spawn(self._probe(address))
 
     def keep(self, connection: InstanceConnection) -> None:
         """Keep a connection for the next call; the oldest go first when there are too many."""
@@ -254,6 +264,26 @@ class Upstream:
             connection.drop()
         self._kept.clear()
         await asyncio.sleep(0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+
+    async def _probe(self, address: str) -> None:
+        # A process that dies closes its sockets one after the other: the one that listens may outlive that of a call.
+        await asyncio.sleep(_PROBE_AFTER_S)
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                loop = asyncio.get_running_loop()
+                transport, _ = await loop.create_connection(asyncio.Protocol, host.strip("[]"), int(port))
+            transport.abort()
+            listens = True
+        except (OSError, TimeoutError):
+            listens = False
+        for done in self._probes.pop(address):
+            done(listens)
 
     async def _dial(self, call: Call) -> None:
         host, _, port = call.address.rpartition(":")
