@@ -176,7 +176,7 @@ def target_that_finds_no_blocks_asks_for_none_and_is_served_later(model: str) ->
     assert engine.port.names() == ["expect_source"]
     engine.abort(big)
     engine.run(1)
-    assert engine.port.names() == ["expect_source", "pull"]
+    assert engine.port.names() == ["expect_source", "allocated"]
     engine.port.push(landed("tx"))
     engine.run(3)
     engine.assert_at_rest()
@@ -302,7 +302,7 @@ def target_preempted_after_it_landed_computes_by_itself(model: str) -> None:
     assert engine.scheduler.requests, "both have ended before there was a preemption"
     engine.abort(first)
     engine.run(70)
-    assert engine.port.names().count("pull") == 1
+    assert engine.port.names().count("allocated") == 1
     engine.assert_at_rest()
 
 
@@ -369,7 +369,7 @@ def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -
     if ("expect_target", key) in calls:
         outcome = Outcome.DELIVERED if ("offer", key) in calls else Outcome.FAILED
         engine.port.push(SourceEnded(key, outcome))
-    elif ("pull", key) in calls and generator.random() < 0.5:
+    elif ("allocated", key) in calls and generator.random() < 0.5:
         engine.port.push(landed(name))
     elif ("expect_source", key) in calls:
         engine.port.push(TargetEnded(key, Outcome.FAILED, "by chance"))
