@@ -176,7 +176,7 @@ def target_that_finds_no_blocks_asks_for_none_and_is_served_later(model: str) ->
     assert engine.port.names() == ["expect_source"]
     engine.abort(big)
     engine.run(1)
-    assert engine.port.names() == ["expect_source", "pull"]
+    assert engine.port.names() == ["expect_source", "allocated"]
     engine.port.push(landed("tx"))
     engine.run(3)
     engine.assert_at_rest()
@@ -302,7 +302,7 @@ def target_preempted_after_it_landed_computes_by_itself(model: str) -> None:
     assert engine.scheduler.requests, "both have ended before there was a preemption"
     engine.abort(first)
     engine.run(70)
-    assert engine.port.names().count("pull") == 1
+    assert engine.port.names().count("allocated") == 1
     engine.assert_at_rest()
 
 
@@ -322,31 +322,34 @@ def in_any_order_each_id_is_reported_once_and_every_block_returns(model: str) ->
 
 
 def the_same_with_steps_that_overlap(model: str) -> None:
-    """vLLM schedules the next step before it hears of the last one (async_scheduling)."""
+    """vLLM schedules the next step before it has the output of the last one (async_scheduling)."""
     _anything(model, range(100, 130), is_async=True)
 
 
 def _anything(model: str, seeds: Iterable[int], *, is_async: bool) -> None:
+    seen: set[str] = set()
     for seed in seeds:
         generator = random.Random(seed)
         policy, blocks = generator.choice(["fail", "recompute"]), generator.choice([34, 65])
         engine = Engine("both", model, policy, blocks, is_async=is_async)
         live: dict[str, Request] = {}
-        ended: set[str] = set()
+        ended: dict[str, str] = {}
         for number in range(60):
             _happen(engine, generator, live, ended, number)
             engine.step()
         for _ in range(400):
-            for name in set(live) - ended:
+            for name in sorted(live.keys() - ended):
                 _end(engine, name, generator, ended)
             engine.step()
             if not engine.scheduler.requests and not engine.worker.live:
                 break
         engine.run(3)
         engine.assert_at_rest()
+        seen |= {*ended.values()}
+    assert seen == {"sent", "landed", "failed"}, f"only {seen}; this tests less than its name"
 
 
-def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], ended: set[str], number: int) -> None:
+def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], ended: dict[str, str], number: int) -> None:
     chance = generator.random()
     if chance < 0.4:
         side = generator.choice([source_params, target_params])
@@ -359,8 +362,8 @@ def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], 
         _end(engine, generator.choice(sorted(live.keys() - ended)), generator, ended)
 
 
-def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -> None:
-    """Let the agents end a hand-off as they may: a target lands only when it was pulled."""
+def _end(engine: Engine, name: str, generator: random.Random, ended: dict[str, str]) -> None:
+    """Let the agents end a hand-off as they may: a target lands only when it has blocks."""
     calls = {(call, _key(argument)) for call, argument in engine.port.calls}
     key = key_of(name)
     if ("expect_target", key) in calls and generator.random() < 0.3:
@@ -369,13 +372,13 @@ def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -
     if ("expect_target", key) in calls:
         outcome = Outcome.DELIVERED if ("offer", key) in calls else Outcome.FAILED
         engine.port.push(SourceEnded(key, outcome))
-    elif ("pull", key) in calls and generator.random() < 0.5:
+        ended[name] = "sent"
+    elif ("allocated", key) in calls and generator.random() < 0.5:
         engine.port.push(landed(name))
+        ended[name] = "landed"
     elif ("expect_source", key) in calls:
         engine.port.push(TargetEnded(key, Outcome.FAILED, "by chance"))
-    else:
-        return
-    ended.add(name)
+        ended[name] = "failed"
 
 
 def _key(argument: Any) -> Any:
