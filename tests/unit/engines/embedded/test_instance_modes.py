@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.config import HandoffSettings, Limits, Trust
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, Limits, Trust, http_token
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.discovery.advertise import advertised_host, numeric_host
@@ -33,6 +33,7 @@ T = TypeVar("T")
 DEADLINE_S = 60.0
 TRIES = 3
 KEY = Trust(key=b"k" * 32)
+TOKEN = http_token(b"k" * 32)
 PROMPT = list(range(3, 60))
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 
@@ -79,7 +80,7 @@ class Setup:
 
     def __init__(self, host: Host, mode: Mode, transport: str = "tcp", *, drop_writes: bool = False) -> None:
         self.ports = PortPicker()
-        self.router = RouterSettings(port=self.ports.pick(), discovery_port=self.ports.pick())
+        self.router = RouterSettings(port=self.ports.pick(), discovery_port=self.ports.pick(), instance_api_key=TOKEN)
         self.tasks: list[asyncio.Task[None]] = []
         self.said: list[str] = []
         self._host = host
@@ -143,7 +144,7 @@ async def setup(host: Host, mode: Mode, transport: str = "tcp", **more: Any) -> 
 
 async def complete(session: aiohttp.ClientSession, address: str, **fields: Any) -> tuple[int, dict[str, Any]]:
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
-    async with session.post(f"http://{address}/v1/completions", json=body) as answer:
+    async with session.post(f"http://{address}/v1/completions", json=body, headers={HTTP_KEY_HEADER: TOKEN}) as answer:
         return answer.status, await answer.json()
 
 

@@ -198,7 +198,7 @@ def _write_bfloat16(path: Path, tensors: dict[str, npt.NDArray[np.float32]]) -> 
         ({"num_key_value_heads": 4}, "6 heads do not divide into 4 KV heads"),
         ({"head_dim": 15}, "head size 15 is odd"),
         ({"num_hidden_layers": 1 << 30}, "1073741824 layers; more than 10000 are not supported"),
-        ({"hidden_size": 32}, r"model.embed_tokens.weight has the shape \(259, 64\), .* asks for \(259, 32\)"),
+        ({"hidden_size": 32}, r"model.embed_tokens.weight has the shape \(259, 64\), .* requires \(259, 32\)"),
         ({"num_hidden_layers": 4}, "tensor model.layers.3.self_attn.q_proj.weight is in none of 1 shards"),
         ({"num_hidden_layers": 2}, r"tensor model.layers.2.\S+ is not part of a plain Llama"),
     ],
