@@ -2,7 +2,7 @@
 
 An engine is an `EnginePlugin`. Commands call it in this order, once per set-up:
 
-1. `check` the options of the prefill and of the decode instances. Nothing is installed or started yet; the answer says what
+1. `check` the options of the prefill and of the decode instances. Nothing is installed or started yet; the result has what
    clients have to know of the model.
 2. `prepare` one side: install, convert the model, whatever takes long and is done once. The answer is a `PreparedEngine`.
 3. `PreparedEngine.part` describes the process of one instance; `kvbaton.launch.fleet` starts it, waits for its health URL and
@@ -24,7 +24,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.handoff import AuxWay, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError
-from kvbaton.launch.fleet import Part
+from kvbaton.launch.fleet import FleetPart
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 
@@ -140,7 +140,7 @@ class PreparedEngine(ABC):
     """One side of a set-up, ready to start as many instances as are asked for."""
 
     @abstractmethod
-    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """The process of one instance, on free loopback ports; it registers with `routers` (discovery addresses)."""
 
 
@@ -203,7 +203,7 @@ class EnginePlugin(ABC):
 
 def pair_parts(
     prefill: PreparedEngine, decode: PreparedEngine, counts: tuple[int, int], ports: PortPicker, discovery_port: int
-) -> list[Part]:
+) -> list[FleetPart]:
     """So many prefill and decode instances, which register with the router of this machine at `discovery_port`."""
     routers = [f"127.0.0.1:{discovery_port}"]
     sides = (("prefill", prefill, counts[0]), ("decode", decode, counts[1]))

@@ -31,7 +31,7 @@ from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.engines.instance import ModelIdentity, instance_card
 from kvbaton.errors import ConfigError
-from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker
 
@@ -78,7 +78,7 @@ class EmbeddedServers(PreparedEngine):
 
     options: EngineOptions
 
-    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One instance on free loopback ports."""
         options = self.options
         port, control_port = ports.pick(), ports.pick()
@@ -92,7 +92,7 @@ class EmbeddedServers(PreparedEngine):
         command += [*_serve_arguments(options), *options.arguments]
         url = f"http://{_HOST}:{port}"
         environment = core_share(options.sharing) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
-        return Part(
+        return FleetPart(
             name,
             command,
             f"{url}/health",
