@@ -37,7 +37,7 @@ __all__ = [
     "PreparedEngine",
     "Progress",
     "Role",
-    "ServedModel",
+    "ModelFacts",
     "Support",
     "pair_parts",
 ]
@@ -92,7 +92,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ModelFacts:
     """What a client has to know of a model: its name, how many tokens prompt and answer may have, and its tokenizer."""
 
     name: str
@@ -162,7 +162,7 @@ class EnginePlugin(ABC):
     """Whether answers carry the time of the hand-over: then `bench serve` measures it alone, not against one plain server."""
 
     @abstractmethod
-    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """Check what only this engine knows: the model, whether the two sides fit. Raises ConfigError or Incompatible.
 
         Called after `check_support`; installs and starts nothing.

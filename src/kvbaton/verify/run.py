@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.config import HandoffSettings
-from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, Progress, ServedModel, pair_parts
+from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
 from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet
@@ -90,7 +90,7 @@ def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOption
     return prefill, decode
 
 
-def _longest_prompt(settings: VerifySettings, model: ServedModel, progress: Progress) -> int:
+def _longest_prompt(settings: VerifySettings, model: ModelFacts, progress: Progress) -> int:
     context = model.context_tokens
     if settings.max_tokens >= context:
         raise ConfigError(f"--max-tokens is {settings.max_tokens}; the context has {context} tokens, leave some to the prompt")
@@ -111,7 +111,7 @@ def _start(
     engine: EnginePlugin,
     sides: tuple[EngineOptions, EngineOptions],
     settings: VerifySettings,
-    model: ServedModel,
+    model: ModelFacts,
     progress: Progress,
 ) -> _VerifiedServers:
     """Start everything and wait until it is healthy. The single instance is an uncut one of the prefill side."""

@@ -16,9 +16,9 @@ from kvbaton.engines.base import (
     CommandRequest,
     EngineOptions,
     EnginePlugin,
+    ModelFacts,
     PreparedEngine,
     Progress,
-    ServedModel,
     Support,
 )
 from kvbaton.engines.embedded.lacks import check_lacks
@@ -48,7 +48,7 @@ class EmbeddedPlugin(EnginePlugin):
     support = Support(controls=("drop_writes", "drop", "lacks"), shapes=True, cache_dtypes=CACHE_DTYPES)
     reports_handover = True
 
-    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """Models that cannot be cut as asked, sides that do not fit, controls that would leave out nothing."""
         check_drop(prefill.controls.drop)
         check_lacks(decode.controls.lacks)
@@ -58,7 +58,7 @@ class EmbeddedPlugin(EnginePlugin):
         else:
             _check_whole(prefill, decode)
         _check_lacks_something(loaded, decode)
-        return ServedModel(loaded.name, loaded.config.context_tokens, loaded.tokenizer.encode)
+        return ModelFacts(loaded.name, loaded.config.context_tokens, loaded.tokenizer.encode)
 
     def prepare(self, options: EngineOptions, progress: Progress) -> EmbeddedServers:
         """Nothing has to be done."""
