@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbaton.bench.bare.orders import NO_HOLD, BareSettings, Cancel, Check, End, Free, Halt, Hold
+from kvbaton.bench.bare.orders import NO_HOLD, BareSettings, CancelTask, Check, Free, Halt, HandoffEnd, Hold
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.bench.bare.relay import Load, Relay
 from kvbaton.config import Limits
@@ -115,7 +115,7 @@ class Scene:
 
     def cancel_queued(self, side: str) -> None:
         """What a router does when it has lost the other side: cancel what no timeout would end."""
-        self.process(side).order(*(Cancel(stage.name) for stage in stages_of(self.mode) if stage.router_cancels))
+        self.process(side).order(*(CancelTask(stage.name) for stage in stages_of(self.mode) if stage.router_cancels))
 
     def halt(self, name: str) -> None:
         """Begin no more hand-offs of a load, on either side."""
@@ -170,7 +170,7 @@ class Scene:
         )
 
 
-def _has(ends: list[End], count: int) -> bool:
+def _has(ends: list[HandoffEnd], count: int) -> bool:
     return len(ends) >= count
 
 

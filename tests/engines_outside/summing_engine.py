@@ -28,8 +28,8 @@ def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
 class SummingPlugin(base.EnginePlugin):
     name, title = "summing", "the summing engine"
 
-    def check(self, prefill: base.EngineOptions, decode: base.EngineOptions, progress: base.Progress) -> base.ServedModel:
-        return base.ServedModel(MODEL.name, CONTEXT, encode)
+    def check(self, prefill: base.EngineOptions, decode: base.EngineOptions, progress: base.Progress) -> base.ModelFacts:
+        return base.ModelFacts(MODEL.name, CONTEXT, encode)
 
     def prepare(self, options: base.EngineOptions, progress: base.Progress) -> base.PreparedEngine:
         return serving.ModuleServers(options, "summing_engine")

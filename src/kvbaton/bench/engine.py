@@ -33,7 +33,7 @@ _PEER = "matrix products"
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _EngineCase:
     name: str
     rows: int
     batch: int
@@ -46,20 +46,20 @@ class _Case:
 
 
 _CASES = (
-    _Case("prefill 512 tokens", _CONTEXT, 1, 1),
-    _Case("decode step, batch 1", 1, 1, 5),
-    _Case("decode step, batch 8", 8, 8, 3),
+    _EngineCase("prefill 512 tokens", _CONTEXT, 1, 1),
+    _EngineCase("decode step, batch 1", 1, 1, 5),
+    _EngineCase("decode step, batch 8", 8, 8, 3),
 )
 
 
 def run_engine_bench(model: str, rounds: int, progress: Progress | None = None) -> BenchReport:
     """Measure `model` in `rounds` interleaved rounds; values are medians. Writes no files but the cached weights."""
-    tell = progress or _silent
-    loaded = load_model(model, progress=tell)
-    subject = _Subject(loaded.model)
+    report = progress or _silent
+    loaded = load_model(model, progress=report)
+    subject = _EngineSubject(loaded.model)
     results: list[dict[str, list[float]]] = []
     for index in range(rounds + 1):
-        tell("warming up" if index == 0 else f"round {index} of {rounds}")
+        report("warming up" if index == 0 else f"round {index} of {rounds}")
         taken = _round(subject)
         if index > 0:
             results.append(taken)
@@ -67,7 +67,7 @@ def run_engine_bench(model: str, rounds: int, progress: Progress | None = None) 
     return BenchReport(rows, describe_hardware(), results)
 
 
-def _round(subject: _Subject) -> dict[str, list[float]]:
+def _round(subject: _EngineSubject) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {}
     for case in _CASES:
         step, products, attention = case.measured
@@ -79,7 +79,7 @@ def _round(subject: _Subject) -> dict[str, list[float]]:
     return taken
 
 
-def _row(case: _Case, results: list[dict[str, list[float]]], model: str) -> BenchRow:
+def _row(case: _EngineCase, results: list[dict[str, list[float]]], model: str) -> BenchRow:
     value, products, attention = (statistics.median(s for one in results for s in one[name]) for name in case.measured)
     settings: dict[str, str | int | float] = {
         "model": model,
@@ -94,7 +94,7 @@ def _row(case: _Case, results: list[dict[str, list[float]]], model: str) -> Benc
     return BenchRow(case.name, value, "s", _PEER, value / (products + attention), settings)
 
 
-class _Subject:
+class _EngineSubject:
     """A model with a filled cache, and the inputs of its products."""
 
     def __init__(self, model: LlamaModel) -> None:
@@ -112,7 +112,7 @@ class _Subject:
         self._inputs = rng.standard_normal((_CONTEXT, max(config.hidden_size, config.query_size, config.ffn_size)), np.float32)
         self._scratch: dict[tuple[int, int], Array] = {}
 
-    def spans(self, case: _Case) -> list[TokenSpan]:
+    def spans(self, case: _EngineCase) -> list[TokenSpan]:
         """The spans of one step of `case`; a decode step computes the last token of its context anew."""
         count = case.rows // case.batch
         return [TokenSpan(self._prompt[-count:], _CONTEXT - count, table) for table in self._tables[: case.batch]]
@@ -121,14 +121,14 @@ class _Subject:
         """One whole step of the model."""
         self._model.forward(spans, self._cache)
 
-    def products(self, case: _Case) -> None:
+    def products(self, case: _EngineCase) -> None:
         """All products of rows and weights of such a step, with their inputs and outputs in place."""
         for layer in self._model.weights.layers:
             for weight in (layer.query_key_value, layer.attention_out, layer.gate_up, layer.down):
                 self._product(case.rows, weight)
         self._product(case.batch, self._model.weights.head)
 
-    def attention_products(self, case: _Case) -> None:
+    def attention_products(self, case: _EngineCase) -> None:
         """Queries by keys and weights by values, for every layer and sequence; a prefill sees half its context on average."""
         config = self._model.config
         count = case.rows // case.batch * config.heads_per_kv_head

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.bench.bare.orders import BareSettings, Check, End
+from kvbaton.bench.bare.orders import BareSettings, Check, HandoffEnd
 from kvbaton.bench.bare.pages import SMALL, CacheShape
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.bench.bare.relay import Load, Relay
@@ -60,9 +60,9 @@ class HandoffBench:
             raise ConfigError(f"--idle is {self.idle_s:g}; it must be above 0 and below {_ROUND_S:g}")
 
     @property
-    def cases(self) -> tuple[_Case, ...]:
+    def cases(self) -> tuple[_HandoffCase, ...]:
         """Every kind of integrity at every level."""
-        return tuple(itertools.starmap(_Case, itertools.product(self.integrity, self.levels)))
+        return tuple(itertools.starmap(_HandoffCase, itertools.product(self.integrity, self.levels)))
 
     @property
     def chunk_tokens(self) -> int:
@@ -70,7 +70,7 @@ class HandoffBench:
         return max(1, self.shape.blocks_for(self.tokens) // _CHUNKS) * self.shape.block_tokens
 
     def bare_settings(self, integrity: Integrity) -> BareSettings:
-        """What both instances of a pair are told."""
+        """The settings of both instances of a pair."""
         return BareSettings(
             blocks=max(self.levels) * self.shape.blocks_for(self.tokens),
             most_tokens=self.tokens,
@@ -94,7 +94,7 @@ class HandoffBench:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _HandoffCase:
     integrity: Integrity
     level: int
 
@@ -103,7 +103,7 @@ class _Case:
         return f"{what}, {self.level} in flight, integrity {self.integrity}"
 
 
-class _Pair:
+class _BarePair:
     """A source and a target with the same settings."""
 
     def __init__(self, bench: HandoffBench, integrity: Integrity, parts: ExitStack) -> None:
@@ -164,7 +164,7 @@ def run_handoff_bench(bench: HandoffBench, progress: Progress) -> BenchReport:
     rounds: list[Round] = []
     problems: list[str] = []
     with ExitStack() as parts:
-        pairs = {integrity: _Pair(bench, integrity, parts) for integrity in bench.integrity}
+        pairs = {integrity: _BarePair(bench, integrity, parts) for integrity in bench.integrity}
         for pair in pairs.values():
             pair.wait_until_up()
         rounds.extend(_round(bench, pairs, index, progress) for index in range(bench.rounds))
@@ -178,7 +178,7 @@ def run_handoff_bench(bench: HandoffBench, progress: Progress) -> BenchReport:
     return BenchReport(list(_rows(bench, rounds)), describe_hardware(), rounds, problems)
 
 
-def _round(bench: HandoffBench, pairs: dict[Integrity, _Pair], index: int, progress: Progress) -> Round:
+def _round(bench: HandoffBench, pairs: dict[Integrity, _BarePair], index: int, progress: Progress) -> Round:
     taken: Round = {}
     cases = bench.cases
     for case in (*cases[index % len(cases) :], *cases[: index % len(cases)]):
@@ -193,7 +193,7 @@ def _round(bench: HandoffBench, pairs: dict[Integrity, _Pair], index: int, progr
 def _rows(bench: HandoffBench, rounds: list[Round]) -> Iterator[BenchRow]:
     first = bench.cases[0]
     for case in bench.cases:
-        peer = _Case(case.integrity, first.level) if len(bench.levels) > 1 else first
+        peer = _HandoffCase(case.integrity, first.level) if len(bench.levels) > 1 else first
         settings = _settings(bench, case, rounds)
         suffix = f"{case.level} in flight" + (f", integrity {case.integrity}" if len(bench.integrity) > 1 else "")
         rate, peer_rate = _rate(bench, case, rounds), _rate(bench, peer, rounds)
@@ -213,7 +213,7 @@ def _rows(bench: HandoffBench, rounds: list[Round]) -> Iterator[BenchRow]:
 def _integrity_rows(bench: HandoffBench, rounds: list[Round]) -> Iterator[BenchRow]:
     """What checksums cost: each kind beside the first one, at each level."""
     for level, integrity in itertools.product(bench.levels, bench.integrity[1:]):
-        case, peer = _Case(integrity, level), _Case(bench.integrity[0], level)
+        case, peer = _HandoffCase(integrity, level), _HandoffCase(bench.integrity[0], level)
         rate, peer_rate = _rate(bench, case, rounds), _rate(bench, peer, rounds)
         name = f"throughput with integrity {integrity}, {level} in flight"
         yield BenchRow(
@@ -221,24 +221,24 @@ def _integrity_rows(bench: HandoffBench, rounds: list[Round]) -> Iterator[BenchR
         )
 
 
-def _rate(bench: HandoffBench, case: _Case, rounds: list[Round]) -> float:
+def _rate(bench: HandoffBench, case: _HandoffCase, rounds: list[Round]) -> float:
     return float(np.median([bench.handoffs / one[case.series("seconds")][0] for one in rounds]))
 
 
-def _latency(case: _Case, rounds: list[Round], percent: int) -> float:
+def _latency(case: _HandoffCase, rounds: list[Round], percent: int) -> float:
     return float(np.median([np.percentile(one[case.series("latencies")], percent) for one in rounds]))
 
 
-def _settings(bench: HandoffBench, case: _Case, rounds: list[Round]) -> dict[str, Setting]:
+def _settings(bench: HandoffBench, case: _HandoffCase, rounds: list[Round]) -> dict[str, Setting]:
     cpu = {f"{side}_cpu_us": _cpu_us(case, rounds, side) for side in ("source", "target")}
     return {**bench.described(), "concurrency": case.level, "integrity": case.integrity.value, **cpu}
 
 
-def _cpu_us(case: _Case, rounds: list[Round], side: str) -> float:
+def _cpu_us(case: _HandoffCase, rounds: list[Round], side: str) -> float:
     """Processor time of one side per hand-off."""
     return round(float(np.median([one[case.series(f"{side}_cpu")][0] for one in rounds])) * 1e6, 1)
 
 
-def _not_delivered(ends: list[End]) -> int:
+def _not_delivered(ends: list[HandoffEnd]) -> int:
     outcomes = Counter(end.outcome for end in ends)
     return outcomes.total() - outcomes[Outcome.DELIVERED.value]

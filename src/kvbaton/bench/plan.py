@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import head_range
+from kvbaton.engines.base import Progress
 from kvbaton.engines.sglang.environment import ensure_sglang
 from kvbaton.engines.vllm.setup.environment import ensure_environment
 from kvbaton.errors import ConfigError
@@ -33,9 +34,7 @@ __all__ = ["PlanBench", "ensure_plan_peers", "run_plan_bench"]
 
 _BLOCKS, _BLOCK_TOKENS, _HEADS, _HEAD_SIZE, _ELEMENT_BYTES = 4096, 16, 8, 128, 2
 _REPEATS = 5
-"""Everybody makes each plan so often at a turn: the first one after others had the processor is slower."""
-
-Say = Callable[[str], None]
+"""Each subject makes each plan so often at a turn: the first one after others had the processor is slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +63,27 @@ class PlanBench:
         return settings | {"block_tokens": _BLOCK_TOKENS, "heads": _HEADS} | peers
 
     def lists(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Two block lists in random order, the same for everybody."""
+        """Two block lists in random order, the same for every subject."""
         count = -(-self.tokens // _BLOCK_TOKENS)
         dice = random.Random(self.seed)
         return tuple(dice.sample(range(_BLOCKS), count)), tuple(dice.sample(range(_BLOCKS), count))
 
 
-def ensure_plan_peers(say: Say) -> tuple[Path, Path]:
+def ensure_plan_peers(progress: Progress) -> tuple[Path, Path]:
     """The interpreters that have vLLM and SGLang, installed first if need be. Raises LocalError."""
     directory = default_cache_dir()
-    return ensure_environment(directory, say).python, ensure_sglang(directory, say)
+    return ensure_environment(directory, progress).python, ensure_sglang(directory, progress)
 
 
-def run_plan_bench(bench: PlanBench, say: Say) -> BenchReport:
-    """Measure our plans and those of the peers that are there, in turns; `say` gets a line per step."""
+def run_plan_bench(bench: PlanBench, progress: Progress) -> BenchReport:
+    """Measure our plans and those of the peers that are there, in turns; `progress` gets a line per step."""
     with ExitStack() as opened:
         peers = {}
         for name, script, python in (("vLLM", "plan_vllm.py", bench.vllm), ("SGLang", "plan_sglang.py", bench.sglang)):
             if python is not None:
-                say(f"{name}: importing, this can take a minute")
+                progress(f"{name}: importing, this can take a minute")
                 peers[name] = opened.enter_context(PlanPeer(script, python, _question(bench)))
-        rounds, runs = _measure(bench, peers, say)
+        rounds, runs = _measure(bench, peers, progress)
     rows = []
     for title, kind, *_ in _CASES:
         beside: dict[str, dict[str, Setting]] = {
@@ -129,13 +128,15 @@ def _pair(bench: PlanBench, source_tp: int, target_tp: int, heads_major: bool) -
     return pair_layouts(_layout(bench, source_tp, 0, heads_major), _layout(bench, target_tp, 0, heads_major))
 
 
-def _measure(bench: PlanBench, peers: Mapping[str, PlanPeer], say: Say) -> tuple[dict[str, list[float]], dict[str, int]]:
+def _measure(
+    bench: PlanBench, peers: Mapping[str, PlanPeer], progress: Progress
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every round, ours by title and the peers' by name and kind; and how many runs ours have."""
     pairs = {title: _pair(bench, source_tp, target_tp, heads_major) for title, _, source_tp, target_tp, heads_major in _CASES}
     rounds: dict[str, list[float]] = defaultdict(list)
     runs = {title: _time_plan(bench, pair)[1] for title, pair in pairs.items()}
     for number in range(bench.rounds):
-        say(f"round {number + 1} of {bench.rounds}")
+        progress(f"round {number + 1} of {bench.rounds}")
         for title, pair in pairs.items():
             rounds[title] += [_time_plan(bench, pair)[0] for _ in range(_REPEATS)]
         for name, peer in peers.items():

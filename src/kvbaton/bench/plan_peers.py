@@ -29,7 +29,7 @@ class PlanPeer:
     def __init__(self, script: str, python: Path, ask: Mapping[str, object]) -> None:
         self._script = script
         self._python = python
-        self._said = b""
+        self._output = b""
         self.runs: dict[str, int] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -89,19 +89,19 @@ class PlanPeer:
     def _line(self, timeout_s: float) -> bytes:
         until = time.monotonic() + timeout_s
         output = self._process.stdout
-        while b"\n" not in self._said and output is not None:
+        while b"\n" not in self._output and output is not None:
             if not select.select([output], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise ConfigError(f"{self._script} has not answered in {timeout_s:g} s in {self._python}; leave it out")
             part = os.read(output.fileno(), 1 << 16)
             if not part:
                 raise self._failed()
-            self._said += part
-        line, _, self._said = self._said.partition(b"\n")
+            self._output += part
+        line, _, self._output = self._output.partition(b"\n")
         return line
 
     def _failed(self) -> ConfigError:
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"]
         return ConfigError(
             f"{self._script} failed in {self._python}: {lines[-1]}; name an interpreter that has the package, or leave it out"
         )

@@ -15,7 +15,7 @@ from kvbaton.errors import ConfigError
 __all__ = ["BenchReport", "BenchRow", "Setting", "check_can_plot", "describe_hardware"]
 
 Setting = str | int | float
-"""What a row or a report may say about its circumstances."""
+"""A value of the circumstances that a row or a report states."""
 
 _BLAS_THREADS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
 
@@ -34,7 +34,7 @@ class BenchRow(msgspec.Struct, frozen=True):
 class BenchReport(msgspec.Struct, frozen=True):
     """All rows of one benchmark; `rounds` holds every single measurement, by name, in the order taken.
 
-    `problems` says what a benchmark found that must not be, such as work that did not complete; empty when all is well.
+    `problems` states what a benchmark found that must not be, such as work that did not complete; empty when all is well.
     """
 
     rows: list[BenchRow]
@@ -67,7 +67,7 @@ def _cpu_model() -> str:
 
 
 def _blas_threads() -> int:
-    """Threads of the BLAS library that is loaded; 0 when it does not say."""
+    """Threads of the BLAS library that is loaded; 0 when that cannot be read."""
     loaded = {line.split()[-1] for line in _lines(Path("/proc/self/maps")) if "openblas" in line}
     for library in sorted(loaded):
         handle = ctypes.CDLL(library)

@@ -17,7 +17,7 @@ from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.errors import LocalError
-from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.local import kvbaton_command, new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.router_peers import RouterPeers, sglang_router_part, vllm_router_part
@@ -125,7 +125,7 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
             fleet = stack.enter_context(Fleet())
             instances = {kind: ports.pick() for kind in InstanceType}
             for kind, port in instances.items():
-                fleet.start(Part(kind.word, [str(tool.path), "serve", str(port)], f"http://127.0.0.1:{port}/health"))
+                fleet.start(FleetPart(kind.word, [str(tool.path), "serve", str(port)], f"http://127.0.0.1:{port}/health"))
             if contender.is_bare:
                 fleet.wait_healthy(_HEALTHY_S)
                 word = InstanceType.DECODE.word
@@ -145,22 +145,22 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
         yield found
 
 
-def _router(contender: Contender, peers: RouterPeers | None, port: int, discovery_port: int, ports: PortPicker) -> Part:
+def _router(contender: Contender, peers: RouterPeers | None, port: int, discovery_port: int, ports: PortPicker) -> FleetPart:
     if contender.processes:
         command = kvbaton_command("router", "--port", str(port), "--discovery-port", str(discovery_port))
         command += ["--processes", str(contender.processes)]
-        return Part("router", command, f"http://127.0.0.1:{port}/health", {CLUSTER_KEY_VARIABLE: _CLUSTER_KEY})
+        return FleetPart("router", command, f"http://127.0.0.1:{port}/health", {CLUSTER_KEY_VARIABLE: _CLUSTER_KEY})
     if peers is None:
         raise LocalError("the other routers are not installed")
     part = vllm_router_part(peers, port, discovery_port, ports.pick(), "--log-level", "error")
-    return Part("router", part.command, part.health_url)
+    return FleetPart("router", part.command, part.health_url)
 
 
-def _sglang_router(peers: RouterPeers | None, port: int, instances: dict[InstanceType, int], ports: PortPicker) -> Part:
+def _sglang_router(peers: RouterPeers | None, port: int, instances: dict[InstanceType, int], ports: PortPicker) -> FleetPart:
     if peers is None:
         raise LocalError("the other routers are not installed")
     part = sglang_router_part(peers, port, instances[InstanceType.PREFILL], instances[InstanceType.DECODE], ports.pick())
-    return Part("router", part.command, part.health_url)
+    return FleetPart("router", part.command, part.health_url)
 
 
 def _registration(kind: InstanceType, port: int, mode: TransferMode) -> Registration:

@@ -60,7 +60,7 @@ class ServeBench:
 
 
 @dataclass(frozen=True, slots=True)
-class _Servers:
+class _BenchServers:
     pair_url: str
     prefill_url: str
 
@@ -76,7 +76,7 @@ def run_serve_bench(bench: ServeBench, engine: EnginePlugin, progress: Progress)
     return BenchReport(_rows(bench, series), describe_hardware(), [series])
 
 
-def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, progress: Progress) -> _Servers:
+def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, progress: Progress) -> _BenchServers:
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     handoff = HandoffSettings(mode=mode)
@@ -88,10 +88,10 @@ def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, pr
     for part in parts:
         fleet.start(part)
     fleet.wait_healthy(engine.healthy_within_s)
-    return _Servers(f"http://127.0.0.1:{router_port}", parts[0].base_url)
+    return _BenchServers(f"http://127.0.0.1:{router_port}", parts[0].base_url)
 
 
-async def _measure(bench: ServeBench, mode: Mode, servers: _Servers, progress: Progress) -> Series:
+async def _measure(bench: ServeBench, mode: Mode, servers: _BenchServers, progress: Progress) -> Series:
     generator = random.Random(mode.value)
     taken: Series = {_handover(mode): [], _pair(mode): [], _alone(mode): []}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REQUEST_S)) as session:

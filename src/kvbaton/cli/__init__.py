@@ -1,1 +1,1 @@
-"""The `kvbaton` command. Nobody imports this room."""
+"""The `kvbaton` command. No other package imports this one."""

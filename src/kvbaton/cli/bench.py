@@ -84,7 +84,7 @@ def handoff(
     mode
         `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
     transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     tokens
         tokens per hand-off.
     integrity
@@ -136,7 +136,7 @@ def plan(
     layers
         layers of the model.
     rounds
-        how often everybody has a turn, of five plans each; medians are shown, all are kept.
+        how many turns each subject has, of five plans each; medians are shown, all are kept.
     peers
         measure vLLM and SGLang too; installed on first use (5 GB).
     vllm
@@ -188,7 +188,7 @@ def serve(
     model
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` tells what works here.
+        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     requests
         embedded: hand-overs that are measured per mode, one at a time.
     prompt_tokens
@@ -204,7 +204,7 @@ def serve(
     rounds
         how often the first token is measured with and without a hand-off, in turns.
     plot
-        other engines: file for a picture, drawn as .png and as .svg.
+        other engines: file for a plot, drawn as .png and as .svg.
     out
         file for the raw results (JSON).
     json
@@ -262,7 +262,7 @@ def router(
     peers
         measure vllm-router and sglang-router too; installed on first use.
     plot
-        file for a picture, drawn as .png and as .svg.
+        file for a plot, drawn as .png and as .svg.
     out
         file for the raw results (JSON).
     json
@@ -389,7 +389,7 @@ def _progress(line: str) -> None:
 
 
 def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None, json: bool) -> int:
-    """Keep the raw results, print, and tell how it went as an exit code."""
+    """Keep the raw results, print, and return the exit code."""
     document = _document(name, report, settings, out)
     if out is not None:
         out.write_bytes(document)

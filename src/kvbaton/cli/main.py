@@ -49,7 +49,7 @@ def make_app() -> App:
 def main() -> None:
     """Run one command and exit with its code; every failure is one clear line on standard error.
 
-    A mistake of our own is told with its traceback. It must not exit as Python does: 1 says that something was found.
+    A bug of our own is shown with its traceback. It must not exit as Python does: 1 means that something was found.
     """
     console = Console(stderr=True)
     try:

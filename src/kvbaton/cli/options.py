@@ -102,9 +102,9 @@ class LimitOptions:
     transfer_timeout
         seconds without progress after which a target gives a hand-off up.
     defer_timeout
-        seconds for which a source keeps finished blocks without a word from their target; more than `transfer_timeout`.
+        seconds for which a source keeps finished blocks without a message from their target; more than `transfer_timeout`.
     stop_timeout
-        seconds after which blocks whose peer does not say that it has stopped are fenced by stronger means.
+        seconds after which blocks whose peer does not confirm that it has stopped are fenced by stronger means.
     retry
         seconds after which a question without an answer is asked again.
     """

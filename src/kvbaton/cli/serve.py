@@ -102,7 +102,7 @@ def serve(
         port on which other instances reach this one.
     advertise_host
         host name or IP address under which others reach this instance; `host` when not given. Needed when `host` is
-        0.0.0.0 or ::, unless a router tells which of this machine's addresses it is.
+        0.0.0.0 or ::, unless a router finds out which of this machine's addresses it is.
     router
         discovery address (host:port) of a router to register with; may be repeated.
     transport

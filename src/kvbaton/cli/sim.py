@@ -74,7 +74,7 @@ def sim(
     if seed is not None and script is not None:
         raise ConfigError("--seed and --script each name one run; give one of them")
     if replay and seed is None and script is None:
-        raise ConfigError("--replay shows one run; say which with --seed or --script")
+        raise ConfigError("--replay shows one run; name it with --seed or --script")
     with _without_logs():
         if seed is not None or script is not None:
             campaign = _one(seed, script, plant, replay and not json)

@@ -69,10 +69,10 @@ def _run(pair: VerifiedPair, settings: VerifySettings) -> Report:
             del row
             progress.advance(task)
 
-        def say(line: str) -> None:
+        def show(line: str) -> None:
             console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
 
-        return run_verify(pair, settings, say, on_row)
+        return run_verify(pair, settings, show, on_row)
 
 
 def _print_json(report: Report) -> None:

@@ -2,7 +2,7 @@
 
 An engine is an `EnginePlugin`. Commands call it in this order, once per set-up:
 
-1. `check` the options of the prefill and of the decode instances. Nothing is installed or started yet; the answer says what
+1. `check` the options of the prefill and of the decode instances. Nothing is installed or started yet; the result has what
    clients have to know of the model.
 2. `prepare` one side: install, convert the model, whatever takes long and is done once. The answer is a `PreparedEngine`.
 3. `PreparedEngine.part` describes the process of one instance; `kvbaton.launch.fleet` starts it, waits for its health URL and
@@ -24,7 +24,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.handoff import AuxWay, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError
-from kvbaton.launch.fleet import Part
+from kvbaton.launch.fleet import FleetPart
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 
@@ -37,7 +37,7 @@ __all__ = [
     "PreparedEngine",
     "Progress",
     "Role",
-    "ServedModel",
+    "ModelFacts",
     "Support",
     "pair_parts",
 ]
@@ -92,7 +92,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ModelFacts:
     """What a client has to know of a model: its name, how many tokens prompt and answer may have, and its tokenizer."""
 
     name: str
@@ -140,7 +140,7 @@ class PreparedEngine(ABC):
     """One side of a set-up, ready to start as many instances as are asked for."""
 
     @abstractmethod
-    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """The process of one instance, on free loopback ports; it registers with `routers` (discovery addresses)."""
 
 
@@ -162,7 +162,7 @@ class EnginePlugin(ABC):
     """Whether answers carry the time of the hand-over: then `bench serve` measures it alone, not against one plain server."""
 
     @abstractmethod
-    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """Check what only this engine knows: the model, whether the two sides fit. Raises ConfigError or Incompatible.
 
         Called after `check_support`; installs and starts nothing.
@@ -203,7 +203,7 @@ class EnginePlugin(ABC):
 
 def pair_parts(
     prefill: PreparedEngine, decode: PreparedEngine, counts: tuple[int, int], ports: PortPicker, discovery_port: int
-) -> list[Part]:
+) -> list[FleetPart]:
     """So many prefill and decode instances, which register with the router of this machine at `discovery_port`."""
     routers = [f"127.0.0.1:{discovery_port}"]
     sides = (("prefill", prefill, counts[0]), ("decode", decode, counts[1]))

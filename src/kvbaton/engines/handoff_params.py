@@ -32,7 +32,7 @@ _DIGITS, _DIGITS_OF_LITTLE, _LITTLE_S = 6, 4, 1e-4
 
 @dataclass(frozen=True, slots=True)
 class HandoffInfo:
-    """What an instance tells about itself in its answers, so that a target finds it."""
+    """What an instance states about itself in its answers, so that a target finds it."""
 
     control_address: ControlAddress
     incarnation: Incarnation
@@ -98,25 +98,25 @@ def read_params(
 
 
 def size_doubt(params: KVTransferParams | None) -> str | None:
-    """What is odd about the size that a router says the other side has, and what to do; None when nothing is.
+    """What is odd about the size that a router claims for the other side, and what to do; None when nothing is.
 
     vllm-router takes it from its own options, not from what was registered.
     """
-    told = None if params is None else params.remote_dp_size
-    if told is None or told == 1:
+    claimed = None if params is None else params.remote_dp_size
+    if claimed is None or claimed == 1:
         return None
     return (
-        f"{_FIELD}.remote_dp_size: the router says that the other side has {told} data-parallel ranks, and every instance of"
+        f"{_FIELD}.remote_dp_size: the router claims {claimed} data-parallel ranks for the other side, and every instance of"
         " kvbaton has 1; start vllm-router with --intra-node-data-parallel-size 1"
     )
 
 
-def answer_params(wish: SourceParams, info: HandoffInfo) -> dict[str, object]:
+def answer_params(params: SourceParams, info: HandoffInfo) -> dict[str, object]:
     """What a source's answer carries for the request that goes to the target."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "transfer_id": wish.transfer_id,
+        "transfer_id": params.transfer_id,
         "remote_engine_id": info.incarnation,
         "remote_host": info.control_address.host,
         "remote_port": info.control_address.handshake,
@@ -148,7 +148,7 @@ def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | N
 
 
 def _source_address(params: KVTransferParams, request_id: str | None) -> ControlAddress:
-    told = _body_address(params)
+    stated = _body_address(params)
     try:
         embedded = parse_request_id(request_id)[0] if request_id else None
     except AddressError as error:
@@ -156,12 +156,12 @@ def _source_address(params: KVTransferParams, request_id: str | None) -> Control
     else:
         why = "there is no X-Request-Id header"
     if embedded is None:
-        if told is None:
+        if stated is None:
             raise _bad("remote_host", f"do_remote_prefill is true, but no source is named: {why}, and remote_host is missing")
-        return told
-    if told is not None and (told.host, told.handshake) != (embedded.host, embedded.handshake):
+        return stated
+    if stated is not None and (stated.host, stated.handshake) != (embedded.host, embedded.handshake):
         raise _bad(
-            "remote_host", f"names the source {told}, but X-Request-Id names {embedded}; send one of them, or equal ones"
+            "remote_host", f"names the source {stated}, but X-Request-Id names {embedded}; send one of them, or equal ones"
         )
     return embedded
 

@@ -27,7 +27,7 @@ from kvbaton.engines.embedded.submission import EngineClient
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.engines.instance import AgentSettings, ModelIdentity, announcer_of
 from kvbaton.errors import ConfigError
-from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 from kvbaton.observe.timelines import Timelines
 
@@ -68,14 +68,14 @@ class ModuleServers(PreparedEngine):
     options: EngineOptions
     module: str
 
-    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One instance on free loopback ports."""
         options, port, control_port = self.options, ports.pick(), ports.pick()
         facts = {"role": role, "model": options.model, "port": port, "control_port": control_port, "routers": list(routers)}
         facts |= {"transport": options.transport, "handoff": msgspec.to_builtins(options.handoff)}
         facts |= {"poison": options.controls.poison, "drop_writes": options.controls.drop_writes}
         url = f"http://{_HOST}:{port}"
-        return Part(
+        return FleetPart(
             name,
             [sys.executable, "-m", self.module, msgspec.json.encode(facts).decode()],
             f"{url}/health",

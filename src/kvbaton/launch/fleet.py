@@ -20,7 +20,7 @@ from types import TracebackType
 
 from kvbaton.errors import LocalError
 
-__all__ = ["Death", "Fleet", "Part", "core_share"]
+__all__ = ["Death", "Fleet", "FleetPart", "core_share"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
@@ -35,7 +35,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FleetPart:
     """One process to start: its name, its command line, and the URL that answers 200 when it is healthy."""
 
     name: str
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A part ended although nobody had asked it to."""
+    """A part ended by itself."""
 
     name: str
     pid: int
@@ -69,7 +69,7 @@ class Death:
 
 
 class Fleet:
-    """Starts parts, tells when they are healthy or dead, and ends them all on exit. `on_line` gets each line they print."""
+    """Starts parts, detects when they are healthy or dead, and ends them all on exit. `on_line` gets each line they print."""
 
     def __init__(self, on_line: Callable[[str, str], None] | None = None) -> None:
         self._on_line = on_line
@@ -82,7 +82,7 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    def start(self, part: Part) -> None:
+    def start(self, part: FleetPart) -> None:
         """Start one process; it dies with this one, however this one ends."""
         environment = {**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"}
         with _signals_wait():
@@ -116,10 +116,10 @@ class Fleet:
                     on_healthy(running.part.name)
             if waiting and time.monotonic() > give_up_at:
                 names = ", ".join(running.part.name for running in waiting)
-                said = "".join(
+                printed = "".join(
                     f"\n  {each.part.name}: {line}" for each in waiting for line in list(each.last_lines)[-_LATE_LINES:]
                 )
-                raise LocalError(f"not healthy after {timeout_s:g} s: {names}; their last lines:{said or ' none'}")
+                raise LocalError(f"not healthy after {timeout_s:g} s: {names}; their last lines:{printed or ' none'}")
             if waiting:
                 time.sleep(_POLL_S)
 
@@ -133,7 +133,7 @@ class Fleet:
         return None
 
     def stop(self) -> None:
-        """End every part, politely first, and wait until they are gone; removes the logs. Their last words are not told."""
+        """End every part, politely first, and wait until they are gone; removes the logs. Their last output is not shown."""
         for running in self._running:
             running.is_ending = True
             if running.process.poll() is None:
@@ -156,7 +156,7 @@ class Fleet:
 
 class _Running:
     def __init__(
-        self, part: Part, process: subprocess.Popen[str], log_path: Path, on_line: Callable[[str, str], None] | None
+        self, part: FleetPart, process: subprocess.Popen[str], log_path: Path, on_line: Callable[[str, str], None] | None
     ) -> None:
         self.part = part
         self.process = process
@@ -185,14 +185,14 @@ def _signals_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: heard.append(number)) for number in _ENDING}
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: received.append(number)) for number in _ENDING}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    for each in heard:
+    for each in received:
         signal.raise_signal(each)
 
 

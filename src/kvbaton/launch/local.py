@@ -7,7 +7,7 @@ import sys
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.core.addresses import in_url
-from kvbaton.launch.fleet import Part
+from kvbaton.launch.fleet import FleetPart
 
 __all__ = ["kvbaton_command", "new_cluster_key", "router_part"]
 
@@ -24,9 +24,9 @@ def kvbaton_command(*arguments: str) -> list[str]:
 
 def router_part(
     host: str, port: int, discovery_port: int, health_path: str = "/health", cluster_key: str | None = None
-) -> Part:
+) -> FleetPart:
     """A router for instances of this machine, of either mode: wherever it serves, registrations are only taken on loopback."""
     command = kvbaton_command("router", "--host", host, "--port", str(port))
     command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
     environment = {} if cluster_key is None else {CLUSTER_KEY_VARIABLE: cluster_key}
-    return Part("router", command, f"http://{in_url(host)}:{port}{health_path}", environment)
+    return FleetPart("router", command, f"http://{in_url(host)}:{port}{health_path}", environment)

@@ -23,7 +23,7 @@ class PortPicker:
         self._random = random.Random()
 
     def pick(self) -> int:
-        """A port that nobody listens on, on any address, and that was not handed out before."""
+        """A port that no process listens on, on any address, and that was not handed out before."""
         for _ in range(_TRIES):
             port = self._random.randint(_FIRST, _LAST)
             if port not in self._given and _is_free(port):
@@ -39,7 +39,7 @@ def check_port(port: int, option: str) -> None:
 
 
 def check_port_free(host: str, port: int, option: str) -> None:
-    """Raise ConfigError, naming `option`, when `port` is no port, or somebody listens on it."""
+    """Raise ConfigError, naming `option`, when `port` is no port, or another process listens on it."""
     check_port(port, option)
     try:
         _bind_once(host, port)
@@ -52,7 +52,7 @@ def check_port_free(host: str, port: int, option: str) -> None:
 
 
 def _is_free(port: int) -> bool:
-    """Whether every address of this host has it free: who listens on one of them hinders whoever wants all."""
+    """Whether every address of this host has it free: a listener on one of them prevents listening on all."""
     try:
         for host in _EVERYWHERE:
             _bind_once(host, port)

@@ -9,22 +9,22 @@ import aiohttp
 import msgspec
 
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
-from kvbaton.verify.compare import Answer
+from kvbaton.verify.compare import TokenAnswer
 
-__all__ = ["Reply", "ask"]
+__all__ = ["ServerReply", "ask"]
 
 _MAX_SHOWN = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ServerReply:
     """An answer, and what the server recorded about it (empty when it recorded nothing)."""
 
-    answer: Answer
+    answer: TokenAnswer
     record: dict[str, Any]
 
 
-async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tuple[int, ...], max_tokens: int) -> Reply:
+async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tuple[int, ...], max_tokens: int) -> ServerReply:
     """One greedy completion with logprobs; raises PeerError in words when the server does not give one."""
     body = {
         "model": model,
@@ -37,7 +37,7 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tupl
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
-                raise PeerError(f"HTTP {response.status}: {_said(await response.text())[:_MAX_SHOWN]}")
+                raise PeerError(f"HTTP {response.status}: {_error_text(await response.text())[:_MAX_SHOWN]}")
             document = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise PeerLost(f"{url}: {error or type(error).__name__}") from error
@@ -46,8 +46,8 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tupl
     return _read(document)
 
 
-def _said(text: str) -> str:
-    """What an error answer says: its kind and message, or its text when it has none."""
+def _error_text(text: str) -> str:
+    """The text of an error answer: its kind and message, or its text when it has none."""
     try:
         error = msgspec.json.decode(text)["error"]
         return f"{error['type']}: {error['message']}"
@@ -55,7 +55,7 @@ def _said(text: str) -> str:
         return text
 
 
-def _read(document: Any) -> Reply:
+def _read(document: Any) -> ServerReply:
     try:
         choice = document["choices"][0]
         logprobs = choice["logprobs"]
@@ -64,8 +64,8 @@ def _read(document: Any) -> Reply:
         gaps = tuple(_gap(candidates) for candidates in logprobs["top_logprobs"])
         if not len(tokens) == len(values) == len(gaps):
             raise ValueError(f"{len(tokens)} tokens, {len(values)} logprobs, {len(gaps)} lists of candidates")
-        answer = Answer(tokens, values, gaps, str(choice["finish_reason"]))
-        return Reply(answer, _record(document))
+        answer = TokenAnswer(tokens, values, gaps, str(choice["finish_reason"]))
+        return ServerReply(answer, _record(document))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ProtocolError(f"the answer has no logprobs in the expected form: {error!r}") from error
 

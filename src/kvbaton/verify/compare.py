@@ -1,4 +1,4 @@
-"""What "equal" means: the same tokens, and logprobs within 1e-3; near ties of the single instance are told apart."""
+"""What "equal" means: the same tokens, and logprobs within 1e-3; near ties of the single instance are counted apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-__all__ = ["TOLERANCE", "Answer", "Comparison", "Verdict", "compare"]
+__all__ = ["TOLERANCE", "TokenAnswer", "Comparison", "Verdict", "compare"]
 
 TOLERANCE = 1e-3
 
@@ -20,7 +20,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TokenAnswer:
     """One answer, token by token; `gaps` is the distance between the best two candidates at each position."""
 
     tokens: tuple[int, ...]
@@ -38,7 +38,7 @@ class Comparison:
     largest_difference: float = 0.0
 
 
-def compare(single: Answer, pair: Answer) -> Comparison:
+def compare(single: TokenAnswer, pair: TokenAnswer) -> Comparison:
     """Hold the pair's answer against the single instance's."""
     largest = 0.0
     for index, (ours, theirs) in enumerate(zip(single.tokens, pair.tokens, strict=False)):
@@ -58,7 +58,7 @@ def compare(single: Answer, pair: Answer) -> Comparison:
     return Comparison(Verdict.EQUAL, largest_difference=largest)
 
 
-def _other_token(single: Answer, index: int, ours: int, theirs: int, largest: float) -> Comparison:
+def _other_token(single: TokenAnswer, index: int, ours: int, theirs: int, largest: float) -> Comparison:
     detail = f"token {index}: {ours} alone, {theirs} handed off"
     if single.gaps[index] < TOLERANCE:
         return Comparison(Verdict.NEAR_TIE, f"{detail} (best two {single.gaps[index]:.6f} apart)", largest)

@@ -10,14 +10,14 @@ import aiohttp
 import msgspec
 
 from kvbaton.config import HandoffSettings
-from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, Progress, ServedModel, pair_parts
+from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
 from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.choose import check_writes
-from kvbaton.verify.client import Reply, ask
+from kvbaton.verify.client import ServerReply, ask
 from kvbaton.verify.compare import compare
 from kvbaton.verify.report import Report, RequestRow, make_report
 from kvbaton.verify.settings import VerifySettings
@@ -43,7 +43,7 @@ class VerifiedPair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Servers:
+class _VerifiedServers:
     pair_url: str
     single_url: str
     model: str
@@ -90,7 +90,7 @@ def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOption
     return prefill, decode
 
 
-def _longest_prompt(settings: VerifySettings, model: ServedModel, progress: Progress) -> int:
+def _longest_prompt(settings: VerifySettings, model: ModelFacts, progress: Progress) -> int:
     context = model.context_tokens
     if settings.max_tokens >= context:
         raise ConfigError(f"--max-tokens is {settings.max_tokens}; the context has {context} tokens, leave some to the prompt")
@@ -111,9 +111,9 @@ def _start(
     engine: EnginePlugin,
     sides: tuple[EngineOptions, EngineOptions],
     settings: VerifySettings,
-    model: ServedModel,
+    model: ModelFacts,
     progress: Progress,
-) -> _Servers:
+) -> _VerifiedServers:
     """Start everything and wait until it is healthy. The single instance is an uncut one of the prefill side."""
     prefill, decode = (replace(side, served_name=model.name) for side in sides)
     single = replace(prefill, shape="tp1")
@@ -125,11 +125,11 @@ def _start(
     for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):
         fleet.start(part)
     fleet.wait_healthy(engine.healthy_within_s)
-    return _Servers(f"http://127.0.0.1:{router_port}", alone.base_url, model.name)
+    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, model.name)
 
 
 async def _send_all(
-    servers: _Servers, prompts: list[tuple[int, ...]], settings: VerifySettings, on_row: Callable[[RequestRow], None]
+    servers: _VerifiedServers, prompts: list[tuple[int, ...]], settings: VerifySettings, on_row: Callable[[RequestRow], None]
 ) -> list[RequestRow]:
     gate = asyncio.Semaphore(settings.concurrency)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
@@ -146,7 +146,7 @@ async def _send_all(
 
 
 async def _send_one(
-    session: aiohttp.ClientSession, servers: _Servers, index: int, prompt: tuple[int, ...], max_tokens: int
+    session: aiohttp.ClientSession, servers: _VerifiedServers, index: int, prompt: tuple[int, ...], max_tokens: int
 ) -> RequestRow:
     single, pair = await asyncio.gather(
         ask(session, servers.single_url, servers.model, prompt, max_tokens),
@@ -156,13 +156,13 @@ async def _send_one(
     for reply in (single, pair):
         if isinstance(reply, BaseException) and not isinstance(reply, PeerError):
             raise reply
-    if isinstance(single, Reply) and isinstance(pair, Reply):
+    if isinstance(single, ServerReply) and isinstance(pair, ServerReply):
         return _row(index, prompt, single, pair)
     side, error = ("single instance", single) if isinstance(single, BaseException) else ("P/D pair", pair)
     return _failed_row(index, prompt, f"{side}: {error}")
 
 
-def _row(index: int, prompt: tuple[int, ...], single: Reply, pair: Reply) -> RequestRow:
+def _row(index: int, prompt: tuple[int, ...], single: ServerReply, pair: ServerReply) -> RequestRow:
     comparison = compare(single.answer, pair.answer)
     record = pair.record
     return RequestRow(

@@ -17,7 +17,7 @@ from kvbaton.config import OnFailure
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
-from kvbaton.verify.compare import Answer, Verdict, compare
+from kvbaton.verify.compare import TokenAnswer, Verdict, compare
 
 __all__ = ["Client", "Given", "Pair", "assert_equal", "is_near_tie", "prompt_of", "together"]
 
@@ -35,7 +35,7 @@ def prompt_of(length: int, seed: object = 0) -> list[int]:
 class Given:
     """What a server answered: tokens, and what it recorded of the hand-off."""
 
-    answer: Answer
+    answer: TokenAnswer
     record: dict[str, Any]
     params: dict[str, Any]
 
@@ -245,7 +245,7 @@ def _given(document: dict[str, Any]) -> Given:
     logprobs = choice["logprobs"]
     tokens = tuple(int(token.removeprefix("token_id:")) for token in logprobs["tokens"])
     gaps = [sorted(candidates.values(), reverse=True) for candidates in logprobs["top_logprobs"]]
-    answer = Answer(
+    answer = TokenAnswer(
         tokens,
         tuple(float(value) for value in logprobs["token_logprobs"]),
         tuple(each[0] - each[1] if len(each) > 1 else float("inf") for each in gaps),

@@ -26,7 +26,7 @@ from kvbaton.engines.vllm.setup.environment import VLLM_VERSION, ensure_environm
 from kvbaton.engines.vllm.setup.plugin import VllmPlugin
 from kvbaton.engines.vllm.setup.servers import VllmServers
 from kvbaton.errors import LocalError
-from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.installing import default_cache_dir
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
@@ -70,7 +70,7 @@ class ServerSpec:
 class Server:
     """One running server. `start` and `restart` wait until it is healthy; `hold` is the directory of the held connector."""
 
-    def __init__(self, part: Part, url: str, control_port: int, hold: Path) -> None:
+    def __init__(self, part: FleetPart, url: str, control_port: int, hold: Path) -> None:
         self.name = part.name
         self.url = url
         self.control_port = control_port

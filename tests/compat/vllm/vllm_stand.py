@@ -20,7 +20,7 @@ from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
-from kvbaton.verify.client import Reply, ask
+from kvbaton.verify.client import ServerReply, ask
 from watching import wait_until
 
 __all__ = ["DEFER_S", "LIMITS", "VllmStand", "both", "session", "stand", "together"]
@@ -89,7 +89,7 @@ def together(work: Callable[[aiohttp.ClientSession], Awaitable[_T]]) -> _T:
     return asyncio.run(run())
 
 
-async def both(opened: aiohttp.ClientSession, where: VllmStand, prompt: Sequence[int]) -> tuple[Reply, Reply]:
+async def both(opened: aiohttp.ClientSession, where: VllmStand, prompt: Sequence[int]) -> tuple[ServerReply, ServerReply]:
     """The same request to the single server and to the pair."""
     single = await ask(opened, where.pair.single.url, MODEL, tuple(prompt), 8)
     pair = await ask(opened, where.router, MODEL, tuple(prompt), 8)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.bench.bare.orders import BareSettings, Cancel, Check, Free, Hold, Lift, SetFaults
+from kvbaton.bench.bare.orders import BareSettings, CancelTask, Check, Free, Hold, Lift, SetFaults
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.bench.bare.relay import Load, Relay
 from kvbaton.core.handoff import Mode
@@ -87,7 +87,7 @@ def test_a_cancelled_task_gives_everything_back(relay: Relay) -> None:
     source, target = relay.processes
     relay.begin(load, source, target)
     relay.wait(lambda: source.gauges().held["cancelled"] == 3, "they stand", PATIENCE_S)
-    target.order(Cancel("cancelled"))
+    target.order(CancelTask("cancelled"))
     finish(relay, load)
     assert outcomes(relay, "cancelled") == {"cancelled"}
 

@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.bench.servers.asking import Alone, Answered, Asking, AtOnce, OneAfterTheOther, Prompt
+from kvbaton.bench.servers.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, OneAfterTheOther
 from kvbaton.errors import PeerLost, ProtocolError
 from kvbaton.launch.ports import PortPicker
 
-PROMPT = Prompt("m", (1, 2, 3), 4)
+PROMPT = AskedPrompt("m", (1, 2, 3), 4)
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e"}
 
 

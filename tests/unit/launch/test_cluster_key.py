@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvbaton.config import CLUSTER_KEY_VARIABLE, parse_trust
 from kvbaton.engines.base import EngineOptions, pair_parts
 from kvbaton.engines.embedded.plugin import EmbeddedServers
-from kvbaton.launch.fleet import Part
+from kvbaton.launch.fleet import FleetPart
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
 
@@ -16,7 +16,7 @@ def _options() -> EngineOptions:
     return EngineOptions("tiny", "local", 3)
 
 
-def _parts(options: EngineOptions, count: int = 1) -> list[Part]:
+def _parts(options: EngineOptions, count: int = 1) -> list[FleetPart]:
     side = EmbeddedServers(options)
     return pair_parts(side, side, (count, count), PortPicker(), 12000)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton.errors import LocalError
 from kvbaton.launch import fleet as fleet_module
-from kvbaton.launch.fleet import Death, Fleet, Part, core_share
+from kvbaton.launch.fleet import Death, Fleet, FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 from watching import descendants, is_running, wait_until
 
@@ -33,11 +33,11 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 NOBODY = "http://127.0.0.1:9/health"
 
 
-def _part(name: str, code: str, *arguments: str, health_url: str = NOBODY) -> Part:
-    return Part(name, [sys.executable, "-c", code, *arguments], health_url)
+def _part(name: str, code: str, *arguments: str, health_url: str = NOBODY) -> FleetPart:
+    return FleetPart(name, [sys.executable, "-c", code, *arguments], health_url)
 
 
-def _server(name: str, status: int = 200) -> Part:
+def _server(name: str, status: int = 200) -> FleetPart:
     port = PortPicker().pick()
     return _part(name, SERVE, str(port), str(status), health_url=f"http://127.0.0.1:{port}/health")
 
@@ -195,7 +195,7 @@ def test_a_part_gets_its_environment() -> None:
     lines: list[str] = []
     code = "import os; print(os.environ['GREETING'], os.environ.get('PATH') is not None)"
     with Fleet(lambda _name, line: lines.append(line)) as fleet:
-        fleet.start(Part("env", [sys.executable, "-c", code], NOBODY, {"GREETING": "hello"}))
+        fleet.start(FleetPart("env", [sys.executable, "-c", code], NOBODY, {"GREETING": "hello"}))
         wait_until(lambda: bool(lines), "a line")
     assert lines == ["hello True"]
 
@@ -204,9 +204,9 @@ def test_parts_die_when_this_process_is_killed() -> None:
     parent_code = textwrap.dedent(
         f"""
         import sys, time
-        from kvbaton.launch.fleet import Fleet, Part
+        from kvbaton.launch.fleet import Fleet, FleetPart
         fleet = Fleet()
-        fleet.start(Part("child", [sys.executable, "-c", {SLEEP!r}], {NOBODY!r}))
+        fleet.start(FleetPart("child", [sys.executable, "-c", {SLEEP!r}], {NOBODY!r}))
         print(fleet.pid("child"), fleet.log_directory, flush=True)
         time.sleep(600)
         """

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from kvbaton.verify.compare import TOLERANCE, Answer, Verdict, compare
+from kvbaton.verify.compare import TOLERANCE, TokenAnswer, Verdict, compare
 
 FAR = 1.0
 
 
-def _answer(*tokens: int, logprob: float = -1.0, gap: float = FAR, finish: str = "length") -> Answer:
-    return Answer(tokens, (logprob,) * len(tokens), (gap,) * len(tokens), finish)
+def _answer(*tokens: int, logprob: float = -1.0, gap: float = FAR, finish: str = "length") -> TokenAnswer:
+    return TokenAnswer(tokens, (logprob,) * len(tokens), (gap,) * len(tokens), finish)
 
 
 def test_the_tolerance_is_the_promised_one() -> None:
@@ -64,19 +64,19 @@ def test_a_tie_that_is_not_near_is_different(gap: float) -> None:
 
 
 def test_only_the_gap_at_the_first_other_token_counts() -> None:
-    single = Answer((1, 2, 3), (-1.0,) * 3, (0.0, FAR, 0.0))
+    single = TokenAnswer((1, 2, 3), (-1.0,) * 3, (0.0, FAR, 0.0))
     assert compare(single, _answer(1, 9, 9)).verdict is Verdict.DIFFERENT
 
 
 def test_the_comparison_stops_at_a_near_tie() -> None:
     single = _answer(1, 2, 3, gap=0.0)
-    pair = Answer((1, 9), (-1.0, -50.0), (FAR, FAR), "stop")
+    pair = TokenAnswer((1, 9), (-1.0, -50.0), (FAR, FAR), "stop")
     assert compare(single, pair).verdict is Verdict.NEAR_TIE
 
 
 def test_a_near_tie_does_not_excuse_an_earlier_logprob() -> None:
-    single = Answer((1, 2), (-1.0, -1.0), (0.0, 0.0))
-    pair = Answer((1, 9), (-2.0, -1.0), (FAR, FAR))
+    single = TokenAnswer((1, 2), (-1.0, -1.0), (0.0, 0.0))
+    pair = TokenAnswer((1, 9), (-2.0, -1.0), (FAR, FAR))
     assert compare(single, pair).verdict is Verdict.DIFFERENT
 
 

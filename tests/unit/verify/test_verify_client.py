@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
 from kvbaton.launch.ports import PortPicker
-from kvbaton.verify.client import Reply, ask
+from kvbaton.verify.client import ServerReply, ask
 
 
 def _document(**logprobs: Any) -> dict[str, Any]:
@@ -24,10 +24,10 @@ def _document(**logprobs: Any) -> dict[str, Any]:
     return {"choices": [{"finish_reason": "length", "logprobs": fields | logprobs}], "kvbaton": {"handed_off": True}}
 
 
-def _ask(status: int, body: bytes) -> tuple[Reply, dict[str, Any]]:
+def _ask(status: int, body: bytes) -> tuple[ServerReply, dict[str, Any]]:
     """The reply to what a server answers, and what that server was sent."""
 
-    async def run() -> tuple[Reply, dict[str, Any]]:
+    async def run() -> tuple[ServerReply, dict[str, Any]]:
         sent: dict[str, Any] = {}
 
         async def handle(request: web.Request) -> web.Response:

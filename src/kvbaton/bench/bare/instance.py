@@ -1,4 +1,4 @@
-"""A bare instance: real driver, sockets and transport over tagged pages, told by its parent what to hand off."""
+"""A bare instance: real driver, sockets and transport over tagged pages, ordered by its parent to hand off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbaton.bench.bare.orders import (
     Ask,
     BareSettings,
     Begin,
-    Cancel,
+    CancelTask,
     Ended,
     Free,
     Gauges,
@@ -30,7 +30,7 @@ from kvbaton.bench.bare.orders import (
 )
 from kvbaton.bench.bare.pages import TaggedPages
 from kvbaton.bench.bare.pool import BarePool
-from kvbaton.bench.bare.tasks import Books, SourceTask, TargetTask
+from kvbaton.bench.bare.tasks import BareBooks, SourceTask, TargetTask
 from kvbaton.engines.instance import AgentSettings, ModelIdentity, new_incarnation, open_driver
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
@@ -45,8 +45,8 @@ _COMPUTED_PER_TURN = 4
 class BareInstance:
     """The engine's part without an engine. One thread calls it; `news` is called from the driver's, when there are events."""
 
-    def __init__(self, settings: BareSettings, tell: Callable[[Report], None], news: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, settings: BareSettings, send: Callable[[Report], None], news: Callable[[], None]) -> None:
+        self._send = send
         self._shape = settings.shape
         self._incarnation = new_incarnation()
         pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
@@ -67,24 +67,24 @@ class BareInstance:
             sockets=self._muted,
             transport=self._holding,
         )
-        self._books = Books(pages, BarePool(settings.blocks), self._driver)
+        self._books = BareBooks(pages, BarePool(settings.blocks), self._driver)
         self._sources: dict[str, SourceTask] = {}
         self._targets: dict[str, TargetTask] = {}
-        self._told_offers: dict[str, int] = {}
+        self._reported_offers: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start the driver, and say so."""
+        """Start the driver, and report it."""
         self._driver.start()
-        self._tell(Here(str(self._driver.address), self._incarnation, os.getpid()))
+        self._send(Here(str(self._driver.address), self._incarnation, os.getpid()))
 
     def close(self) -> None:
-        """Stop in good order: give up what is live, tell the peers, and report how it all ended."""
+        """Stop in good order: cancel what is live, notify the peers, and report how each hand-off ended."""
         self._driver.close()
         self._take_events()
         self._report()
 
     def take(self, order: Order) -> None:
-        """Do as told."""
+        """Carry out an order."""
         match order:
             case Begin():
                 self._begin(order)
@@ -92,7 +92,7 @@ class BareInstance:
                 self._targets[order.task].offered = order.count
             case Lift():
                 self._lift(order.task)
-            case Cancel():
+            case CancelTask():
                 self._task(order.task).cancel()
             case Halt():
                 self._task(order.task).halt()
@@ -101,10 +101,10 @@ class BareInstance:
             case SetFaults():
                 self._go_wrong(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
             case Ask():
-                self._tell(self._gauges(order.number))
+                self._send(self._gauges(order.number))
 
     def work(self) -> bool:
-        """Take what the agents tell, begin and compute what is due, report; whether there is more to compute at once."""
+        """Take the events of the agents, begin and compute what is due, report; whether there is more to compute at once."""
         self._take_events()
         more = False
         for source in self._sources.values():
@@ -162,13 +162,13 @@ class BareInstance:
 
     def _report(self) -> None:
         for name, source in self._sources.items():
-            if source.offered != self._told_offers.get(name):
-                self._told_offers[name] = source.offered
-                self._tell(Offered(name, source.offered))
+            if source.offered != self._reported_offers.get(name):
+                self._reported_offers[name] = source.offered
+                self._send(Offered(name, source.offered))
         for task in (*self._sources.values(), *self._targets.values()):
             if task.ends:
                 ends, task.ends = task.ends, []
-                self._tell(Ended(task.task.name, ends, self._books.pool.in_use))
+                self._send(Ended(task.task.name, ends, self._books.pool.in_use))
 
     def _gauges(self, number: int) -> Gauges:
         tasks = {**self._sources, **self._targets}

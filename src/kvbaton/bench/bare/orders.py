@@ -1,4 +1,4 @@
-"""What a bare instance and the process that started it exchange: orders one way, reports the other, each a frame."""
+"""What a bare instance and the process that started it exchange: orders to the instance, reports from it, one per frame."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = [
     "Ask",
     "BareSettings",
     "Begin",
-    "Cancel",
+    "CancelTask",
     "Check",
-    "End",
+    "HandoffEnd",
     "Ended",
     "Free",
     "Gauges",
@@ -28,16 +28,12 @@ __all__ = [
     "Order",
     "Report",
     "SetFaults",
-    "Side",
     "Task",
 ]
 
-Side = str
-"""`source` or `target`."""
-
 
 class BareSettings(msgspec.Struct, frozen=True):
-    """Everything that a bare instance is told when it is started."""
+    """Everything that a bare instance is started with."""
 
     blocks: int
     most_tokens: int
@@ -52,7 +48,7 @@ class BareSettings(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Where the hand-offs of a task stand still until the hold is lifted.
 
-    spans:  a source tells so many spans and then pauses (None: it goes on to the offer)
+    spans:  a source announces so many spans and then pauses (None: it goes on to the offer)
     pulls:  whether a target goes on from expecting a source to asking for the cache
     muted:  messages of these kinds (their tags) are swallowed before they leave
     stalls: copies that a target posts do not complete
@@ -82,12 +78,13 @@ CHECK_ALL = Check()
 class Task(msgspec.Struct, frozen=True):
     """Hand-offs `name`-0 to `name`-(count-1) of `tokens` tokens each, at most `in_flight` at a time.
 
-    A source with `waits` tells nothing of a push before it has the grant. `source` is the control address that a target
+    A source with `waits` announces nothing of a push before it has the grant. `source` is the control address that a target
     dials.
     """
 
     name: str
-    side: Side
+    side: str
+    """`source` or `target`."""
     mode: Mode
     count: int
     in_flight: int
@@ -106,7 +103,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """The first `count` hand-offs of a task are offered. Told by a source; in pull its target waits for it, as for a router."""
+    """The first `count` hand-offs of a task are offered. A source reports it; in pull its target waits for it."""
 
     task: str
     count: int
@@ -118,7 +115,7 @@ class Lift(msgspec.Struct, frozen=True, tag="lift"):
     task: str
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class CancelTask(msgspec.Struct, frozen=True, tag="cancel"):
     """Give all live hand-offs of a task up."""
 
     task: str
@@ -144,12 +141,12 @@ class SetFaults(msgspec.Struct, frozen=True, tag="set_faults"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Tell the gauges; the answer has the same number."""
+    """Report the gauges; the answer has the same number."""
 
     number: int
 
 
-Order = Begin | Offered | Lift | Cancel | Halt | Free | SetFaults | Ask
+Order = Begin | Offered | Lift | CancelTask | Halt | Free | SetFaults | Ask
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -160,7 +157,7 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
     pid: int
 
 
-class End(msgspec.Struct, frozen=True, array_like=True):
+class HandoffEnd(msgspec.Struct, frozen=True, array_like=True):
     """One side of one hand-off is over: how, why, when by its own clock, and how long after it was begun."""
 
     index: int
@@ -174,7 +171,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """Hand-offs that are over since the last report, and the blocks that are still in use in the whole instance."""
 
     task: str
-    ends: list[End]
+    ends: list[HandoffEnd]
     blocks_in_use: int
 
 

@@ -1,4 +1,4 @@
-"""A synthetic cache whose every word says what it belongs to, so that a foreign, missing or stale byte shows."""
+"""A synthetic cache in which every word identifies its hand-off and place, so that a foreign, missing or stale byte shows."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TaggedPages:
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
 
     def poison(self, blocks: BlockLists) -> None:
-        """Fill blocks with a pattern that belongs to nobody."""
+        """Fill blocks with a pattern that belongs to no hand-off."""
         self.data[:, :, np.asarray(blocks[0], np.intp)] = POISON
 
     def write(self, key: HandoffKey, blocks: BlockLists, span: Span) -> None:

@@ -20,7 +20,7 @@ class BarePool:
 
     @property
     def in_use(self) -> int:
-        """Blocks that somebody has."""
+        """Blocks that are taken."""
         return self.total - len(self._free)
 
     def take(self, count: int) -> BlockLists | None:

@@ -110,7 +110,7 @@ class BareProcess:
         return self._process.wait(timeout_s)
 
     def end(self) -> None:
-        """End the process: its channel closes, and if that does not help it is killed."""
+        """HandoffEnd the process: its channel closes, and if that does not help it is killed."""
         self._channel.close()
         try:
             self._process.wait(_END_S)

@@ -1,4 +1,4 @@
-"""What a router is to real instances: begins hand-offs on both sides, tells targets what is offered, hears how all ended."""
+"""What a router is to real instances: begins hand-offs on both sides, forwards offers to targets, collects how each ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvbaton.bench.bare.orders import CHECK_ALL, NO_HOLD, Begin, Check, End, Ended, Hold, Offered, Task
+from kvbaton.bench.bare.orders import CHECK_ALL, NO_HOLD, Begin, Check, Ended, HandoffEnd, Hold, Offered, Task
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import LocalError
@@ -55,7 +55,7 @@ class Relay:
     """Stands between bare instances; one thread calls it. `ends` are by task and instance, in the order in which they came."""
 
     processes: Sequence[BareProcess]
-    ends: dict[tuple[str, str], list[End]] = field(default_factory=dict)
+    ends: dict[tuple[str, str], list[HandoffEnd]] = field(default_factory=dict)
     blocks_in_use: dict[str, int] = field(default_factory=dict)
     _waiting: dict[str, BareProcess] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Relay:
         for process in select.select(running, [], [], timeout_s)[0] if running else ():
             process.take()
         for process in self.processes:
-            self._hear(process)
+            self._take_reports(process)
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Go on until `condition` holds. Raises LocalError, with `what`, when it does not in time."""
@@ -85,7 +85,7 @@ class Relay:
                 raise LocalError(f"not within {timeout_s:g} s: {what}; ended so far: {so_far}")
             self.turn()
 
-    def _hear(self, process: BareProcess) -> None:
+    def _take_reports(self, process: BareProcess) -> None:
         reports, process.reports = process.reports, []
         for report in reports:
             if isinstance(report, Offered) and report.task in self._waiting:

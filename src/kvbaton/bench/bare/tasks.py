@@ -8,19 +8,19 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvbaton.agent.engine_port import Allocation, Granted, HandoffPort, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.bench.bare.orders import NO_HOLD, End, Task
+from kvbaton.bench.bare.orders import NO_HOLD, HandoffEnd, Task
 from kvbaton.bench.bare.pages import TaggedPages, spans_of
 from kvbaton.bench.bare.pool import BarePool
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode, Outcome, TransferId
 
-__all__ = ["Books", "SourceTask", "TargetTask"]
+__all__ = ["BareBooks", "SourceTask", "TargetTask"]
 
 _PROMPT = "prompt of "
 
 
 @dataclass(slots=True)
-class Books:
+class BareBooks:
     """What all tasks of an instance share: memory, pool, agents, and what was counted."""
 
     pages: TaggedPages
@@ -38,13 +38,13 @@ class _Live:
 
 
 @dataclass
-class _Task:
+class _BareTask:
     """What both kinds have in common: which hand-offs are live, and which are over and not reported yet."""
 
     task: Task
-    books: Books
+    books: BareBooks
     live: dict[HandoffKey, _Live] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
+    ends: list[HandoffEnd] = field(default_factory=list)
     next_index: int = 0
 
     @property
@@ -78,14 +78,14 @@ class _Task:
     def _end(self, key: HandoffKey, outcome: Outcome, reason: str) -> _Live:
         live = self.live.pop(key)
         now = time.monotonic()
-        self.ends.append(End(live.index, outcome.value, reason, now, now - live.begun_at))
+        self.ends.append(HandoffEnd(live.index, outcome.value, reason, now, now - live.begun_at))
         return live
 
 
-class SourceTask(_Task):
+class SourceTask(_BareTask):
     """Computes and offers hand-offs, in the order in which they were granted (push) or begun (pull)."""
 
-    def __init__(self, task: Task, books: Books) -> None:
+    def __init__(self, task: Task, books: BareBooks) -> None:
         super().__init__(task, books)
         self._spans = spans_of(books.pages.shape, task.tokens, task.chunk_tokens)
         self._ready: deque[HandoffKey] = deque()
@@ -118,10 +118,10 @@ class SourceTask(_Task):
 
     def lift(self) -> None:
         """Go on with what pauses."""
-        told, self._hold = self._hold.spans or 0, NO_HOLD
+        announced, self._hold = self._hold.spans or 0, NO_HOLD
         while self._paused:
             if (key := self._paused.popleft()) in self.live:
-                self._compute(key, told)
+                self._compute(key, announced)
 
     def on_granted(self, event: Granted) -> None:
         """A target has blocks: its turn will come."""
@@ -133,10 +133,10 @@ class SourceTask(_Task):
         if event.key in self.live:
             self.books.pool.give(self._end(event.key, event.outcome, event.reason).blocks)
 
-    def _compute(self, key: HandoffKey, told: int) -> None:
+    def _compute(self, key: HandoffKey, announced: int) -> None:
         blocks, port = self.live[key].blocks, self.books.port
         limit = self._hold.spans
-        for span in itertools.islice(self._spans, told, limit):
+        for span in itertools.islice(self._spans, announced, limit):
             self.books.pages.write(key, blocks, span)
             if self.task.mode is Mode.PUSH:
                 port.spans_ready(key, blocks, (span,))
@@ -147,10 +147,10 @@ class SourceTask(_Task):
         self.offered += 1
 
 
-class TargetTask(_Task):
+class TargetTask(_BareTask):
     """Asks for hand-offs into poisoned blocks and checks what has landed."""
 
-    def __init__(self, task: Task, books: Books) -> None:
+    def __init__(self, task: Task, books: BareBooks) -> None:
         super().__init__(task, books)
         self._source: ControlAddress = ControlAddress.parse(task.source)
         self._hold = task.hold

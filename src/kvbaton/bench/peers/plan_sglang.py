@@ -72,7 +72,7 @@ def _manager(kind: Any, ask: dict[str, Any], counted: list[int]) -> Any:
 
 
 def _plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
-    """The plan of all layers with equal and with halved tensor parallelism; each says how many runs it has made."""
+    """The plan of all layers with equal and with halved tensor parallelism; each returns how many runs it has made."""
     import numpy as np
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 

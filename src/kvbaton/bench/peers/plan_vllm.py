@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 def _plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
-    """The plan of all layers with equal tensor parallelism; it says how many runs it has made."""
+    """The plan of all layers with equal tensor parallelism; it returns how many runs it has made."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_layout import compute_block_transfer_offsets
     from vllm.v1.kv_cache_interface import FullAttentionSpec

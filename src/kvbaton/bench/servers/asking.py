@@ -17,14 +17,14 @@ import aiohttp
 
 from kvbaton.errors import PeerLost, ProtocolError
 
-__all__ = ["Alone", "Answered", "Asking", "AtOnce", "OneAfterTheOther", "Prompt"]
+__all__ = ["Alone", "Answered", "Asking", "AtOnce", "OneAfterTheOther", "AskedPrompt"]
 
 _FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class AskedPrompt:
     """What is asked: the same tokens of every variant."""
 
     model: str
@@ -51,7 +51,7 @@ class Answered:
 class Asking(Protocol):
     """How a variant is asked."""
 
-    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+    async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         """Ask, and read the whole answer. Raises PeerError when there is none."""
 
 
@@ -61,7 +61,7 @@ class Alone:
 
     url: str
 
-    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+    async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         """Ask it."""
         return await _stream(session, self.url, prompt.body(), time.perf_counter())
 
@@ -73,7 +73,7 @@ class OneAfterTheOther:
     prefill: str
     decode: str
 
-    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+    async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         """Ask both in turn."""
         began = time.perf_counter()
         transfer_id = f"tx-{uuid.uuid4().hex}"
@@ -95,7 +95,7 @@ class AtOnce:
     decode: str
     source: Mapping[str, Any] = field(default_factory=dict)
 
-    async def ask(self, session: aiohttp.ClientSession, prompt: Prompt) -> Answered:
+    async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         """Ask both together."""
         began = time.perf_counter()
         transfer_id = f"tx-{uuid.uuid4().hex}"

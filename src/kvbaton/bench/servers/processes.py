@@ -51,7 +51,7 @@ class Processes:
         return sum(seconds for _, seconds in self._members())
 
     def pause(self) -> None:
-        """Let them stand still, so that whoever spins or beats disturbs nobody else's measurement."""
+        """Pause them, so that one that spins or sends heartbeats does not disturb the measurement of another."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -74,6 +74,6 @@ class Processes:
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can have without anybody being pushed out."""
+    """Memory that new processes can have without pushing others out."""
     lines = (_PROC / "meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from kvbaton.bench.report import BenchReport, Setting, describe_hardware
-from kvbaton.bench.servers.asking import Prompt
+from kvbaton.bench.servers.asking import AskedPrompt
 from kvbaton.bench.servers.processes import available_memory_bytes
 from kvbaton.bench.servers.rows import Round, name_of, rows_of
 from kvbaton.bench.servers.variants import SINGLE, Variant, Variants
@@ -203,9 +203,9 @@ class _Measurement:
         ours = [key for key in self._answers if key[2] in self._bench.ours]
         return sum(self._answers[key] != self._answers[key[0], key[1], SINGLE] for key in ours)
 
-    def _prompt(self, index: int, length: int) -> Prompt:
+    def _prompt(self, index: int, length: int) -> AskedPrompt:
         generator = random.Random(f"{index} {length}")
-        return Prompt(_SERVED, tuple(generator.choices(_TOKEN_IDS, k=length)), self._bench.max_tokens)
+        return AskedPrompt(_SERVED, tuple(generator.choices(_TOKEN_IDS, k=length)), self._bench.max_tokens)
 
     def _line(self, taken: Round) -> str:
         parts = []

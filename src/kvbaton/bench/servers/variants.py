@@ -16,7 +16,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import EngineOptions, EnginePlugin, Progress
 from kvbaton.errors import KVBatonError, PeerLost, ProtocolError
-from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.ports import PortPicker
 from kvbaton.observe.records import InstanceRecord
 from kvbaton.observe.transfer_report import HandoffReport, SideAnswer, build_report
@@ -76,7 +76,7 @@ class Variants:
         reports = (prefill.handoffs_address, decode.handoffs_address)
         return self._start(name, parts, asking, reports if all(reports) else None)
 
-    def _start(self, name: str, parts: list[Part], asking: Asking, reports: tuple[str, str] | None = None) -> Variant:
+    def _start(self, name: str, parts: list[FleetPart], asking: Asking, reports: tuple[str, str] | None = None) -> Variant:
         self._progress(f"starting {name}: {len(parts)} server{'s' if len(parts) > 1 else ''}; {self._engine.start_notice}")
         fleet = self._kept.enter_context(Fleet())
         for part in parts:

@@ -16,9 +16,9 @@ from kvbaton.engines.base import (
     CommandRequest,
     EngineOptions,
     EnginePlugin,
+    ModelFacts,
     PreparedEngine,
     Progress,
-    ServedModel,
     Support,
 )
 from kvbaton.engines.embedded.lacks import check_lacks
@@ -30,7 +30,7 @@ from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.engines.instance import ModelIdentity, instance_card
 from kvbaton.errors import ConfigError
-from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker
 
@@ -47,7 +47,7 @@ class EmbeddedPlugin(EnginePlugin):
     support = Support(controls=("drop_writes", "drop", "lacks"), shapes=True, cache_dtypes=CACHE_DTYPES)
     reports_handover = True
 
-    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """Models that cannot be cut as asked, sides that do not fit, controls that would leave out nothing."""
         check_drop(prefill.controls.drop)
         check_lacks(decode.controls.lacks)
@@ -57,7 +57,7 @@ class EmbeddedPlugin(EnginePlugin):
         else:
             _check_whole(prefill, decode)
         _check_lacks_something(loaded, decode)
-        return ServedModel(loaded.name, loaded.config.context_tokens, loaded.tokenizer.encode)
+        return ModelFacts(loaded.name, loaded.config.context_tokens, loaded.tokenizer.encode)
 
     def prepare(self, options: EngineOptions, progress: Progress) -> EmbeddedServers:
         """Nothing has to be done."""
@@ -77,7 +77,7 @@ class EmbeddedServers(PreparedEngine):
 
     options: EngineOptions
 
-    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One instance on free loopback ports."""
         options = self.options
         port, control_port = ports.pick(), ports.pick()
@@ -91,7 +91,7 @@ class EmbeddedServers(PreparedEngine):
         command += [*_serve_arguments(options), *options.arguments]
         url = f"http://{_HOST}:{port}"
         environment = core_share(options.sharing) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
-        return Part(
+        return FleetPart(
             name,
             command,
             f"{url}/health",

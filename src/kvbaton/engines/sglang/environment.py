@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+from kvbaton.engines.base import Progress
 from kvbaton.errors import LocalError
 from kvbaton.launch.installing import alone, run_logged, torch_for_cpus
 
@@ -30,19 +30,19 @@ _NEEDED = (
 _WITHOUT_WHAT_THEY_NEED = ("torchvision==0.28.0", "triton==3.7.0")
 
 
-def ensure_sglang(directory: Path, say: Callable[[str], None], version: str = SGLANG_VERSION) -> Path:
+def ensure_sglang(directory: Path, progress: Progress, version: str = SGLANG_VERSION) -> Path:
     """The interpreter of the environment in `directory`, installed there first if need be. Raises LocalError."""
     home = directory / f"sglang-{version}-py{sys.version_info.major}{sys.version_info.minor}"
     home.mkdir(parents=True, exist_ok=True)
     with alone(home / "lock", "installing SGLang", _LIMIT_S):
         if not (home / "installed").exists():
-            say(f"installing SGLang {version} in {home} ({_SIZE_AND_TIME})")
-            _install(home, version, say)
+            progress(f"installing SGLang {version} in {home} ({_SIZE_AND_TIME})")
+            _install(home, version, progress)
             (home / "installed").touch()
     return home / "venv" / "bin" / "python"
 
 
-def _install(home: Path, version: str, say: Callable[[str], None]) -> None:
+def _install(home: Path, version: str, progress: Progress) -> None:
     shutil.rmtree(home / "venv", ignore_errors=True)
     pip = [str(home / "venv" / "bin" / "python"), "-m", "pip"]
     wheels = home / "wheels"
@@ -54,7 +54,7 @@ def _install(home: Path, version: str, say: Callable[[str], None]) -> None:
         "installing torchvision and triton": [*pip, "install", "--no-deps", *_WITHOUT_WHAT_THEY_NEED],
     }
     for what, command in steps.items():
-        say(f"  {what}")
+        progress(f"  {what}")
         run_logged(command, home / "install.log", what, _LIMIT_S)
     found = sorted(wheels.glob(f"sglang-{version}-*.whl"))
     if not found:

@@ -67,7 +67,7 @@ class _Handshake(KVConnectorHandshakeMetadata):
 
 
 class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half of kvbaton in vLLM: in the scheduler process it turns what vLLM says into orders, in the worker it obeys."""
+    """One half of kvbaton in vLLM: the scheduler process turns the calls of vLLM into orders, the worker carries them out."""
 
     instance_class = WorkerInstance
     _cache_hit_source = _hit_source()
@@ -156,7 +156,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVBatonStats:
-        """Statistics from what `get_kv_connector_stats` told."""
+        """Statistics from what `get_kv_connector_stats` returned."""
         return KVBatonStats(data=data or {})
 
     @classmethod
@@ -167,7 +167,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         return KVBatonMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> _WorkerMetadata | None:
-        """What the scheduler half is told beside the ids."""
+        """What the scheduler half receives beside the ids."""
         report, self._report = self._report, StepReport()
         return _WorkerMetadata(report) if report else None
 
@@ -176,7 +176,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], _Handshake]) -> None:
         """Learn where the worker listens. Keys are (pp rank, tp rank)."""
         if set(metadata) != {(0, 0)}:
-            raise ConfigError(f"workers {sorted(metadata)} have said hello; one worker (TP 1, PP 1) can be handed over so far")
+            raise ConfigError(f"workers {sorted(metadata)} sent handshake metadata; one worker (TP 1, PP 1) is possible so far")
         self._half.meet_worker(metadata[0, 0].info)
 
     def on_new_request(self, request: Any) -> None:
@@ -203,7 +203,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         return _Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the worker told after a step."""
+        """What the worker reported after a step."""
         if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
             self._half.take_report(connector_output.kv_connector_worker_meta.report)
 

@@ -26,7 +26,7 @@ __all__ = ["WorkerInstance"]
 class WorkerInstance:
     """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector.
 
-    `agent_limits`, `open_sockets` and `open_transport` may be overridden: tests hold a hand-off up at a stage that way.
+    `agent_limits`, `open_sockets` and `open_transport` may be overridden: so tests hold a hand-off up at a stage.
     """
 
     def __init__(self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelIdentity, role: Role) -> None:
@@ -79,7 +79,7 @@ class WorkerInstance:
         self._announcer = None if announcer is None else LateAnnouncer(announcer, settings.http_address)
 
     def is_used(self) -> bool:
-        """Whether anybody has ever wanted a hand-off of it."""
+        """Whether any request has ever asked it for a hand-off."""
         stats = self.driver.stats()
         return bool(stats.handshakes_total or stats.failures_total or any(stats.handoffs_live.values()))
 
@@ -104,7 +104,7 @@ class WorkerInstance:
             self._announcer.start()
 
     def close(self) -> None:
-        """Say goodbye, end every hand-off, and give everything back. Idempotent."""
+        """Deregister, end every hand-off, and release everything. Idempotent."""
         if self._announcer is not None:
             self._announcer.stop()
         if self._notes is not None:

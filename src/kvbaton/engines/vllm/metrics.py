@@ -27,11 +27,11 @@ _COUNTED = {
     "agent_errors": "Errors of our own that the agents went on after",
 }
 _NOW = {
-    "quarantined_blocks": "Blocks that wait until nobody can write to them any more",
+    "quarantined_blocks": "Blocks that wait until no peer can write to them any more",
     "peers": "Peers whose cards are known",
 }
 _LATEST = {"multiprocess_mode": "mostrecent"}
-"""With several API servers vLLM tells one of them after each step: what the others were told last is no longer so."""
+"""With several API servers vLLM reports each step to one of them: what the others have is out of date."""
 
 
 class KVBatonStats(KVConnectorStats):
@@ -75,7 +75,7 @@ class KVBatonMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record what one engine told."""
+        """Record what one engine reported."""
         if is_empty(transfer_stats_data):
             return
         labels = self.per_engine_labelvalues[engine_idx]

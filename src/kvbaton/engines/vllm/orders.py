@@ -1,4 +1,4 @@
-"""What the scheduler half of the connector orders from the worker half in one step, and what it hears back.
+"""What the scheduler half of the connector orders from the worker half in one step, and what the worker half reports back.
 
 vLLM carries both between its processes, so they are plain values. Every order names the request, because a request can be
 over, and its hand-off's key taken by another one, while the first is still being stopped.
@@ -13,11 +13,11 @@ from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.core.handoff import BlockLists, HandoffKey
 
 __all__ = [
-    "Chunk",
+    "ComputedChunk",
     "FailLoad",
     "Order",
     "SourceBegins",
-    "SourceGivesUp",
+    "SourceCancels",
     "SourceOffers",
     "SourceRetracts",
     "SourceWithdraws",
@@ -25,8 +25,8 @@ __all__ = [
     "StepReport",
     "TargetBegins",
     "TargetDeclines",
-    "TargetGivesUp",
-    "TargetPulls",
+    "TargetCancels",
+    "TargetAllocates",
 ]
 
 
@@ -41,7 +41,7 @@ class SourceBegins:
 
 @dataclass(frozen=True, slots=True)
 class SourceRetracts:
-    """The blocks of a prefill were taken away; what was told of it is void before the next forward."""
+    """The blocks of a prefill were taken away; what was announced of it is void before the next forward."""
 
     request_id: str
     key: HandoffKey
@@ -49,15 +49,15 @@ class SourceRetracts:
 
 @dataclass(frozen=True, slots=True)
 class SourceOffers:
-    """The prefill is complete; vLLM keeps the blocks until it is told that the sending has finished."""
+    """The prefill is complete; vLLM keeps the blocks until the sending is reported as finished."""
 
     request_id: str
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
-class SourceGivesUp:
-    """The prefill was aborted; vLLM keeps the blocks until it is told that the sending has finished."""
+class SourceCancels:
+    """The prefill was aborted; vLLM keeps the blocks until the sending is reported as finished."""
 
     request_id: str
     key: HandoffKey
@@ -88,16 +88,16 @@ class TargetDeclines:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetPulls:
-    """Blocks are there; vLLM waits until it is told that the receiving has finished."""
+class TargetAllocates:
+    """Blocks are there; vLLM waits until the receiving is reported as finished."""
 
     request_id: str
     allocation: Allocation
 
 
 @dataclass(frozen=True, slots=True)
-class TargetGivesUp:
-    """The request is over, or does not want the hand-off any more."""
+class TargetCancels:
+    """The request is over, or does not need the hand-off any more."""
 
     request_id: str
     key: HandoffKey
@@ -105,7 +105,7 @@ class TargetGivesUp:
 
 @dataclass(frozen=True, slots=True)
 class FailLoad:
-    """vLLM waits for a cache that cannot come: tell it so at once."""
+    """vLLM waits for a cache that cannot come: the load is reported as failed at once."""
 
     request_id: str
     reason: str
@@ -115,18 +115,18 @@ Order = (
     SourceBegins
     | SourceRetracts
     | SourceOffers
-    | SourceGivesUp
+    | SourceCancels
     | SourceWithdraws
     | TargetBegins
     | TargetDeclines
-    | TargetPulls
-    | TargetGivesUp
+    | TargetAllocates
+    | TargetCancels
     | FailLoad
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ComputedChunk:
     """In this step the tokens `first_token` up to `end_token` of a prefill are computed into `blocks`, layer by layer."""
 
     request_id: str
@@ -144,17 +144,17 @@ class StepOrders:
     """
 
     orders: tuple[Order, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[ComputedChunk, ...] = ()
     has_forward: bool = True
     first_steps: tuple[HandoffKey, ...] = ()
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker tells after a step, beside the ids that vLLM itself wants.
+    """What a worker reports after a step, beside the ids that vLLM itself takes.
 
     All by request: a record of each hand-off that landed, prefills for which a target has blocks ready, and requests whose
-    hand-off has ended early: a prefill before vLLM said that it is complete, a target before it had blocks.
+    hand-off has ended early: a prefill before vLLM completed it, a target before it had blocks.
     """
 
     landed: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -30,13 +30,13 @@ __all__ = [
     "EngineRequest",
     "HandoffInfo",
     "SourceParams",
-    "Wish",
+    "RequestedHandoff",
     "answer_params",
     "indices",
     "is_refused",
     "named",
     "prompt_digest",
-    "read_wish",
+    "read_handoff",
 ]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
@@ -82,12 +82,12 @@ class EngineRequest(Protocol):
         """What was generated."""
 
     skip_reading_prefix_cache: bool
-    """Whether vLLM computes all of the prompt, as it does for prompt_logprobs, whatever a connector says."""
+    """Whether vLLM computes all of the prompt, as it does for prompt_logprobs, whatever a connector answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a request wants: to be a source, to be a target, or, with a `problem`, something that cannot be."""
+class RequestedHandoff:
+    """What a request asks for: to be a source, to be a target, or, with a `problem`, something that cannot be."""
 
     key: HandoffKey | None
     source: SourceParams | None = None
@@ -98,7 +98,7 @@ class Wish:
 class AutomaticIds:
     """Transfer ids for prefills whose caller named none: all prompts and samples of one HTTP request get the same.
 
-    vLLM does not tell which requests belong together, so their ids must: those that are equal but for the marks that vLLM puts
+    vLLM does not state which requests belong together, so their ids must: those that are equal but for the marks that vLLM puts
     round them. A prompt and sample that comes a second time begins another HTTP request of the same id.
     """
 
@@ -116,27 +116,27 @@ class AutomaticIds:
         return given[0]
 
 
-def read_wish(request: EngineRequest, mode: Mode, automatic: AutomaticIds) -> Wish | None:
-    """What a request wants; None for a plain one. Never raises: a client's mistake is a problem of its request."""
+def read_handoff(request: EngineRequest, mode: Mode, automatic: AutomaticIds) -> RequestedHandoff | None:
+    """What a request asks for; None for a plain one. Never raises: a client's mistake is a problem of its request."""
     params = request.kv_transfer_params
     if not isinstance(params, Mapping) or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return None
     try:
-        told = msgspec.convert(dict(params), KVTransferParams)
-        wish = read_params(told, request.request_id, lambda: automatic.of(request.request_id))
+        given = msgspec.convert(dict(params), KVTransferParams)
+        asked = read_params(given, request.request_id, lambda: automatic.of(request.request_id))
     except (BadRequest, msgspec.ValidationError) as error:
-        return Wish(None, problem=f"kv_transfer_params: {error}")
+        return RequestedHandoff(None, problem=f"kv_transfer_params: {error}")
     prompt, sample = indices(request.request_id)
-    if wish is None:
+    if asked is None:
         return None
-    key = HandoffKey(wish.transfer_id, prompt, sample)
+    key = HandoffKey(asked.transfer_id, prompt, sample)
     problem = key_problem(key) or ("" if request.prompt_token_ids else "a prompt without token ids cannot be handed off")
     if problem:
-        return Wish(None, problem=problem)
-    if isinstance(wish, TargetParams):
-        wanted = SourceRequest(key, prompt_digest(request), wish.source, wish.source_incarnation, mode)
-        return Wish(key, wanted=wanted)
-    return Wish(key, source=wish)
+        return RequestedHandoff(None, problem=problem)
+    if isinstance(asked, TargetParams):
+        wanted = SourceRequest(key, prompt_digest(request), asked.source, asked.source_incarnation, mode)
+        return RequestedHandoff(key, wanted=wanted)
+    return RequestedHandoff(key, source=asked)
 
 
 def named(request: EngineRequest) -> str:
@@ -144,12 +144,12 @@ def named(request: EngineRequest) -> str:
     transfer_id = (request.kv_transfer_params or {}).get("transfer_id")
     if not isinstance(transfer_id, str):
         return f"request {request.request_id} (no transfer id)"
-    told = transfer_id[:MAX_TRANSFER_ID]
-    return f"request {request.request_id} (transfer {told if told.isprintable() else ascii(told)})"
+    shown = transfer_id[:MAX_TRANSFER_ID]
+    return f"request {request.request_id} (transfer {shown if shown.isprintable() else ascii(shown)})"
 
 
 def is_refused(request: EngineRequest) -> bool:
-    """Whether vLLM refused the request before admission, and only lets its source go; its prompt is not the true one then."""
+    """Whether vLLM refused the request before admission, and only releases its source; its prompt is not the true one then."""
     return bool(getattr(request, "abort_immediately", False))
 
 

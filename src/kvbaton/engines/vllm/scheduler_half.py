@@ -1,6 +1,6 @@
-"""The scheduler half of the connector: what vLLM's scheduler asks and tells, turned into orders for the worker half.
+"""The scheduler half of the connector: the calls of vLLM's scheduler, turned into orders for the worker half.
 
-A request that wants a hand-off goes through here once: it begins, blocks are allocated (several times when it is preempted),
+A request that asks for a hand-off goes through here once: it begins, blocks are allocated (several times when it is preempted),
 and it finishes. A target asks for its cache once; after that, whatever became of it, it is a plain request here, so a
 preempted one, or one whose load failed, is computed locally. What a client got wrong becomes a load that fails, and vLLM's
 policy decides between an error and local computing. A load that can only fail takes one block, not those of the whole prompt.
@@ -28,32 +28,32 @@ from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode
 from kvbaton.engines.vllm.orders import (
-    Chunk,
+    ComputedChunk,
     FailLoad,
     Order,
     SourceBegins,
-    SourceGivesUp,
+    SourceCancels,
     SourceOffers,
     SourceRetracts,
     SourceWithdraws,
     StepOrders,
     StepReport,
+    TargetAllocates,
     TargetBegins,
+    TargetCancels,
     TargetDeclines,
-    TargetGivesUp,
-    TargetPulls,
 )
 from kvbaton.engines.vllm.requests import (
     AutomaticIds,
     EngineRequest,
     HandoffInfo,
+    RequestedHandoff,
     SourceParams,
-    Wish,
     answer_params,
     is_refused,
     named,
     prompt_digest,
-    read_wish,
+    read_handoff,
 )
 
 __all__ = ["Computing", "Room", "SchedulerHalf"]
@@ -73,9 +73,9 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """So many blocks are kept free for prefills that a target has granted blocks for; `held_blocks` tells who has how many.
+    """So many blocks are kept free for prefills that a target has granted blocks for; `held_blocks` counts those of a request.
 
-    Others wait for their grant, however long their turn takes; but when for `wait_s` nobody's turn has come, no longer.
+    Others wait for their grant, however long their turn takes; but when for `wait_s` no prefill's turn has come, no longer.
     """
 
     blocks: int
@@ -86,28 +86,28 @@ class Room:
 
 
 @dataclass(slots=True)
-class _Source:
+class _ScheduledSource:
     request: EngineRequest
     key: HandoffKey
-    wish: SourceParams
-    told_tokens: int = 0
+    params: SourceParams
+    announced_tokens: int = 0
     is_granted: bool = False
     is_over: bool = False
     waits_since: float | None = None
 
 
-class _Phase(enum.Enum):
+class _LoadPhase(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()
     SPENT = enum.auto()
 
 
 @dataclass(slots=True)
-class _Target:
+class _ScheduledTarget:
     tokens: int
     wanted: SourceRequest | None
     problem: str
-    phase: _Phase = _Phase.WAITING
+    phase: _LoadPhase = _LoadPhase.WAITING
     is_over: bool = False
     cached_tokens: int = 0
     record: dict[str, Any] | None = None
@@ -128,8 +128,8 @@ class SchedulerHalf:
         self._is_target = is_target
         self._room = room
         self._info: HandoffInfo | None = None
-        self._sources: dict[str, _Source] = {}
-        self._targets: dict[str, _Target] = {}
+        self._sources: dict[str, _ScheduledSource] = {}
+        self._targets: dict[str, _ScheduledTarget] = {}
         self._orders: list[Order] = []
         self._unstepped: dict[str, HandoffKey] = {}
         self._begun: set[str] = set()
@@ -146,38 +146,38 @@ class SchedulerHalf:
         """The worker is there and listens at this address."""
         self._info = info
 
-    # What the scheduler asks and tells.
+    # The scheduler's calls.
 
     def begin(self, request: EngineRequest) -> None:
         """A request was admitted."""
-        wish = read_wish(request, self._mode, self._automatic)
-        if wish is None:
+        requested = read_handoff(request, self._mode, self._automatic)
+        if requested is None:
             return
-        problem = self._problem(wish)
-        if not problem and wish.source is not None and wish.key is not None:
-            self._sources[request.request_id] = _Source(request, wish.key, wish.source)
-            self._unstepped[request.request_id] = wish.key
-            self._orders.append(SourceBegins(request.request_id, wish.key, prompt_digest(request)))
+        problem = self._problem(requested)
+        if not problem and requested.source is not None and requested.key is not None:
+            self._sources[request.request_id] = _ScheduledSource(request, requested.key, requested.source)
+            self._unstepped[request.request_id] = requested.key
+            self._orders.append(SourceBegins(request.request_id, requested.key, prompt_digest(request)))
             return
-        if wish.wanted is not None and is_refused(request):
-            self._orders.append(TargetDeclines(request.request_id, replace(wish.wanted, prompt="")))
+        if requested.wanted is not None and is_refused(request):
+            self._orders.append(TargetDeclines(request.request_id, replace(requested.wanted, prompt="")))
             return
         problem = problem and f"{named(request)}: {problem}"
-        target = _Target(request.num_prompt_tokens, None if problem else wish.wanted, problem)
+        target = _ScheduledTarget(request.num_prompt_tokens, None if problem else requested.wanted, problem)
         self._targets[request.request_id] = target
         if target.wanted is not None:
             self._orders.append(TargetBegins(request.request_id, target.wanted))
 
-    def _problem(self, wish: Wish) -> str:
-        """Why a wish cannot be: such a request waits for a load that fails, whichever side it wanted to be."""
-        if wish.problem:
-            return wish.problem
-        if wish.source is None:
+    def _problem(self, requested: RequestedHandoff) -> str:
+        """Why a hand-off cannot be: its request waits for a load that fails, whichever side it asked to be."""
+        if requested.problem:
+            return requested.problem
+        if requested.source is None:
             return "" if self._is_target else "this instance is no target (kv_role)"
         if not self._is_source:
             return "this instance is no source (kv_role)"
-        is_taken = any(source.key == wish.key for source in self._sources.values())
-        return f"transfer_id: {wish.key} is under way already" if is_taken else ""
+        is_taken = any(source.key == requested.key for source in self._sources.values())
+        return f"transfer_id: {requested.key} is under way already" if is_taken else ""
 
     def matched_tokens(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """How many tokens after the first `computed_tokens` a source will send; None: ask again later. Asked often."""
@@ -190,7 +190,7 @@ class SchedulerHalf:
                 self._take_mark(request)
                 return None
         target = self._targets.get(request.request_id)
-        if target is None or target.phase is not _Phase.WAITING:
+        if target is None or target.phase is not _LoadPhase.WAITING:
             return 0
         left = max(0, target.tokens - computed_tokens)
         if not target.can_only_fail:
@@ -209,7 +209,7 @@ class SchedulerHalf:
             request.skip_reading_prefix_cache = True
         self._unmarked.clear()
 
-    def _lacks_grant(self, source: _Source) -> bool:
+    def _lacks_grant(self, source: _ScheduledSource) -> bool:
         """Whether a prefill would take the last blocks, and no target has blocks for it yet."""
         if self._mode is not Mode.PUSH or source.is_granted or self._room is None:
             return False
@@ -220,16 +220,16 @@ class SchedulerHalf:
             has_grant=False,
         )
 
-    def _blocks_of(self, source: _Source) -> int:
+    def _blocks_of(self, source: _ScheduledSource) -> int:
         return -(-source.request.num_prompt_tokens // self._block_tokens)
 
-    def _owed_blocks(self, but: _Source, room: Room) -> int:
+    def _owed_blocks(self, but: _ScheduledSource, room: Room) -> int:
         """What prefills other than `but` will still take that have begun without a grant."""
         begun = [self._sources[name] for name in self._begun]
         waiting = [source for source in begun if source is not but and not source.is_granted]
         return sum(max(0, self._blocks_of(each) - room.held_blocks(each.request.request_id)) for each in waiting)
 
-    def _why_never(self, source: _Source) -> str:
+    def _why_never(self, source: _ScheduledSource) -> str:
         """Why a prefill that has not begun need not begin at all."""
         if source.is_over:
             return f"{source.key} ended before its prefill began"
@@ -246,38 +246,38 @@ class SchedulerHalf:
             " had blocks for any prefill"
         )
 
-    def _withdraw(self, source: _Source, problem: str) -> None:
+    def _withdraw(self, source: _ScheduledSource, problem: str) -> None:
         """Make a prefill a load that fails."""
         request = source.request
         del self._sources[request.request_id]
         self._begun.discard(request.request_id)
         self._unstepped.pop(request.request_id, None)
         self._orders.append(SourceWithdraws(request.request_id, source.key))
-        self._targets[request.request_id] = _Target(request.num_prompt_tokens, None, f"{named(request)}: {problem}")
+        self._targets[request.request_id] = _ScheduledTarget(request.num_prompt_tokens, None, f"{named(request)}: {problem}")
 
     def allocated(self, request: EngineRequest, blocks: BlockLists, external_tokens: int) -> None:
         """There are blocks; `external_tokens` of them are to be filled by the source, none after the first time."""
         if request.request_id in self._sources:
             self._begun.add(request.request_id)
         target = self._targets.get(request.request_id)
-        if target is None or target.phase is not _Phase.WAITING:
+        if target is None or target.phase is not _LoadPhase.WAITING:
             return
         if not external_tokens:
-            target.phase = _Phase.SPENT
+            target.phase = _LoadPhase.SPENT
             if target.wanted is not None:
-                self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
+                self._orders.append(TargetCancels(request.request_id, target.wanted.key))
             return
-        target.phase = _Phase.LOADING
+        target.phase = _LoadPhase.LOADING
         if target.wanted is None:
             self._orders.append(FailLoad(request.request_id, target.problem))
         elif target.is_over:
-            self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
+            self._orders.append(TargetCancels(request.request_id, target.wanted.key))
             problem = f"{named(request)}: {target.wanted.key} ended before there were blocks for it"
             self._orders.append(FailLoad(request.request_id, problem))
         else:
             target.cached_tokens = target.tokens - external_tokens
             allocation = Allocation(target.wanted, blocks, target.tokens, target.cached_tokens)
-            self._orders.append(TargetPulls(request.request_id, allocation))
+            self._orders.append(TargetAllocates(request.request_id, allocation))
 
     def finish(self, request: EngineRequest, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: whether its blocks must stay until the sending is reported, and what its answer carries."""
@@ -289,21 +289,23 @@ class SchedulerHalf:
         target = self._targets.pop(request.request_id, None)
         if target is None:
             return False, None
-        if target.wanted is not None and target.phase is not _Phase.SPENT:
-            self._orders.append(TargetGivesUp(request.request_id, target.wanted.key))
+        if target.wanted is not None and target.phase is not _LoadPhase.SPENT:
+            self._orders.append(TargetCancels(request.request_id, target.wanted.key))
         return False, self._target_record(request, target)
 
-    def _finish_source(self, request: EngineRequest, source: _Source, blocks: BlockLists) -> tuple[bool, dict[str, Any] | None]:
+    def _finish_source(
+        self, request: EngineRequest, source: _ScheduledSource, blocks: BlockLists
+    ) -> tuple[bool, dict[str, Any] | None]:
         is_complete = request.num_computed_tokens >= request.num_prompt_tokens
         if request.status.name not in _COMPLETE or not is_complete or self._info is None:
-            self._orders.append(SourceGivesUp(request.request_id, source.key))
+            self._orders.append(SourceCancels(request.request_id, source.key))
             return True, None
         first = next(iter(request.output_token_ids), 0)
         offer = Offer(source.key, blocks, request.num_prompt_tokens, Aux(min(first, _MAX_TOKEN_ID), 0.0))
         self._orders.append(SourceOffers(request.request_id, offer))
-        return True, answer_params(source.wish, self._info)
+        return True, answer_params(source.params, self._info)
 
-    def _target_record(self, request: EngineRequest, target: _Target) -> dict[str, Any]:
+    def _target_record(self, request: EngineRequest, target: _ScheduledTarget) -> dict[str, Any]:
         record = target.record or {"handed_off": False}
         recomputed = target.record is None and request.status.name in _COMPLETE
         return {"kvbaton": {**record, "cached_tokens": target.cached_tokens, "recomputed": recomputed}}
@@ -322,8 +324,8 @@ class SchedulerHalf:
         for request_id in preempted:
             self._begun.discard(request_id)
             source = self._sources.get(request_id)
-            if source is not None and source.told_tokens:
-                source.told_tokens = 0
+            if source is not None and source.announced_tokens:
+                source.announced_tokens = 0
                 self._orders.append(SourceRetracts(request_id, source.key))
         computing = tuple(computing)
         chunks = tuple(self._chunks(computing, block_ids)) if self._mode is Mode.PUSH and self._sources else ()
@@ -336,7 +338,9 @@ class SchedulerHalf:
         stepped = [self._unstepped.pop(each.request_id, None) for each in computing]
         return tuple(key for key in stepped if key is not None)
 
-    def _chunks(self, computing: Iterable[Computing], block_ids: Callable[[str], Sequence[Sequence[int]]]) -> Iterable[Chunk]:
+    def _chunks(
+        self, computing: Iterable[Computing], block_ids: Callable[[str], Sequence[Sequence[int]]]
+    ) -> Iterable[ComputedChunk]:
         """What is new of each source, in whole blocks: the rest of one may still be written in the next step.
 
         What a source found in the prefix cache counts as new, because others of the same step may be computing it.
@@ -348,13 +352,13 @@ class SchedulerHalf:
             end = min(each.computed_tokens + each.tokens, source.request.num_prompt_tokens)
             if end < source.request.num_prompt_tokens:
                 end -= end % self._block_tokens
-            if end > source.told_tokens:
+            if end > source.announced_tokens:
                 blocks = tuple(tuple(ids) for ids in block_ids(each.request_id))
-                yield Chunk(each.request_id, source.key, blocks, source.told_tokens, end)
-                source.told_tokens = end
+                yield ComputedChunk(each.request_id, source.key, blocks, source.announced_tokens, end)
+                source.announced_tokens = end
 
     def take_report(self, report: StepReport) -> None:
-        """What the worker tells after a step."""
+        """What the worker reports after a step."""
         if self._room is not None and (report.granted or report.ended & self._sources.keys()):
             self._progress_at = self._room.clock()
         for request_id in report.granted & self._sources.keys():

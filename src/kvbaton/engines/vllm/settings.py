@@ -41,29 +41,29 @@ _ELSEWHERE = {
     "post_batch_size": "transports are not tuned here; leave it out",
     "num_workers": "transports are not tuned here; leave it out",
     "kv_buffer_device": "the cache itself is registered; leave it out",
-    "engine_ttl": "peers are told apart by their incarnation and forgotten when they are gone; leave it out",
+    "engine_ttl": "peers are distinguished by their incarnation and forgotten when they are gone; leave it out",
     "bidirectional_kv_xfer": "caches go from prefill to decode instances only, so far; leave it out",
     "kv_recompute_threshold": "caches go from prefill to decode instances only, so far; leave it out",
     "decoder_kv_blocks_ttl": "caches go from prefill to decode instances only, so far; leave it out",
     "kv_lease_duration": "give defer_timeout",
     "push_registration_timeout": "give transfer_timeout",
     "enforce_handshake_compat": "peers that do not fit are always refused; leave it out",
-    "cluster_key": f"{_WHERE} can be read by everybody: give cluster_key_file, or set KVBATON_CLUSTER_KEY",
+    "cluster_key": f"{_WHERE} can be read by every user: give cluster_key_file, or set KVBATON_CLUSTER_KEY",
 }
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `kv_connector_extra_config` may say.
+    """What `kv_connector_extra_config` may have.
 
     mode:             push (stream while computing) or pull (fetch when complete); both instances of a pair have the same
     transport:        how cache bytes travel: local (same host) or tcp; others are taken, and not tested with vLLM
     control_host:     where other instances reach this one
     control_port:     on which port; must be given
     advertise_host:   under which address others reach this instance, when that is not control_host
-    handoffs_port:    port on which it tells of its hand-offs (`kvbaton explain`), at control_host; 0 for none
-    http_address:     host:port of this instance's API, told to routers
+    handoffs_port:    port on which it reports its hand-offs (`kvbaton explain`), at control_host; 0 for none
+    http_address:     host:port of this instance's API, as registered with routers
     routers:          discovery addresses (host:port) of the routers to register with
-    heartbeat_s:      how often to tell routers that this instance lives
+    heartbeat_s:      how often a heartbeat is sent to routers
     integrity:        how much of a received cache is checked before it counts as landed
     cluster_key_file: file that holds the key that all instances share
     allow:            addresses, networks or names that peers may have
@@ -101,7 +101,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def handoffs_address(self) -> str:
-        """Where this instance tells of its hand-offs; empty where it does not."""
+        """Where this instance reports its hand-offs; empty where it does not."""
         return f"{in_url(self.control_address.host)}:{self.handoffs_port}" if self.handoffs_port else ""
 
     @property
@@ -164,10 +164,10 @@ def _hint(key: str) -> str:
 
 def _by_key(error: ConfigError) -> ConfigError:
     """What is wrong with an option, as it is wrong with a key."""
-    told = str(error)
+    text = str(error)
     for option, key in (("--allow", "allow"), ("--cluster-key-file", "cluster_key_file")):
-        told = told.replace(option, key)
-    return ConfigError(f"{_WHERE}: {told}")
+        text = text.replace(option, key)
+    return ConfigError(f"{_WHERE}: {text}")
 
 
 def _check(settings: ConnectorSettings) -> None:
@@ -188,7 +188,7 @@ def _check_ports(settings: ConnectorSettings) -> None:
     if not 0 <= settings.handoffs_port < 65536 or settings.handoffs_port == settings.control_port:
         raise ConfigError(
             f"{_WHERE}: handoffs_port is {settings.handoffs_port}; it must be between 1 and 65535 and not the control_port,"
-            " or 0 to tell no timelines"
+            " or 0 for no timelines"
         )
 
 
@@ -202,7 +202,7 @@ def _check_hosts(settings: ConnectorSettings) -> None:
     if is_wildcard(settings.control_address.host):
         key = "advertise_host" if settings.advertise_host else "control_host"
         raise ConfigError(
-            f"{_WHERE}: {key} is {hosts[key]!r}, where nobody can be told to come; give advertise_host, an address of this"
+            f"{_WHERE}: {key} is {hosts[key]!r}, which no peer can dial; give advertise_host, an address of this"
             " machine that others reach"
         )
 
@@ -219,7 +219,7 @@ def _check_routers(settings: ConnectorSettings) -> None:
     if settings.http_address and (wrong := check_http_address(settings.http_address)) is not None:
         raise ConfigError(f"{_WHERE}: http_address is {settings.http_address!r}, which {wrong}; give host:port of the API here")
     if is_wildcard(settings.http_address.rpartition(":")[0] or "127.0.0.1"):
-        raise ConfigError(f"{_WHERE}: http_address is {settings.http_address!r}, where nobody can be told to come")
+        raise ConfigError(f"{_WHERE}: http_address is {settings.http_address!r}, which no router can dial")
     if settings.routers and not settings.http_address:
         raise ConfigError(
             f"{_WHERE}: routers are given, but no http_address; give host:port of this instance's API, so that they reach it"

@@ -29,7 +29,7 @@ POISON_BYTE = 0x4B
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What vLLM says of its one group of layers."""
+    """What vLLM states about its one group of layers."""
 
     block_tokens: int
     heads: int

@@ -1,9 +1,9 @@
-"""The worker half of the connector: carries out what the scheduler half orders, tells of computed layers, reports ends.
+"""The worker half of the connector: carries out what the scheduler half orders, announces computed layers, reports ends.
 
 Theory of operation. vLLM calls the worker once per step: orders first, then the forward with one hook per layer, then the
 question what has finished. Every id is reported exactly once, and only while vLLM waits for it: a sending is reported when
-the scheduler half has offered or given it up (from then on vLLM keeps the blocks) and the source side has ended, in either
-order; a receiving when blocks were pulled for it and the target side has ended. A receiving that did not land is reported
+the scheduler half has offered or cancelled it (from then on vLLM keeps the blocks) and the source side has ended, in either
+order; a receiving when blocks were allocated for it and the target side has ended. A receiving that did not land is reported
 as failed too, and vLLM's own policy decides what becomes of the request.
 
 Belongs to vLLM's worker thread; the agents' thread only sets `news`.
@@ -34,20 +34,20 @@ from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import shown_seconds
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
-    Chunk,
+    ComputedChunk,
     FailLoad,
     Order,
     SourceBegins,
-    SourceGivesUp,
+    SourceCancels,
     SourceOffers,
     SourceRetracts,
     SourceWithdraws,
     StepOrders,
     StepReport,
+    TargetAllocates,
     TargetBegins,
+    TargetCancels,
     TargetDeclines,
-    TargetGivesUp,
-    TargetPulls,
 )
 from kvbaton.errors import KVBatonError
 
@@ -62,7 +62,7 @@ waits would keep the worker busy, long ones would keep a new request waiting tha
 
 @dataclass(slots=True)
 class Finished:
-    """What vLLM is told after a step: requests whose sending, or receiving, has finished; failed receivings are in both."""
+    """What is reported to vLLM after a step: requests that have finished sending or receiving; failed ones are in both."""
 
     sending: set[str] = field(default_factory=set)
     receiving: set[str] = field(default_factory=set)
@@ -74,7 +74,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class _Source:
+class _WorkerSource:
     request_id: str
     begun_at: float
     spans: int = 0
@@ -83,18 +83,18 @@ class _Source:
 
 
 @dataclass(slots=True)
-class _Target:
+class _WorkerTarget:
     request_id: str
     begun_at: float
-    is_pulled: bool = False
+    is_allocated: bool = False
     is_over: bool = False
     end: Landed | TargetEnded | None = None
 
 
 class WorkerHalf:
-    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are pulled.
+    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are granted.
 
-    `observe` is told what vLLM does; the agents have one of their own.
+    `observe` gets what vLLM does; the agents have an observer of their own.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class WorkerHalf:
         self._drain_s = drain_s
         self._poison = poison
         self._observe = observe
-        self._sources: dict[HandoffKey, _Source] = {}
-        self._targets: dict[HandoffKey, _Target] = {}
-        self._chunks: tuple[Chunk, ...] = ()
-        self._told: set[int] = set()
+        self._sources: dict[HandoffKey, _WorkerSource] = {}
+        self._targets: dict[HandoffKey, _WorkerTarget] = {}
+        self._chunks: tuple[ComputedChunk, ...] = ()
+        self._announced: set[int] = set()
         self._has_forward = False
         self._undrained: set[HandoffKey] = set()
         self._finished = Finished()
@@ -123,14 +123,14 @@ class WorkerHalf:
 
     @property
     def live(self) -> int:
-        """Hand-offs that have not ended, or whose end vLLM has not been told."""
+        """Hand-offs that have not ended, or whose end was not reported to vLLM yet."""
         return len(self._sources) + len(self._targets)
 
     def begin_step(self, orders: StepOrders) -> None:
         """Carry the orders out; returns when nothing that the forward may overwrite is announced any more."""
         self._chunks = orders.chunks
         self._has_forward = orders.has_forward
-        self._told.clear()
+        self._announced.clear()
         for order in orders.orders:
             try:
                 self._carry_out(order)
@@ -146,16 +146,16 @@ class WorkerHalf:
                 self._note(key, Side.TARGET, Stage.FIRST_STEP)
 
     def layer_computed(self, layer: int) -> None:
-        """This step's keys and values of one layer are in the cache: tell the agents, while the next layer computes."""
-        if self._chunks and layer not in self._told:
-            self._told.add(layer)
-            self._tell_spans(((layer, layer + 1),))
+        """This step's keys and values of one layer are in the cache: announce them while the next layer computes."""
+        if self._chunks and layer not in self._announced:
+            self._announced.add(layer)
+            self._announce_spans(((layer, layer + 1),))
 
     def forward_done(self) -> None:
-        """The forward is over: tell of the layers that had no hook."""
-        missing = [layer for layer in range(self._layers) if layer not in self._told]
+        """The forward is over: announce the layers that had no hook."""
+        missing = [layer for layer in range(self._layers) if layer not in self._announced]
         if self._chunks and missing:
-            self._tell_spans(_ranges(missing))
+            self._announce_spans(_ranges(missing))
         for chunk in self._chunks:
             self._note(chunk.key, Side.SOURCE, Stage.COMPUTED, Span(0, chunk.first_token, chunk.end_token, 0, self._layers))
         self._chunks = ()
@@ -177,7 +177,7 @@ class WorkerHalf:
                 self._retract(order)
             case SourceOffers():
                 self._offer(order)
-            case SourceGivesUp():
+            case SourceCancels():
                 if self._keep(order.request_id, order.key):
                     self._port.cancel(order.key, Side.SOURCE)
             case SourceWithdraws():
@@ -188,25 +188,25 @@ class WorkerHalf:
                 self._begin_target(order)
             case TargetDeclines():
                 self._port.decline(order.wanted, "the target refused the request before admission")
-            case TargetPulls():
-                self._pull(order)
-            case TargetGivesUp():
-                self._give_up_target(order)
+            case TargetAllocates():
+                self._allocate(order)
+            case TargetCancels():
+                self._cancel_target(order)
             case FailLoad():
                 log.error("the load fails: %s", order.reason)
                 self._report_failed(order.request_id)
 
     def _refused(self, order: Order) -> None:
-        """Nothing was begun, offered or pulled, so no event will follow, and nobody can be using the blocks."""
+        """Nothing was begun, offered or allocated, so no event will follow, and no peer can be using the blocks."""
         match order:
-            case SourceBegins() | SourceGivesUp():
+            case SourceBegins() | SourceCancels():
                 self._end_source(order.key)
             case SourceOffers():
                 self._end_source(order.offer.key)
             case TargetBegins():
                 self._targets.pop(order.wanted.key, None)
                 self._finished.report.ended.add(order.request_id)
-            case TargetPulls():
+            case TargetAllocates():
                 self._targets.pop(order.allocation.key, None)
                 self._report_failed(order.request_id)
 
@@ -217,7 +217,7 @@ class WorkerHalf:
             log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
             self._finished.report.ended.add(order.request_id)
             return
-        self._sources[order.key] = _Source(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
+        self._sources[order.key] = _WorkerSource(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
         self._port.expect_target(order.key, order.prompt)
 
     def _retract(self, order: SourceRetracts) -> None:
@@ -243,8 +243,8 @@ class WorkerHalf:
         self._settle_source(key, source)
         return not source.has_ended
 
-    def _tell_spans(self, layers: tuple[tuple[int, int], ...]) -> None:
-        """Tell of these layers of every chunk of the step, in one call."""
+    def _announce_spans(self, layers: tuple[tuple[int, int], ...]) -> None:
+        """Announce these layers of every chunk of the step, in one call."""
         ready = []
         for chunk in self._chunks:
             source = self._source(chunk.key, chunk.request_id)
@@ -257,7 +257,7 @@ class WorkerHalf:
             self._port.spans_ready_all(ready)
         except KVBatonError:
             keys = ", ".join(str(each.key) for each in ready)
-            log.exception("computed layers could not be told of: hand-offs %s", keys)
+            log.exception("computed layers could not be announced: hand-offs %s", keys)
 
     def _wait_drained(self) -> None:
         """Wait until retracted blocks may be written. The agents answer at once; one that is stuck confirms nothing either."""
@@ -281,16 +281,16 @@ class WorkerHalf:
             log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
             self._finished.report.ended.add(order.request_id)
             return
-        self._targets[key] = _Target(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
+        self._targets[key] = _WorkerTarget(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
         self._port.expect_source(order.wanted)
 
-    def _pull(self, order: TargetPulls) -> None:
+    def _allocate(self, order: TargetAllocates) -> None:
         key = order.allocation.key
         target = self._target(key, order.request_id)
         if target is None:
             self._report_failed(order.request_id)
             return
-        target.is_pulled = True
+        target.is_allocated = True
         self.counts.queued(Side.TARGET, self._note(key, Side.TARGET, Stage.ALLOCATED) - target.begun_at)
         if target.end is None:
             if self._poison is not None:
@@ -298,7 +298,7 @@ class WorkerHalf:
             self._port.allocated(order.allocation)
         self._settle_target(key, target)
 
-    def _give_up_target(self, order: TargetGivesUp) -> None:
+    def _cancel_target(self, order: TargetCancels) -> None:
         target = self._target(order.key, order.request_id)
         if target is not None:
             target.is_over = True
@@ -327,7 +327,7 @@ class WorkerHalf:
                 self._count_target(event)
                 if (target := self._targets.get(event.key)) is not None:
                     target.end = event
-                    if not (target.is_pulled or target.is_over):
+                    if not (target.is_allocated or target.is_over):
                         self._finished.report.ended.add(target.request_id)
                     self._settle_target(event.key, target)
 
@@ -344,16 +344,16 @@ class WorkerHalf:
                 self._finished.report.ended.add(source.request_id)
             self._settle_source(key, source)
 
-    def _settle_source(self, key: HandoffKey, source: _Source) -> None:
+    def _settle_source(self, key: HandoffKey, source: _WorkerSource) -> None:
         if source.is_kept and source.has_ended:
             del self._sources[key]
             self._finished.sending.add(source.request_id)
 
-    def _settle_target(self, key: HandoffKey, target: _Target) -> None:
-        if target.end is None or not (target.is_pulled or target.is_over):
+    def _settle_target(self, key: HandoffKey, target: _WorkerTarget) -> None:
+        if target.end is None or not (target.is_allocated or target.is_over):
             return
         del self._targets[key]
-        if target.is_pulled:
+        if target.is_allocated:
             if isinstance(target.end, Landed):
                 self._finished.receiving.add(target.request_id)
                 self._finished.report.landed[target.request_id] = _record(target.end.stats)
@@ -365,16 +365,16 @@ class WorkerHalf:
         self._finished.failed.add(request_id)
 
     def _note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> float:
-        """Tell whoever watches, and return the moment."""
+        """Record the stage, and return the moment."""
         now = time.monotonic()
         self._observe(note(key, side, stage, now, span))
         return now
 
-    def _source(self, key: HandoffKey, request_id: str) -> _Source | None:
+    def _source(self, key: HandoffKey, request_id: str) -> _WorkerSource | None:
         source = self._sources.get(key)
         return source if source is not None and source.request_id == request_id else None
 
-    def _target(self, key: HandoffKey, request_id: str) -> _Target | None:
+    def _target(self, key: HandoffKey, request_id: str) -> _WorkerTarget | None:
         target = self._targets.get(key)
         return target if target is not None and target.request_id == request_id else None
 
@@ -386,7 +386,7 @@ def _key(order: Order) -> HandoffKey | str:
             return order.offer.key
         case TargetBegins() | TargetDeclines():
             return order.wanted.key
-        case TargetPulls():
+        case TargetAllocates():
             return order.allocation.key
         case FailLoad():
             return f"of request {order.request_id}"
@@ -405,7 +405,7 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
     }
 
 
-def _spans(chunk: Chunk, layers: tuple[tuple[int, int], ...], number: int) -> tuple[Span, ...]:
+def _spans(chunk: ComputedChunk, layers: tuple[tuple[int, int], ...], number: int) -> tuple[Span, ...]:
     return tuple(
         Span(number + index, chunk.first_token, chunk.end_token, first, end) for index, (first, end) in enumerate(layers)
     )

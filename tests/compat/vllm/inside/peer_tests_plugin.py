@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation
 from kvbaton.engines.vllm.connector import KVBatonConnector, _Handshake, _Metadata
-from kvbaton.engines.vllm.orders import SourceOffers, StepOrders, TargetPulls
+from kvbaton.engines.vllm.orders import SourceOffers, StepOrders, TargetAllocates
 from kvbaton.engines.vllm.requests import HandoffInfo
 
 __all__ = ["ReplacedConnector"]
@@ -163,7 +163,7 @@ def _replace_metadata() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
 
     def reqs_to_recv(self: Any) -> dict[str, SimpleNamespace]:
-        pulls = [order for order in self.orders.orders if isinstance(order, TargetPulls)]
+        pulls = [order for order in self.orders.orders if isinstance(order, TargetAllocates)]
         return {each.request_id: SimpleNamespace(local_block_ids=each.allocation.blocks) for each in pulls}
 
     _Metadata.reqs_to_recv = property(reqs_to_recv)

@@ -8,7 +8,7 @@ import pytest
 from vllm_rig import EXTERNAL_ID, Request, source_params, target_params
 
 from kvbaton.core.handoff import Mode
-from kvbaton.engines.vllm.requests import AutomaticIds, indices, named, prompt_digest, read_wish
+from kvbaton.engines.vllm.requests import AutomaticIds, indices, named, prompt_digest, read_handoff
 
 IDS = {
     f"cmpl-{EXTERNAL_ID}-0-1a2b3c4d": (0, 0),
@@ -37,8 +37,8 @@ def test_prompt_and_sample_come_from_the_id(request_id: str) -> None:
 
 
 def test_both_sides_have_the_same_key_although_vllm_renames_them() -> None:
-    source = read_wish(Request(source_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-aaaaaaaa"), Mode.PUSH, AutomaticIds())
-    target = read_wish(Request(target_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-bbbbbbbb"), Mode.PUSH, AutomaticIds())
+    source = read_handoff(Request(source_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-aaaaaaaa"), Mode.PUSH, AutomaticIds())
+    target = read_handoff(Request(target_params(), request_id=f"1_cmpl-{EXTERNAL_ID}-2-bbbbbbbb"), Mode.PUSH, AutomaticIds())
     assert source is not None
     assert target is not None
     assert source.key == target.key
@@ -57,7 +57,7 @@ def test_the_digest_sees_tokens_images_and_adapters() -> None:
 
 
 def test_a_prompt_without_token_ids_cannot_be_handed_off() -> None:
-    wish = read_wish(Request(source_params(), prompt_token_ids=None), Mode.PUSH, AutomaticIds())
+    wish = read_handoff(Request(source_params(), prompt_token_ids=None), Mode.PUSH, AutomaticIds())
     assert wish is not None
     assert "without token ids" in wish.problem
 
@@ -71,7 +71,7 @@ def test_log_lines_name_the_transfer() -> None:
 @pytest.mark.parametrize("transfer_id", ["tx\nERROR a line of its own", "tx\x1b[2J", "tx\u2028"])
 def test_a_transfer_id_never_makes_log_lines_of_its_own(transfer_id: str) -> None:
     request = Request(source_params(transfer_id))
-    wish = read_wish(request, Mode.PUSH, AutomaticIds())
+    wish = read_handoff(request, Mode.PUSH, AutomaticIds())
     assert wish is not None
     assert "cannot be printed" in wish.problem
     assert (wish.problem + named(request)).isprintable()
@@ -81,7 +81,7 @@ NO_ID = {"do_remote_decode": True}
 
 
 def automatic(ids: AutomaticIds, request_id: str) -> tuple[str, int, int]:
-    wish = read_wish(Request(NO_ID, request_id=request_id), Mode.PUSH, ids)
+    wish = read_handoff(Request(NO_ID, request_id=request_id), Mode.PUSH, ids)
     assert wish is not None
     assert wish.key is not None
     return wish.key.transfer_id, wish.key.prompt_index, wish.key.sample_index

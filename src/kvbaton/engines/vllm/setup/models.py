@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
+from kvbaton.engines.base import Progress
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
 from kvbaton.launch.installing import alone, run_logged
@@ -26,7 +26,7 @@ AutoTokenizer.from_pretrained(directory, gguf_file=name).save_pretrained(target)
 """
 
 
-def ensure_model(path: Path, environment: VllmEnvironment, say: Callable[[str], None]) -> Path:
+def ensure_model(path: Path, environment: VllmEnvironment, progress: Progress) -> Path:
     """A directory that vLLM can load; a .gguf file is converted first, once."""
     if path.is_dir():
         return path
@@ -38,7 +38,7 @@ def ensure_model(path: Path, environment: VllmEnvironment, say: Callable[[str], 
     target.mkdir(parents=True, exist_ok=True)
     with alone(target / "lock", f"converting {path.name}", _CONVERT_S):
         if not (target / "converted").exists():
-            say(f"converting {path.name} for vLLM (about a minute, once)")
+            progress(f"converting {path.name} for vLLM (about a minute, once)")
             command = [str(environment.python), "-c", _CONVERT, str(path.parent), path.name, str(target)]
             run_logged(command, target / "convert.log", f"converting {path.name} for vLLM", _CONVERT_S)
             (target / "converted").touch()

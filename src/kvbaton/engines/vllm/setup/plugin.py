@@ -11,7 +11,7 @@ import msgspec
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.addresses import in_url
 from kvbaton.core.handoff import AuxWay
-from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, Progress, ServedModel, Support
+from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.vllm.settings import parse_settings
@@ -37,12 +37,12 @@ class VllmPlugin(EnginePlugin):
     def __init__(self, version: str = VLLM_VERSION) -> None:
         self._version = version
 
-    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ServedModel:
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """The tokenizer is read by the embedded engine's loader, without vLLM."""
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with vLLM both sides have {prefill.model}, leave it out")
         loaded = find_model(prefill.model, progress=progress)
-        return ServedModel(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
+        return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
 
     def prepare(self, options: EngineOptions, progress: Progress) -> VllmServers:
         """Install vLLM, and what the connector needs, and convert the model, where that was not done before."""

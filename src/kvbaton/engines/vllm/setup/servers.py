@@ -12,7 +12,7 @@ from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.engines.base import EngineOptions, PreparedEngine
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
-from kvbaton.launch.fleet import Part, core_share
+from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 
 __all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "serve_arguments", "transfer_config"]
@@ -54,14 +54,14 @@ class VllmServers(PreparedEngine):
     """More of `kv_connector_extra_config`."""
     cache_gib: int = 1
 
-    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> Part:
+    def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One vLLM server; role `both` is a plain server without any connector."""
         port = ports.pick()
         if role == "both":
             return self.plain_part(name, port, None)
         return CONNECTORS[self.options.connector](self, name, role, port, ports, routers)
 
-    def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> Part:
+    def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> FleetPart:
         """A server with this `--kv-transfer-config`, or without one."""
         options = self.options
         arguments = serve_arguments(str(self.model), _HOST, port, config)
@@ -78,10 +78,12 @@ class VllmServers(PreparedEngine):
         }
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
-        return Part(name, command, f"{url}/health", variables, base_url=url)
+        return FleetPart(name, command, f"{url}/health", variables, base_url=url)
 
 
-def _with_kvbaton(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> Part:
+def _with_kvbaton(
+    servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]
+) -> FleetPart:
     options, controls = servers.options, servers.options.controls
     extra: dict[str, Any] = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"{_HOST}:{port}"}
     extra |= {"handoffs_port": ports.pick(), "routers": list(routers)}
@@ -96,7 +98,7 @@ def _with_kvbaton(servers: VllmServers, name: str, role: str, port: int, ports: 
     )
 
 
-def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> Part:
+def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
     """The NixlConnector that vLLM ships, as its documentation has it; to compare with."""
     del routers  # It registers with no router: its clients forward `kv_transfer_params` themselves.
     config = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "kv_buffer_device": "cpu"}
@@ -105,7 +107,7 @@ def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: Por
     return replace(part, environment=part.environment | side_channel)
 
 
-CONNECTORS: dict[str, Callable[[VllmServers, str, str, int, PortPicker, Sequence[str]], Part]] = {
+CONNECTORS: dict[str, Callable[[VllmServers, str, str, int, PortPicker, Sequence[str]], FleetPart]] = {
     "kvbaton": _with_kvbaton,
     "nixl": _with_nixl,
 }

@@ -12,7 +12,7 @@ import pytest
 
 from kvbaton.engines.base import EngineOptions
 from kvbaton.engines.embedded.plugin import EmbeddedServers
-from kvbaton.launch.fleet import Fleet, Part
+from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker
 from watching import command_line, descendants, is_running, wait_until
@@ -27,7 +27,7 @@ def _ranks_of(leader: int) -> dict[str, int]:
     return {f"pp{cut['pp_rank']},tp{cut['tp_rank']}": pid for pid, cut in cuts.items()}
 
 
-def _start(fleet: Fleet, shape: str) -> tuple[Part, str]:
+def _start(fleet: Fleet, shape: str) -> tuple[FleetPart, str]:
     part = EmbeddedServers(EngineOptions("tiny-swa", "local", 2, shape=shape)).part("single", "both", PortPicker())
     fleet.start(part)
     return part, part.base_url
