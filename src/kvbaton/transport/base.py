@@ -128,7 +128,8 @@ class TransportSettings:
     `slice_bytes` is moved for one peer before the next one has its turn; with `local` by each of `copy_threads` threads.
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
-    it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
+    it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection;
+    `admits` tells with which IP addresses `tcp` exchanges data (None: all).
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
     right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
     `library` has settings that only one transport knows, by name; the table of transports has their defaults and limits.
@@ -146,6 +147,7 @@ class TransportSettings:
     advertise_host: str = ""
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
+    admits: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
     unfenced_writes: bool = False
     library: Mapping[str, int | str] = field(default_factory=dict)
 

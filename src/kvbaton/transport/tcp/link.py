@@ -39,7 +39,7 @@ _WINDOW = 2
 _TURN_BYTES = 4 << 20
 _LOW_WATER_BYTES = 1 << 20
 _SCRATCH_BYTES = 256 << 10
-_GREETING_ID = 0
+_HANDSHAKE_ID = 0
 
 
 class LinkState(enum.Enum):
@@ -48,7 +48,7 @@ class LinkState(enum.Enum):
     CLOSED = enum.auto()
     CONNECTING = enum.auto()
     HELLO = enum.auto()
-    GREETING = enum.auto()
+    HANDSHAKE = enum.auto()
     OPEN = enum.auto()
 
 
@@ -81,6 +81,7 @@ class TcpLink:
         self.sock: socket.socket | None = None
         self.deadline: float | None = None
         self.rests_until = 0.0
+        self.attempts = 0
         self.received_bytes = 0
         self._family = family
         self._address = address
@@ -89,7 +90,7 @@ class TcpLink:
         self._low_water = 1
         self._outbox = bytearray()
         self._requests: deque[_ReadRequest] = deque()
-        self._last_id = _GREETING_ID
+        self._last_id = _HANDSHAKE_ID
         self._head = bytearray()
         self._reply: ReplyHead | None = None
         self._proof = b""
@@ -112,7 +113,7 @@ class TcpLink:
     @property
     def is_busy(self) -> bool:
         """Whether the peer owes something, so that lack of progress counts."""
-        return self.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.GREETING) or bool(self._requests)
+        return self.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.HANDSHAKE) or bool(self._requests)
 
     @property
     def wants_write(self) -> bool:
@@ -124,6 +125,7 @@ class TcpLink:
         self.sock = socket.socket(self._family, socket.SOCK_STREAM)
         tune(self.sock)
         self.state, self._low_water = LinkState.CONNECTING, 1
+        self.attempts += 1
         code = self.sock.connect_ex(self._address)
         if code not in (0, errno.EINPROGRESS):
             raise PeerLost(f"cannot connect: {os.strerror(code)}")
@@ -201,7 +203,7 @@ class TcpLink:
             count = self._receive_payload(self.sock, self._reply)
             self._left_bytes -= count
         if not count:
-            raise PeerLost("the peer closed the connection")
+            raise ConnectionAbortedError("the peer closed the connection")
         self.received_bytes += count
         return count
 
@@ -210,23 +212,23 @@ class TcpLink:
         if reply.status is Status.OK and request.job is not None:
             return self._calls.receive(sock, request.target)
         data = sock.recv(min(self._left_bytes, _SCRATCH_BYTES))
-        if reply.status is not Status.OK or self.state is LinkState.GREETING:
+        if reply.status is not Status.OK or self.state is LinkState.HANDSHAKE:
             self._text += data
         return len(data)
 
     def _on_head(self) -> None:
         head, self._head = self._head, bytearray()
         if self.state is LinkState.HELLO:
-            self._greet(unpack_hello(head))
+            self._answer_hello(unpack_hello(head))
         else:
             self._begin_reply(unpack_reply(head))
 
-    def _greet(self, challenge: bytes) -> None:
+    def _answer_hello(self, challenge: bytes) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._proof = self._secret.owner_proof(challenge, nonce)
-        self._outbox += self._secret.greeting(challenge, nonce)
-        self._requests.append(_ReadRequest(_GREETING_ID, PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
-        self.state = LinkState.GREETING
+        self._outbox += self._secret.handshake(challenge, nonce)
+        self._requests.append(_ReadRequest(_HANDSHAKE_ID, PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
+        self.state = LinkState.HANDSHAKE
 
     def _begin_reply(self, reply: ReplyHead) -> None:
         self._text.clear()
@@ -244,7 +246,7 @@ class TcpLink:
         text = self._text.decode(errors="replace")
         if reply.status is Status.REFUSED:
             raise PeerRefused(text)
-        if request.request_id == _GREETING_ID:
+        if request.request_id == _HANDSHAKE_ID:
             self._on_proof()
         if request.job is None:
             return []
@@ -258,7 +260,7 @@ class TcpLink:
                 "who listens there now does not know the token of the peer's card and the cluster key: the peer is gone, and "
                 "its port is another process's; nothing was taken from it. Fetch the peer's card again"
             )
-        self.state = LinkState.OPEN
+        self.state, self.attempts = LinkState.OPEN, 0
 
 
 class TcpPeer:
@@ -282,7 +284,7 @@ class TcpPeer:
         roomy = [link for link in self.links if link.has_room]
         if roomy:
             return min(roomy, key=lambda link: link.request_count)
-        if any(link.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.GREETING) for link in self.links):
+        if any(link.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.HANDSHAKE) for link in self.links):
             return None
         return next((link for link in self.links if link.state is LinkState.CLOSED and link.rests_until <= now), None)
 

@@ -24,6 +24,9 @@ __all__ = ["TcpMover"]
 
 _log = logging.getLogger("kvbaton.transport")
 
+_ATTEMPTS = 3
+"""How often a link connects before a peer that closes it during the handshake counts as lost."""
+
 
 class TcpMover(Mover[TcpPeer]):
     """Owns the links' sockets while its thread runs; ends once the ledger is shut, and then closes them."""
@@ -125,7 +128,18 @@ class TcpMover(Mover[TcpPeer]):
         except PeerError as error:
             self._fail_link(link, f"{type(error).__name__}: {link}: {error}")
         except OSError as error:
-            self._fail_link(link, f"PeerLost: {link}: {error}")
+            if not self._opens_again(link):
+                self._fail_link(link, f"PeerLost: {link}: {error}")
+
+    def _opens_again(self, link: TcpLink) -> bool:
+        """Whether a link that the peer closed during the handshake may connect once more: its place may have gone to another.
+
+        The jobs stay in the schedule, and the next turn opens the link.
+        """
+        if link.state not in (LinkState.HELLO, LinkState.HANDSHAKE) or link.attempts >= _ATTEMPTS:
+            return False
+        self._shut_link(link)
+        return True
 
     def _fail_link(self, link: TcpLink, error: str) -> None:
         """Close a link that is lost: alone where it was not open yet and the peer has another that is, else all of its peer."""
@@ -188,7 +202,5 @@ class TcpMover(Mover[TcpPeer]):
 def _lack_within(timeout_s: float, state: LinkState) -> str:
     if state is LinkState.CONNECTING:
         return f"no connection within {timeout_s:g} s"
-    hint = (
-        " (no hello: it stands still, or more connections than it takes wait to greet it)" if state is LinkState.HELLO else ""
-    )
+    hint = " (no hello: the process is stopped, or has no descriptor left)" if state is LinkState.HELLO else ""
     return f"no progress within {timeout_s:g} s{hint}"

@@ -54,6 +54,8 @@ class TcpTransport(QueuedTransport[TcpPeer]):
             raise TransportError(f"tcp endpoint: host {host!r}, port {port} or token is not usable: {error}") from error
         if len(token) != TOKEN_BYTES or not 0 < port < 65536:
             raise TransportError(f"tcp endpoint: port is {port}, token has {len(token)} bytes; fetch its card again")
+        if self._settings.admits is not None and not self._settings.admits(host):
+            raise TransportError(f"tcp endpoint: host {host} is not on the allow-list; add it with --allow")
         incarnation = str(endpoint.details.get("incarnation", ""))
         secret = Secret(token, self._settings.cluster_key, incarnation)
         return TcpPeer(peer, [TcpLink(peer, found[0], found[4], secret, self._calls) for _ in range(self._settings.streams)])
