@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvbaton.discovery.listener import LogLimit
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import BadRequest, PeerError
@@ -29,6 +28,7 @@ from kvbaton.router.policy import RouteRequest
 from kvbaton.router.routed import TransferBook
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.waiting import Waiting
+from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
 

@@ -19,7 +19,6 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvbaton.core.handoff import RequestId
-from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
@@ -41,6 +40,7 @@ from kvbaton.engines.embedded.submission import Runner, Submission
 from kvbaton.engines.handoff_params import HandoffInfo, SourceWish, answer_params, size_doubt
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
+from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["HandoffInfo", "LoadedModel", "Role", "ServedEngine", "make_app", "start_server"]
 
