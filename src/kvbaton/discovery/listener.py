@@ -44,6 +44,7 @@ _LOOK_S = 0.1
 _REST_PER_WORK = 4.0
 _LONGEST_REST_S = 0.2
 _JOIN_S = 5.0
+_GUARANTEED_S = 1.0
 _FRAMES = 2
 _MESSAGES_PER_S = 100.0
 _BURST = 200.0
@@ -104,7 +105,16 @@ class Listener:
         self._clock = clock
         self._seal = Seal(cluster_key)
         limits = {} if max_connections is None else {"connections": max_connections}
-        self._limits = DoorLimits(read_bytes=_READ_BYTES, messages_per_turn=1, all_unsent_bytes=4 << 20, **limits)
+        # The whole thread has a share of a core, so that unknown senders need none of their own. libzmq takes three round trips
+        # for a handshake, each with a rest of this thread, and two more answer our challenge.
+        self._limits = DoorLimits(
+            read_bytes=_READ_BYTES,
+            messages_per_turn=1,
+            all_unsent_bytes=4 << 20,
+            guaranteed_s=_GUARANTEED_S,
+            unknown_share=1.0,
+            **limits,
+        )
         self._limit = LogLimit()
         self._joins = LogLimit(burst=_JOIN_LINES)
         self._malformed: Counter[Cause] = Counter()

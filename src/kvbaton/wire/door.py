@@ -4,7 +4,8 @@ Theory of operation. One thread owns a `Door`, and alternates `wait` and `receiv
 connection that was accepted is *unknown* until it has authenticated: with a cluster key by opening the session, without one as
 soon as its owner calls `admit`. An unknown peer may be any program that reaches the port, so that
 
-- it costs a place in a table of its own, where the oldest gives way to the newest: key holders need no place there for long;
+- it costs a place in a table of its own. When that is full, the oldest gives way to the next, but not before it had
+  `guaranteed_s` for its handshake: in a flood, a key holder waits in the queue of the system, and is served when it gets in;
 - it has one deadline from accept on, which nothing renews: a byte now and then buys no time;
 - its frames have a limit of their own, one message is parsed at a time, and all unknown peers share one budget of bytes;
 - all of them share a fifth of this thread: they wait in a selector of their own, which is left out while the share is used up.
@@ -43,7 +44,7 @@ from kvbaton.wire.zmtp import Zmtp, ZmtpError, ZmtpLimits, ZmtpPartsError, ZmtpR
 __all__ = ["Door", "DoorLimits", "Ended", "PeerConnection", "listen_on"]
 
 _NONCE = b"X-KVBaton-Nonce"
-_BACKLOG = 1024
+_BACKLOG = 512
 _ACCEPTS_PER_TURN = 32
 _UNKNOWN_PER_TURN = 64
 _UNKNOWN_READ_BYTES = 16 * 1024
@@ -54,8 +55,7 @@ _ENDING_S = 1.0
 _MAX_ENDING = 32
 _MAX_DRAINED_BYTES = 256 * 1024
 _CHECK_S = 1.0
-_ACCEPT_PAUSE_S = 0.1
-_SHARE = 0.2
+_ACCEPT_PAUSE_S = 0.02
 _SHARE_BURST_S = 0.02
 _KEEPALIVE_S = 30
 _MOST_CONNECTIONS = 2048
@@ -100,6 +100,8 @@ class DoorLimits:
     read_bytes: int = 64 * 1024
     messages_per_turn: int = 256
     handshake_s: float = 5.0
+    guaranteed_s: float = 0.2
+    unknown_share: float = 0.2
     stalled_s: float = 30.0
 
     @property
@@ -405,25 +407,28 @@ class Door:
             else:
                 yield from self._serve(selected.data, events)
         now = time.monotonic()
-        self._credit_s = min(_SHARE_BURST_S, self._credit_s + (now - self._credited_at) * _SHARE)
+        self._credit_s = min(_SHARE_BURST_S, self._credit_s + (now - self._credited_at) * self._limits.unknown_share)
         self._credited_at = now
         self._credit_s -= time.thread_time() - began
-        if self._credit_s < 0:
+        if self._credit_s < 0 and self._limits.unknown_share < 1.0:
             self._selector.unregister(self._unknown_selector.fileno())  # type: ignore[attr-defined]
-            self._resume_at = now - self._credit_s / _SHARE
+            self._resume_at = now - self._credit_s / self._limits.unknown_share
 
     def _accept(self) -> Iterator[tuple[PeerConnection, list[bytes]]]:
         for _ in range(_ACCEPTS_PER_TURN):
+            if len(self._unknown) >= self._limits.unknown and not self._make_room():
+                self._pause_accepting()
+                return
             try:
                 sock, address = self._accepted()
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError:
+                # No descriptor is left.
+                self._make_room()
                 self._pause_accepting()
                 return
             connection = PeerConnection(sock, str(address[0]), self._zmtp(is_listener=True), self._now, is_dialled=False)
-            if len(self._unknown) >= self._limits.unknown:
-                self.finish(next(iter(self._unknown)), Ended.NO_ROOM, "the oldest of too many unknown peers")
             self._unknown[connection] = None
             self._unknown_selector.register(sock, selectors.EVENT_READ, connection)
             if reason := self._refusal(connection.name):
@@ -444,11 +449,17 @@ class Door:
             raise ConnectionError from error
         return sock, address
 
+    def _make_room(self) -> bool:
+        """End the oldest unknown peer, if it had its guaranteed time."""
+        oldest = next(iter(self._unknown), None)
+        if oldest is None or self._now - oldest.since < self._limits.guaranteed_s:
+            return False
+        self.finish(oldest, Ended.NO_ROOM, "the oldest of too many unknown peers")
+        return True
+
     def _pause_accepting(self) -> None:
-        """No descriptor is left: the oldest unknown peer goes, and the listening socket does not keep the thread busy."""
-        if self._unknown:
-            self.finish(next(iter(self._unknown)), Ended.NO_ROOM, "no file descriptor is left")
-        if self._listener is not None:
+        """Take the listening socket out of the selector for a moment: it would keep the thread busy with nothing."""
+        if self._listener is not None and self._accept_at is None:
             self._unknown_selector.unregister(self._listener)
             self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
 

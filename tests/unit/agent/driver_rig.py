@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -170,6 +171,14 @@ def is_poison(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool
     return bool((np.ascontiguousarray(values).view(np.uint8) == 0x4B).all())
 
 
+def _is_free(address: ControlAddress) -> bool:
+    try:
+        socket.create_server((address.host, address.handshake)).close()
+    except OSError:
+        return False
+    return True
+
+
 class Intruder:
     """Sends whatever the test needs, to a bound port or from one; `key` is what it seals with. Without one it uses libzmq."""
 
@@ -188,7 +197,8 @@ class Intruder:
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
-        self.hang_up()
+        if self._peer is not None:
+            self._peer.sock.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -211,8 +221,12 @@ class Intruder:
             self._listener.settimeout(_ANSWER_MS / 1000)
 
     def hang_up(self) -> None:
-        """Close the connection, as a process does that ends; with a key, the next one is taken by `hear`."""
-        if self._peer is not None:
+        """Close the connection, as a process does that ends, and listen again; `hear` takes the next one."""
+        if self._key is None:
+            self._socket.close(linger=0)
+            wait_until(lambda: _is_free(self.address), "the port is free")
+            self.listen()
+        elif self._peer is not None:
             self._peer.sock.close()
             self._peer = None
 
@@ -223,7 +237,8 @@ class Intruder:
         else:
             assert self._dialled is not None
             with WirePeer.dial(self._dialled.handshake, self._key) as peer:
-                peer.send_frame(*frames)
+                with contextlib.suppress(ConnectionError):
+                    peer.send_frame(*frames)
                 assert peer.is_ended()
 
     def send_sealed(self, content: bytes) -> None:
