@@ -20,7 +20,6 @@ from embedded_nodes import (
     prompt_of,
 )
 
-from kvbaton.core.auth import Seal, Way
 from kvbaton.core.handoff import Aux, Executor, Mode, Span
 from kvbaton.core.messages import AuxSent, Grant, Message, Over, Stopped, encode
 from watching import wait_until
@@ -163,7 +162,7 @@ def aux_frame(peer: FalseSource, **changes: object) -> bytes:
     frame = encode(peer.intruder.incarnation, peer.target.incarnation, AuxSent(peer.grant.key, peer.grant.grant, AUX))
     document = msgspec.msgpack.decode(frame)
     document["message"]["aux"] |= changes
-    return Seal(None).seal(msgspec.msgpack.encode(document), Way.TO_DIALLER)
+    return msgspec.msgpack.encode(document)
 
 
 class TestAuxRecords:

@@ -11,7 +11,6 @@ from driver_rig import Intruder
 from embedded_nodes import Node, digest_of, false_source, false_target, hand_off, key_of, names, prompt_of
 
 from kvbaton.config import Trust
-from kvbaton.core.auth import Seal, Way
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
 from kvbaton.core.messages import (
     Announced,
@@ -56,10 +55,9 @@ def assert_works(pair: tuple[Node, Node]) -> None:
         node.wait_idle()
 
 
-def hello_frame(pair: tuple[Node, Node], key: bytes) -> bytes:
+def hello_frame(pair: tuple[Node, Node]) -> bytes:
     """A hello that a source would accept."""
-    frame = encode(Incarnation("unknown"), "", Hello(pair[1].card, wants_answer=False))
-    return Seal(key).seal(frame, Way.TO_LISTENER)
+    return encode(Incarnation("unknown"), "", Hello(pair[1].card, wants_answer=False))
 
 
 def dropped(node: Node) -> int:
@@ -72,10 +70,10 @@ class TestFramesThatAreNoMessages:
     @pytest.mark.parametrize("side", [0, 1], ids=["source", "target"])
     def test_garbage_is_dropped_counted_and_survived(self, pair: tuple[Node, Node], side: int) -> None:
         node, dice = pair[side], random.Random(side)
-        whole = hello_frame(pair, KEY)
+        whole = hello_frame(pair)
         frames = [dice.randbytes(dice.randrange(1, 5000)) for _ in range(20)]
         frames += [b"", bytes(10_000_000), whole[:-1], whole[: len(whole) // 2], whole[1:], whole + b"x", whole[:37]]
-        frames += [hello_frame(pair, b"the key of another cluster"), encode(Incarnation("x"), "", Release(key_of("x"), 1))]
+        frames += [bytes(16) + whole, encode(Incarnation("x"), "", Release(key_of("x"), 1))]
         before = dropped(node)
         with Intruder(KEY) as intruder:
             intruder.dial(node.address)
@@ -123,7 +121,7 @@ class TestForeignProtocols:
             frame = encode(Incarnation("x"), "", Announced(key_of("x"), 1, 1, ((1, 2, 3),), ()))
             cut = frame.index(bytes([0x93, 1, 2, 3]))
             huge = frame[:cut] + b"\xdd\xff\xff\xff\xff" + frame[cut + 1 :]
-            intruder.send(Seal(KEY).seal(huge, Way.TO_LISTENER))
+            intruder.send_sealed(huge)
             wait_until(lambda: dropped(pair[0]) == before + 1, "it is counted")
         assert_works(pair)
 

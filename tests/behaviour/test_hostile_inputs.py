@@ -14,7 +14,6 @@ import pytest
 from driver_rig import Intruder
 from served_instances import CLUSTER_KEY, SHORT_TIMEOUTS, Served, served_pair
 
-from kvbaton.core.auth import Seal, Way
 from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
 from kvbaton.core.messages import Release, encode
 from kvbaton.launch.ports import PortPicker
@@ -169,10 +168,9 @@ class TestSourceThatNeverAnswers:
                 assert "no progress for 2 s while greeting" in request.result().error
 
 
-def sealed(key: str) -> bytes:
-    """A message about nothing, as a peer with that key would send it."""
-    frame = encode(Incarnation("unknown"), "", Release(HandoffKey(TransferId("x")), 1))
-    return Seal(key.encode()).seal(frame, Way.TO_LISTENER)
+def message() -> bytes:
+    """A message about nothing, without a seal."""
+    return encode(Incarnation("some peer"), "", Release(HandoffKey(TransferId("x")), 1))
 
 
 class TestGarbageOnTheControlPort:
@@ -181,7 +179,7 @@ class TestGarbageOnTheControlPort:
     @pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
     def test_frames_that_are_no_messages(self, pair: tuple[Served, Served], side: int) -> None:
         instance, dice = pair[side], random.Random(side)
-        whole = sealed(CLUSTER_KEY)
+        whole = message()
         frames = [
             b"",
             dice.randbytes(5000),
@@ -189,10 +187,10 @@ class TestGarbageOnTheControlPort:
             whole[:-1],
             whole[1:],
             whole[:40],
-            sealed("another key, long enough"),
+            bytes(16) + whole,
         ]
         before = instance.counter("kvbaton_control_dropped_total")
-        with Intruder() as intruder:
+        with Intruder(CLUSTER_KEY.encode()) as intruder:
             intruder.dial(instance.control)
             for frame in frames:
                 intruder.send(frame)

@@ -15,8 +15,8 @@ from typing import Self
 import msgspec
 import zmq
 
-from kvbaton.core.auth import Seal
-from kvbaton.discovery.messages import Registration, encode_registration
+from kvbaton.core.auth import NONCE_BYTES, Seal
+from kvbaton.discovery.messages import Freshness, Registration, encode_registration
 
 __all__ = ["AnswerKind", "Announcement", "Heartbeats", "RouterEvent", "RouterEventKind"]
 
@@ -25,7 +25,6 @@ _COMPLAIN_AFTER_S = 5.0
 _LINGER_MS = 300
 _MAX_ANSWER_BYTES = 4096
 _MAX_ANSWERS = 16
-_MAX_NONCE_BYTES = 64
 _EAGER_S = 1.0
 _EAGER_LOOK_S = 0.02
 
@@ -88,9 +87,13 @@ class _Frames:
         """Whether a router may send a challenge."""
         return self._seal.is_keyed
 
-    def frames(self, nonce: bytes) -> tuple[bytes, bytes]:
-        """Hello and goodbye, for a connection that was given `nonce`."""
-        return encode_registration(self._hello, self._seal, nonce), encode_registration(self._goodbye, self._seal, nonce)
+    def hello(self, stamp: bytes) -> bytes:
+        """The registration; `stamp` shows that it is new."""
+        return encode_registration(self._hello, self._seal, stamp)
+
+    def goodbye(self, stamp: bytes) -> bytes:
+        """The message that the instance leaves."""
+        return encode_registration(self._goodbye, self._seal, stamp)
 
 
 class _Link:
@@ -102,7 +105,8 @@ class _Link:
         self.sent_at = now
         self._frames = frames
         self._asked_at = -_RETRY_S
-        self.hello, self.goodbye = frames.frames(b"")
+        self._nonce = b""
+        self._count = 0
         self.away_since: float | None = now
         self.complained = False
         self.answer: _RouterAnswer | None = None
@@ -126,6 +130,19 @@ class _Link:
             return False
         return True
 
+    def send_hello(self) -> bool:
+        """Register, or send a heartbeat; False when the router cannot be reached now."""
+        return self.send(self._frames.hello(self._next_stamp()))
+
+    def send_goodbye(self) -> bool:
+        """Report that the instance leaves; False when the router cannot be reached now."""
+        return self.send(self._frames.goodbye(self._next_stamp()))
+
+    def _next_stamp(self) -> bytes:
+        """The nonce of the connection and the next count: the router takes each once."""
+        self._count += 1
+        return Freshness.stamp(self._nonce, self._count) if self._nonce else b""
+
     def read_answer(self, now: float) -> _RouterAnswer | None:
         """The latest answer, when it differs from the one before. What is no answer is skipped."""
         latest = self.answer
@@ -147,7 +164,7 @@ class _Link:
 
     def _prove(self, nonce: bytes, now: float) -> None:
         """Send it again with the nonce, at once, but not as often as a hostile router likes to ask."""
-        self.hello, self.goodbye = self._frames.frames(nonce[:_MAX_NONCE_BYTES])
+        self._nonce = nonce[:NONCE_BYTES]
         if now - self._asked_at >= _RETRY_S:
             self._asked_at = self.due = now
 
@@ -192,11 +209,11 @@ class Heartbeats:
     def send_goodbye(self, now: float) -> None:
         """Send every router that can be reached a goodbye; the next turn after this registers anew."""
         for link in self._links:
-            link.send(link.goodbye)
+            link.send_goodbye()
             link.due, link.away_since, link.answer = now, now, None
 
     def _beat(self, link: _Link, now: float) -> None:
-        if link.send(link.hello):
+        if link.send_hello():
             link.due = now + self._announcement.heartbeat_s
             if link.away_since is not None:
                 link.sent_at = now

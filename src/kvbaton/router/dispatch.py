@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import BadRequest, PeerError
@@ -33,6 +32,7 @@ from kvbaton.router.policy import RouteRequest
 from kvbaton.router.request_queue import RequestQueue
 from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
+from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
 

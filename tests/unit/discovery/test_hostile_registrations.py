@@ -19,8 +19,8 @@ from kvbaton.discovery.heartbeats import Announcement, Heartbeats
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, TransferMode, encode_registration
 from kvbaton.discovery.registry import Registered, Registry
-from kvbaton.discovery.zmtp import encode_frame
 from kvbaton.launch.ports import PortPicker
+from kvbaton.wire.zmtp import encode_frame
 from watching import wait_until
 
 GOOD = Registration(

@@ -22,9 +22,9 @@ from router_fakes import free_port
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode, decode_registration, encode_registration
-from kvbaton.discovery.zmtp import encode_frame
 from kvbaton.router.processes import _Head, _PublishingRegistry, _RegistrationUpdate, _Worker
 from kvbaton.router.settings import RouterSettings
+from kvbaton.wire.zmtp import encode_frame
 from watching import descendants, wait_until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)

@@ -18,7 +18,6 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvbaton.config import Trust
-from kvbaton.discovery.log_limit import LogLimit
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import HandoffAccess, HandoffRoutes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
@@ -41,6 +40,7 @@ from kvbaton.engines.embedded.submission import EngineClient, Submission
 from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, TargetParams, answer_params, read_params, size_doubt
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
+from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["Role", "make_app", "start_server"]
 

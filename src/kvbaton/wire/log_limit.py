@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-__all__ = ["LogLimit"]
+__all__ = ["LogLimit", "shown"]
 
 
 class LogLimit:
@@ -35,3 +35,9 @@ class LogLimit:
         self._window_lines += 1
         suppressed, self._suppressed = self._suppressed, 0
         return suppressed
+
+
+def shown(text: str, limit: int = 300) -> str:
+    """A text of a peer as it may stand in a log: without line breaks or control characters, and not too long."""
+    short = text if len(text) <= limit else f"{text[:limit]}…"
+    return short if short.isprintable() else short.encode("unicode_escape").decode("ascii")
