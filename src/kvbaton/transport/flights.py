@@ -1,9 +1,9 @@
-"""A mover for libraries that move bytes themselves: it starts a few slices per peer, keeps the deadlines, and is told of ends.
+"""A mover for libraries that move bytes themselves: it starts a few slices per peer, keeps deadlines, and is woken by ends.
 
-A slice that is on its way cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished
-only when the library has let go of its last slice; until then its memory is not quiet. A library that does not let go within
-another `timeout_s` is shut down altogether: that is the only way left to make the memory quiet. Where even that fails, the
-batch is never finished, and closing says so.
+A slice that has begun cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished only
+when the library has released its last slice; until then its memory is not quiet. A library that does not release a slice within
+another `timeout_s` is shut down altogether: nothing else is left to make the memory quiet. Where even that fails, the batch is
+never finished, because its memory would be given to another request, and `close` raises.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ L = TypeVar("L", bound=Hashable)
 L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
 
 _WINDOW = 2
+"""Slices that a peer may have at its lanes: while one is moved, the next is there, and a cancel waits for few."""
+
 _NAP_S = 0.02
 _SHORTEST_NAP_S = 0.0005
 _BUSY_S = 0.0002
@@ -45,7 +47,7 @@ class Flights(Protocol[L_contra]):
     """How many bytes one `start` is given at first, and how many runs at most."""
 
     stop_s: float
-    """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
+    """How long a slice that is given up may take, at most, until the library releases it; 0 where nothing is known."""
 
     def start(self, link: L_contra, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> Any:
         """Begin to move a slice; QueueFull when the library takes no more just now.
@@ -58,7 +60,7 @@ class Flights(Protocol[L_contra]):
         """Whether every byte is where it belongs."""
 
     def release(self, flight: Any) -> bool:
-        """Let go of a flight that is done, has failed or is not wanted; False while its bytes still move."""
+        """Release a flight that is done, has failed or was given up; False while its bytes still move."""
 
     def drop(self, link: L_contra) -> None:
         """End the session with a peer, so that what is in flight to it fails; the next start begins a new one."""
@@ -115,9 +117,9 @@ class FlightMover(Mover[L]):
         super().__init__(name, ledger, settings.timeout_s)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; tells whether it has.
+        """Wait until the thread has ended, at most `timeout_s`; returns whether it has.
 
-        Raises TransportError while the library does not let go of memory; what moves is then not finished.
+        Raises TransportError while the library does not release memory; what moves is then not finished.
         """
         if not super().join(timeout_s):
             return False
@@ -169,7 +171,7 @@ class FlightMover(Mover[L]):
         self._fail_link(link, REVOKED, waiting=True)
 
     def _feed(self, link: L) -> bool:
-        """Start the next slice of a peer, unless enough are on their way; tells whether it has."""
+        """Start the next slice of a peer, unless enough have begun; returns whether it has."""
         while (job := self._schedule.head(link)) is not None and len(self._books.of_link(link)) < _WINDOW:
             if job.cursor.remaining_bytes:
                 return self._start(job)
@@ -219,17 +221,19 @@ class FlightMover(Mover[L]):
 
     def _give_up(self, flight: _Flight[L]) -> None:
         link = flight.job.link
+        # The libraries report no progress within a slice. A slow link shows it only in slices that end within `timeout_s`.
         self._books.slice_bytes[link] = max(self._library.slice_bytes // _LONGER, 1)
         self._fail_link(link, f"PeerLost: {link}: no progress within {self._settings.timeout_s:g} s")
 
     def _land(self, flight: _Flight[L], now: float) -> None:
-        """Take a flight that is over out of the books, once the library lets go of it."""
+        """Take a flight that is over out of the books, once the library releases it."""
         if not self._library.release(flight.handle):
             if now >= flight.deadline:
                 raise KVBatonError(f"a transfer to {flight.job.link} could not be stopped; open a new transport")
             return
         self._books.flights.remove(flight)
         job = flight.job
+        # The lanes of a peer move its slices one after another: a slice that waited for this one starts its time now.
         for other in self._books.of_link(job.link):
             other.deadline = max(other.deadline, now + self._settings.timeout_s)
         if not flight.failed:

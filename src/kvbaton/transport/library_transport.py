@@ -83,7 +83,7 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         return Direction.WRITE in self.directions
 
     @property
-    def _way_out(self) -> str:
+    def _alternative(self) -> str:
         return (
             "the side that holds the target has to read, or set unfenced_writes (--unfenced-writes) on both sides, which lets "
             "peers write without a fence"

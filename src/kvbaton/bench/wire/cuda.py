@@ -105,10 +105,10 @@ class _Stand:
         self._torch.cuda.synchronize()
         return bool(self._torch.equal(self.target[: pattern.target_bytes], expected))
 
-    def check(self, pattern: Pattern, expected: Any, who: str) -> None:
+    def check(self, pattern: Pattern, expected: Any, method: str) -> None:
         """Raise LocalError unless every byte is right."""
         if not self.is_right(pattern, expected):
-            raise LocalError(f"{pattern.name}: {who} left bytes in target memory that are not the source's")
+            raise LocalError(f"{pattern.name}: {method} left bytes in target memory that are not the source's")
 
     def copy_all_but_one(self, pattern: Pattern) -> None:
         """The negative control: everything but the last run."""

@@ -57,7 +57,7 @@ class WireOptions:
 
 
 def measure_wire(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
-    """Measure one transport beside its peers, `auto` being all, as the table of transports says. Raises ConfigError.
+    """Measure one transport beside its peers, `auto` being all, as the table of transports has it. Raises ConfigError.
 
     Returns the report and the settings that it was made with.
     """
@@ -185,7 +185,7 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
                 rows += _rows(bench, point, entries, rounds)
             rows += _idle(bench, peers, entries)
     if not rows:
-        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above say what each needs")
+        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above name what each needs")
     return BenchReport(rows, describe_hardware(), rounds, problems)
 
 

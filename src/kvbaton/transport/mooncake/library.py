@@ -131,14 +131,14 @@ def check_acknowledges(settings: TransportSettings) -> None:
 
 
 def _installed_version() -> tuple[int, ...]:
-    """As its package says; empty where no package has brought it."""
+    """That of its package; empty where no package has brought it."""
     names = metadata.packages_distributions().get("mooncake", [])
     numbers = (re.match(r"\d+(\.\d+)*", metadata.version(name)) for name in names)
     return max((tuple(map(int, number.group().split("."))) for number in numbers if number), default=())
 
 
 def stop_s(settings: TransportSettings) -> float:
-    """How long Mooncake may take, at most, to give up a transfer by itself. Raises ConfigError."""
+    """How long Mooncake may take, at most, to end a transfer by itself. Raises ConfigError."""
     _limit_transfers(settings.timeout_s)
     text = os.environ[_TIMEOUT_VARIABLE].strip()
     if not text.isdigit():
@@ -149,7 +149,7 @@ def stop_s(settings: TransportSettings) -> float:
 def _limit_transfers(timeout_s: float) -> None:
     """Mooncake reads its only limit from the environment when an engine is made. What the user has set there stays.
 
-    Our own values end with a space, by which they are told from the user's.
+    Our own values end with a space, by which they are distinguished from the user's.
     """
     if os.environ.get(_TIMEOUT_VARIABLE, _OURS).endswith(_OURS):
         os.environ[_TIMEOUT_VARIABLE] = f"{max(_SHORTEST_TIMEOUT_S, math.ceil(timeout_s))}{_OURS}"

@@ -1,7 +1,7 @@
 """The mooncake transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
-Mooncake lets whoever reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer writes, and
-the port is told to admitted peers only, but Mooncake asks nobody who he is: use it where the network is trusted.
+Mooncake lets every process that reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer
+writes, and only admitted peers are sent the port, but Mooncake authenticates no connection: use it on trusted networks only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class MooncakeTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other Mooncake engines."""
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
-        marks, give_up_s = Marks(settings.max_peers), stop_s(settings)
+        marks, ends_in_s = Marks(settings.max_peers), stop_s(settings)
         if settings.unfenced_writes:
             check_acknowledges(settings)
         serving = MooncakeEngine(settings, (region, marks.region))
         self._serving_name = serving.name
-        super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=give_up_s)
+        super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=ends_in_s)
 
     @property
     def name(self) -> str:
@@ -53,6 +53,7 @@ class MooncakeTransport(LibraryTransport):
         engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
 
         def make_engine() -> MooncakePeer:
+            # Over TCP Mooncake needs no registration of local memory; RDMA needs one per engine.
             local = () if self._settings.of_library("mooncake_protocol", str) == "tcp" else (self._region, self._marks.region)
             made = MooncakeEngine(self._settings, local)
             region, marks = (address, self._region.address), (mark_address, self._marks.region.address)

@@ -76,7 +76,7 @@ class NixlAgent:
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known by what it tells of itself; returns its name. May wait for it. Raises PeerLost."""
+        """Make another agent known by its metadata; returns its name. May wait for it. Raises PeerLost."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -131,14 +131,14 @@ class NixlAgent:
         return bool(state == "DONE")
 
     def release(self, transfer: Any) -> None:
-        """Let go of a transfer that is done. Raises TransportError."""
+        """Release a transfer that is done. Raises TransportError."""
         try:
             self._agent.release_xfer_handle(transfer)
         except Exception as error:
-            raise TransportError(f"NIXL does not let go of a transfer: {_words(error)}") from error
+            raise TransportError(f"NIXL does not release a transfer: {_words(error)}") from error
 
     def progress(self) -> None:
-        """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
+        """Serve the peers that read or write this side's memory, where UCX cannot do it without this process."""
         try:
             self._agent.update_notifs()
         except Exception as error:

@@ -1,8 +1,8 @@
 """The nixl transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
-NIXL registers memory so that whoever has its metadata could write there too. Without `unfenced_writes` no kvbaton peer does:
-only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has let go of its last transfer.
-The metadata travels in the card, which admitted peers alone are given.
+NIXL registers memory so that every process that has its metadata could write there too. Without `unfenced_writes` no kvbaton
+peer does: only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has released its last
+transfer. The metadata travels in the card, which only admitted peers are sent.
 """
 
 from __future__ import annotations
