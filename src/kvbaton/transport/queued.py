@@ -23,7 +23,7 @@ from kvbaton.transport.base import (
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.mover import Mover
 
-__all__ = ["QueuedTransport", "detail"]
+__all__ = ["QueuedTransport", "bytes_detail", "detail"]
 
 L = TypeVar("L", bound=Hashable)
 T = TypeVar("T", int, str)
@@ -156,3 +156,11 @@ def detail(endpoint: Endpoint, field: str, kind: type[T]) -> T:
     if type(value) is not kind:
         raise TransportError(f"{endpoint.transport} endpoint: {field} is {value!r}; it must be of type {kind.__name__}")
     return value
+
+
+def bytes_detail(endpoint: Endpoint, field: str) -> bytes:
+    """One field of an endpoint's details that has bytes as hexadecimal digits; raises TransportError, naming it."""
+    try:
+        return bytes.fromhex(detail(endpoint, field, str))
+    except ValueError as error:
+        raise TransportError(f"{endpoint.transport} endpoint: {field} is not usable ({error}); fetch its card again") from error

@@ -21,7 +21,6 @@ import msgspec
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.gpu_content import POISON, expected_target
 from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, Pattern, patterns
-from kvbaton.bench.wire.run import WireOptions
 from kvbaton.bench.wire.source_process import source_process
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, LocalError
@@ -158,9 +157,9 @@ class _Stand:
         return posted - start, done - start
 
 
-def measure_cuda(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
     """What `kvbaton bench wire` does for transport cuda; returns the report and the settings that it was made with."""
-    bench = CudaWireBench(options.tokens, options.rounds)
+    bench = CudaWireBench(tokens, rounds)
     return run_cuda_wire_bench(bench, progress), bench.described()
 
 

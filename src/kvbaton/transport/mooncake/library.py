@@ -14,6 +14,7 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.library_transport import MemoryPlace
 
 __all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "stop_s", "load_mooncake"]
 
@@ -78,18 +79,18 @@ class MooncakeEngine:
 
 
 class MooncakePeer:
-    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here.
+    """An engine that moves bytes between this side and one peer.
 
     It knows the peer by host and port, and connects as often as it likes: another process may have taken that port.
     """
 
     is_bound = False
 
-    def __init__(self, engine: MooncakeEngine, peer: str, region: tuple[int, int], mark: tuple[int, int]) -> None:
+    def __init__(self, engine: MooncakeEngine, peer: str, there: MemoryPlace, here: MemoryPlace) -> None:
         self._engine = engine
         self._peer = peer
-        self._region = np.array([*region, 0], np.uint64)
-        self._mark = np.array([*mark, 0], np.uint64)
+        self._region = np.array([there.address, here.address, 0], np.uint64)
+        self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
         """Open a session with the peer."""

@@ -6,7 +6,6 @@ writes, and only admitted peers are sent the port, but Mooncake authenticates no
 
 from __future__ import annotations
 
-from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
@@ -37,26 +36,15 @@ class MooncakeTransport(LibraryTransport):
         return "mooncake"
 
     def _details(self) -> dict[str, str | int]:
-        return {
-            "engine": self._serving_name,
-            "address": self._region.address,
-            "mark_address": self._marks.region.address,
-            "mark": self._marks.mark,
-        }
+        return {"engine": self._serving_name, **self._place_details()}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
-        address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
-        if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
-            raise TransportError(
-                f"mooncake endpoint: address {address:#x} or mark_address {mark_address:#x} is not usable; fetch its card again"
-            )
+        there, here = self._places(endpoint)
         engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
 
         def make_engine() -> MooncakePeer:
             # Over TCP Mooncake needs no registration of local memory; RDMA needs one per engine.
             local = () if self._settings.of_library("mooncake_protocol", str) == "tcp" else (self._region, self._marks.region)
-            made = MooncakeEngine(self._settings, local)
-            region, marks = (address, self._region.address), (mark_address, self._marks.region.address)
-            return MooncakePeer(made, engine, region, marks)
+            return MooncakePeer(MooncakeEngine(self._settings, local), engine, there, here)
 
         return LibraryPeer(peer, mark, make_engine)
