@@ -1,4 +1,4 @@
-"""Opens the transport that users call by a name, and the ones that `auto` offers; the table says which there are."""
+"""Opens the transport that users call by a name, and the ones that `auto` offers; the table has which there are."""
 
 from __future__ import annotations
 

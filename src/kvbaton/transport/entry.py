@@ -137,7 +137,8 @@ class TransportEntry:
     auto:        whether, and in which order, `auto` offers it
     settings:    its settings in `KVBATON_TRANSPORT_SETTINGS`
     variants:    with which memory it is tried, tested and measured
-    bench:       may name the function that measures it in `bench wire`, where blocks in main memory are not its case
+    bench:       may name the function that measures it in `bench wire`, where blocks in main memory are not its case: called
+                 with the tokens of a batch, the rounds, and what is given each line of progress
     stand_in:    may name a function like `opener` that opens it, with both ends in one process, where its hardware is missing:
                  the contract suite then runs on that
     """

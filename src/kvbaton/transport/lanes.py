@@ -90,7 +90,7 @@ class _State(enum.Enum):
 class LaneSlice:
     """What one lane moves of a slice, and its state; `wake` is called when it has ended. Safe to use from any thread.
 
-    `is_first` and `is_last` say that it belongs to the first or the last slice of a batch.
+    `is_first` and `is_last`: whether it belongs to the first or the last slice of a batch.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The books of a transport: known peers, batches in flight, completions, and what its mover is asked to do.
 
-Every thread may write into the books; the mover alone acts on them. A caller's wish (post, cancel, revoke) becomes a
+Every thread may write into the books; the mover alone acts on them. What a caller requests (post, cancel, revoke) becomes a
 command that the mover takes; what the mover finishes becomes a completion that `poll` hands out. Both are bounded by
 `max_in_flight`, which counts a batch from `admit` until its completion was handed out. A full queue still takes one batch of a
-peer that has none in it, so that a slow peer which fills it holds up nobody else.
+peer that has none in it, so that a slow peer which fills it holds up no other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CancelJob(Generic[L]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RevokeLink(Generic[L]):
-    """Stop and fail every job of this link, and let go of it."""
+    """Stop and fail every job of this link, and release it."""
 
     link: L
 
@@ -137,16 +137,17 @@ class Ledger(Generic[L]):
             self._peers[peer] = _KnownPeer(endpoint, link)
 
     def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
-        """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
+        """Check and number `batch`, and wake the mover. Raises RangeError or TransportError; then nothing was started."""
         with self._lock:
             checked = self._known(batch.peer)
+        # Not under the lock: a batch of a million runs takes milliseconds to check, and the mover finishes others meanwhile.
         runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes, self._loops)
         if self._check is not None:
             self._check(checked.link, runs)
         cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
-            if known is not checked:
+            if known is not checked:  # revoked and connected anew in between, maybe with a smaller region
                 raise TransportError(f"peer {batch.peer.incarnation!r} was connected anew in the meantime; post again")
             if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
                 raise QueueFull(
@@ -161,15 +162,15 @@ class Ledger(Generic[L]):
         return job.ticket
 
     def ask_cancel(self, ticket: Ticket) -> None:
-        """Tell the mover, once, to stop the job; unknown and finished tickets are ignored."""
+        """Have the mover stop the job, once; unknown and finished tickets are ignored."""
         with self._lock:
             job = self._jobs.get(ticket)
-            if job is not None and ticket not in self._cancelling:
+            if job is not None and ticket not in self._cancelling:  # callers repeat a cancel; the list must stay bounded
                 self._cancelling.add(ticket)
                 self._command(CancelJob(job))
 
     def remove_peer(self, peer: PeerRank) -> None:
-        """Forget `peer` and tell the mover to end its jobs; unknown peers are ignored."""
+        """Forget `peer` and have the mover end its jobs; unknown peers are ignored."""
         with self._lock:
             known = self._peers.pop(peer, None)
             if known is not None:
@@ -179,6 +180,7 @@ class Ledger(Generic[L]):
         """What the mover was asked since the last call, in order; `work` stays set once shut, so that no mover sleeps on."""
         with self._lock:
             commands, self._commands = self._commands, []
+            # Under the lock: a command that is added after the list was taken must set the flag again to wake the mover.
             if not self._shut_reason:
                 self.work.clear()
             return commands
@@ -205,7 +207,7 @@ class Ledger(Generic[L]):
             return completions
 
     def shut(self, reason: str) -> None:
-        """Accept nothing more and tell the mover to end; the first reason stays."""
+        """Accept nothing more and have the mover end; the first reason stays."""
         with self._lock:
             self._shut_reason = self._shut_reason or reason
             self.work.set()

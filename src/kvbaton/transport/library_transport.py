@@ -6,6 +6,7 @@ take back what a peer was given: a peer that was granted blocks can reach them f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvbaton.errors import TransportError
@@ -26,9 +27,18 @@ from kvbaton.transport.marks import Marks
 from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights, ServingEngine
 from kvbaton.transport.queued import QueuedTransport, detail
 
-__all__ = ["LibraryTransport"]
+__all__ = ["LibraryTransport", "MemoryPlace"]
 
 _TAKES_WRITES = "takes_writes"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlace:
+    """Where one side's region and marks begin, and how large the region is."""
+
+    address: int
+    region_bytes: int
+    mark_address: int
 
 
 class LibraryTransport(QueuedTransport[LibraryPeer]):
@@ -83,11 +93,30 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         return Direction.WRITE in self.directions
 
     @property
-    def _way_out(self) -> str:
+    def _alternative(self) -> str:
         return (
             "the side that holds the target has to read, or set unfenced_writes (--unfenced-writes) on both sides, which lets "
             "peers write without a fence"
         )
+
+    def _place_details(self) -> dict[str, str | int]:
+        """What a library that moves bytes by address needs to know of this side."""
+        return {
+            "address": self._region.address,
+            "mark_address": self._marks.region.address,
+            "mark": self._marks.mark,
+        }
+
+    def _places(self, endpoint: Endpoint) -> tuple[MemoryPlace, MemoryPlace]:
+        """The memory of the peer, and of this side. Raises TransportError for addresses that no memory can have."""
+        address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
+        if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
+            raise TransportError(
+                f"{self.name} endpoint: address {address:#x} or mark_address {mark_address:#x} is not usable; "
+                "fetch its card again"
+            )
+        here = MemoryPlace(self._region.address, self._region.region_bytes, self._marks.region.address)
+        return MemoryPlace(address, endpoint.region_bytes, mark_address), here
 
     @property
     def _closing_s(self) -> float:

@@ -1,4 +1,4 @@
-"""How the mover uses a library: the lanes of each peer, behind the calls of `Flights`, and the engine that serves peers."""
+"""What the mover starts and asks: slices over the lanes of each peer, and the engine that serves peers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LibraryPeer:
 
 
 class PeerFlights:
-    """Used by the mover's thread, which `wake` wakes. A flight is the list of what the lanes move of one slice.
+    """Used by the mover's thread, which `wake` wakes when a part has ended. A flight is what the lanes move of one slice.
 
     `stop_s` is how long a slice that is given up may take until the library, or the lane, ends it. `idle_s` is how often peers
     have to be served, where that needs this process. `may_add_lane` is asked before a peer gets a second lane and more.
@@ -85,8 +85,10 @@ class PeerFlights:
         self._lanes: list[Lane] = []
 
     def start(self, link: LibraryPeer, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> list[LaneSlice]:
-        """Hand a slice to the peer's lanes, in parts where it is long.
+        """Hand a slice to the peer's lanes, in parts where it is long; QueueFull when there are too many lanes just now.
 
+        The first slice of a write is not begun before it is known that the peer is the one that is meant; the last slice of any
+        batch is not done before it is known that the peer still hands its memory out.
         With the last slice of a batch every lane that has moved bytes since it last read the mark reads it again: a lane that
         has reached another process would not show in the mark that others read.
         """
@@ -110,12 +112,12 @@ class PeerFlights:
         return not unfinished
 
     def release(self, flight: list[LaneSlice]) -> bool:
-        """Give a slice up; False while some of its bytes still move."""
+        """Release a slice that is done, has failed or is given up; False while some of its bytes still move."""
         moving = [part for part in flight if not part.give_up()]
         return not moving
 
     def drop(self, link: LibraryPeer) -> None:
-        """End the peer's lanes, each once it has moved to its end what it moves now."""
+        """End the peer's lanes, each once it has moved to its end what it moves now; the next `start` makes new ones."""
         lanes, link.lanes = link.lanes, []
         for lane in lanes:
             lane.close()

@@ -58,6 +58,7 @@ class Schedule(Generic[L]):
             elif ready:
                 self._make_ready(waiting.job)
         if self._waiting:
+            # The event of a layer that was just posted comes soon and is asked often; the older the newest, the more rarely.
             newest = next(reversed(self._waiting.values()))
             self._next_check = now + min(max((now - newest.since) / 8, _CHECK_MIN_S), _CHECK_MAX_S)
         return failed
@@ -80,7 +81,7 @@ class Schedule(Generic[L]):
         return self.head(link)
 
     def discard(self, job: BatchJob[L]) -> bool:
-        """Take `job` out, wherever it is; tells whether it was here."""
+        """Take `job` out, wherever it is; returns whether it was here."""
         jobs = self._ready.get(job.link, OrderedDict())
         found = self._waiting.pop(job.ticket, None) is not None or jobs.pop(job.ticket, None) is not None
         if not jobs:

@@ -22,13 +22,13 @@ class Reach(Protocol[L_contra]):
     """How bytes of a peer get into this side's region."""
 
     def copy(self, link: L_contra, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
-        """Copy some of what follows the cursor, which is not at its end; tells how many bytes. Raises KVBatonError."""
+        """Copy some of what follows the cursor, which is not at its end; returns how many bytes. Raises KVBatonError."""
 
     def confirm(self, link: L_contra) -> None:
         """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
 
     def release(self, link: L_contra) -> None:
-        """Let go of a revoked peer: nothing will be copied from it any more. Must not raise."""
+        """Release a revoked peer: nothing will be copied from it any more. Must not raise."""
 
 
 class SliceMover(Mover[L]):
@@ -43,7 +43,7 @@ class SliceMover(Mover[L]):
         slice_bytes: int | None = None,
         slice_runs: int = MAX_SLICE_RUNS,
     ) -> None:
-        """`slice_bytes` in at most `slice_runs` runs are moved per turn; by default what the settings say."""
+        """`slice_bytes` in at most `slice_runs` runs are moved per turn; by default those of the settings."""
         self._slice_bytes = slice_bytes or settings.slice_bytes
         self._slice_runs = slice_runs
         self._reach = reach
@@ -74,6 +74,7 @@ class SliceMover(Mover[L]):
                 job.moved_bytes += count
                 if job.cursor.remaining_bytes:
                     return
+                # After the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
                 self._reach.confirm(job.link)
         except (KVBatonError, OSError, ValueError) as problem:
             error = describe(problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvbaton.transport import flights
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.flights import FlightMover
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights
 from watching import wait_until
 
 PEER = PeerRank(Incarnation("peer"))
@@ -77,8 +79,8 @@ class Stand:
     """A ledger with one peer, and the mover that serves it."""
 
     library: Library
-    ledger: Ledger[str]
-    mover: FlightMover[str]
+    ledger: Ledger[LibraryPeer]
+    mover: FlightMover
     done: list[Completion] = field(default_factory=list)
 
     def post(self, size: int) -> Ticket:
@@ -101,10 +103,10 @@ class Stand:
 @pytest.fixture
 def stand() -> Iterator[Stand]:
     settings = TransportSettings(timeout_s=TIMEOUT_S)
-    ledger: Ledger[str] = Ledger(Region.of(bytearray(64)), settings)
-    ledger.add_peer(PEER, Endpoint("test", 64, {}), "the peer")
+    ledger: Ledger[LibraryPeer] = Ledger(Region.of(bytearray(64)), settings)
+    ledger.add_peer(PEER, Endpoint("test", 64, {}), cast("LibraryPeer", "the peer"))
     library = Library()
-    made = Stand(library, ledger, FlightMover("test", ledger, settings, library))
+    made = Stand(library, ledger, FlightMover("test", ledger, settings, cast("PeerFlights", library)))
     yield made
     library.is_stuck = False
     ledger.shut("the test is over")

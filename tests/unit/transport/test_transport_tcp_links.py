@@ -166,7 +166,7 @@ def test_an_answer_counts_when_the_connection_ends_right_behind_it(listener: soc
 def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have requests that the socket does not take, so the mover is told of both, that it can write, in one turn."""
+    """Both have requests that the socket does not take, so the mover may write to both in one turn."""
 
     def tune_small(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -183,7 +183,7 @@ def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
     lost = target.post(Batch(SOURCE, Direction.READ, runs))
     owners = [welcomed(listener), welcomed(listener)]
     links = target._ledger.links()[0].links
-    wait_until(lambda: all(each.request_count == 2 and each.wants_write for each in links), "both are full of requests")
+    wait_until(lambda: all(each.request_count == 2 and each.has_to_write for each in links), "both are full of requests")
     is_held, may_go_on = threading.Event(), threading.Event()
 
     def holds_the_mover() -> bool:

@@ -21,7 +21,6 @@ import msgspec
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.gpu_content import POISON, expected_target
 from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, Pattern, patterns
-from kvbaton.bench.wire.run import WireOptions
 from kvbaton.bench.wire.source_process import source_process
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, LocalError
@@ -105,10 +104,10 @@ class _Stand:
         self._torch.cuda.synchronize()
         return bool(self._torch.equal(self.target[: pattern.target_bytes], expected))
 
-    def check(self, pattern: Pattern, expected: Any, who: str) -> None:
+    def check(self, pattern: Pattern, expected: Any, method: str) -> None:
         """Raise LocalError unless every byte is right."""
         if not self.is_right(pattern, expected):
-            raise LocalError(f"{pattern.name}: {who} left bytes in target memory that are not the source's")
+            raise LocalError(f"{pattern.name}: {method} left bytes in target memory that are not the source's")
 
     def copy_all_but_one(self, pattern: Pattern) -> None:
         """The negative control: everything but the last run."""
@@ -158,9 +157,9 @@ class _Stand:
         return posted - start, done - start
 
 
-def measure_cuda(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
     """What `kvbaton bench wire` does for transport cuda; returns the report and the settings that it was made with."""
-    bench = CudaWireBench(options.tokens, options.rounds)
+    bench = CudaWireBench(tokens, rounds)
     return run_cuda_wire_bench(bench, progress), bench.described()
 
 

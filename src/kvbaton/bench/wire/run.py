@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,53 +33,12 @@ from kvbaton.transport.base import Direction, Runs
 from kvbaton.transport.entry import load
 from kvbaton.transport.table import AUTO, transport_entry
 
-__all__ = ["WireBench", "WireOptions", "measure_wire", "run_wire_bench", "subjects_of"]
+__all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
 
 _MOST_PEERS = 64
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True, slots=True)
-class WireOptions:
-    """What `kvbaton bench wire` was asked to measure; `tokens` is for transports that are not measured by size of blocks."""
-
-    transport: str
-    block_bytes: tuple[int, ...]
-    batch_bytes: tuple[int, ...]
-    peers: tuple[int, ...]
-    layout: str
-    direction: Direction
-    tokens: int
-    rounds: int
-    idle_s: float
-
-
-def measure_wire(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
-    """Measure one transport beside its peers, `auto` being all, as the table of transports says. Raises ConfigError.
-
-    Returns the report and the settings that it was made with.
-    """
-    entry = transport_entry(options.transport)
-    if options.direction is Direction.WRITE and entry.bench and not entry.can_write:
-        raise ConfigError(
-            f"--direction is {options.direction}: transport {entry.name} only reads, the owner of the target memory copies"
-        )
-    if entry.bench:
-        report, described = load(entry.bench)(options, progress)
-        return report, described
-    bench = WireBench(
-        options.block_bytes,
-        options.batch_bytes,
-        options.peers,
-        options.layout,
-        subjects_of(options.transport),
-        options.rounds,
-        options.idle_s,
-        options.direction,
-    )
-    return run_wire_bench(bench, progress), bench.described()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +95,23 @@ def subjects_of(transport: str) -> tuple[str, ...]:
     return (*chosen, *dict.fromkeys(filter(None, map(beside_of, chosen))))
 
 
+def measure_wire(transport: str, bench: WireBench, tokens: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+    """Measure one transport beside its peers, `auto` being all, as the table of transports has it. Raises ConfigError.
+
+    `tokens` is for transports that are not measured by size of blocks. Returns the report and the settings it was made with.
+    """
+    entry = transport_entry(transport)
+    if entry.bench and bench.direction not in entry.promises:
+        raise ConfigError(
+            f"--direction is {bench.direction}: transport {entry.name} only reads, the owner of the target memory copies"
+        )
+    if entry.bench:
+        report, described = load(entry.bench)(tokens, bench.rounds, progress)
+        return report, described
+    bench = replace(bench, subjects=subjects_of(transport))
+    return run_wire_bench(bench, progress), bench.described()
+
+
 @dataclass(frozen=True, slots=True)
 class _Point:
     """What one rate belongs to: blocks of a size, in batches of a size, from or to so many peers."""
@@ -185,7 +161,7 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
                 rows += _rows(bench, point, entries, rounds)
             rows += _idle(bench, peers, entries)
     if not rows:
-        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above say what each needs")
+        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above name what each needs")
     return BenchReport(rows, describe_hardware(), rounds, problems)
 
 

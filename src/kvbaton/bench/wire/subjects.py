@@ -193,9 +193,9 @@ class _Socket:
     def move(self, batches: list[Runs]) -> float:
         at = 0
         for sock, runs in zip(self._socks, batches, strict=True):
-            wanted = int(runs[:, 2].sum())
-            sock.sendall(wanted.to_bytes(8, "little"))
-            end = at + wanted
+            requested = int(runs[:, 2].sum())
+            sock.sendall(requested.to_bytes(8, "little"))
+            end = at + requested
             while at < end:
                 count = sock.recv_into(self.memory.data[at:end])
                 if not count:

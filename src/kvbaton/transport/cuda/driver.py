@@ -52,7 +52,7 @@ class MemoryDriver(Protocol):
         """Undo one `open`."""
 
     def close(self) -> None:
-        """Let go of the GPU. Idempotent."""
+        """Release the GPU. Idempotent."""
 
 
 class CudaDriver:
@@ -125,11 +125,11 @@ class CudaDriver:
             self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.byref(byte), _ONE), "write a byte")
 
     def close(self) -> None:
-        """Let go of the GPU; torch keeps its own hold. Idempotent."""
+        """Release the GPU; torch keeps its own hold. Idempotent."""
         with self._lock:
             held, self._context = self._context, ctypes.c_void_p()
         if held:
-            self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "let go of the GPU")
+            self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "release the GPU")
 
     @contextmanager
     def _current(self) -> Iterator[None]:

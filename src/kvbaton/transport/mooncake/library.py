@@ -14,6 +14,7 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.library_transport import MemoryPlace
 
 __all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "is_over_tcp", "stop_s", "load_mooncake"]
 
@@ -79,18 +80,18 @@ class MooncakeEngine:
 
 
 class MooncakePeer:
-    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here.
+    """An engine that moves bytes between this side and one peer.
 
     It knows the peer by host and port, and connects as often as it likes: another process may have taken that port.
     """
 
     is_bound = False
 
-    def __init__(self, engine: MooncakeEngine, peer: str, region: tuple[int, int], mark: tuple[int, int]) -> None:
+    def __init__(self, engine: MooncakeEngine, peer: str, there: MemoryPlace, here: MemoryPlace) -> None:
         self._engine = engine
         self._peer = peer
-        self._region = np.array([*region, 0], np.uint64)
-        self._mark = np.array([*mark, 0], np.uint64)
+        self._region = np.array([there.address, here.address, 0], np.uint64)
+        self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
         """Open a session with the peer."""
@@ -137,14 +138,14 @@ def check_acknowledges(settings: TransportSettings) -> None:
 
 
 def _installed_version() -> tuple[int, ...]:
-    """As its package says; empty where no package has brought it."""
+    """That of its package; empty where no package has brought it."""
     names = metadata.packages_distributions().get("mooncake", [])
     numbers = (re.match(r"\d+(\.\d+)*", metadata.version(name)) for name in names)
     return max((tuple(map(int, number.group().split("."))) for number in numbers if number), default=())
 
 
 def stop_s(settings: TransportSettings) -> float:
-    """How long Mooncake may take, at most, to give up a transfer by itself. Raises ConfigError."""
+    """How long Mooncake may take, at most, to end a transfer by itself. Raises ConfigError."""
     _limit_transfers(settings.timeout_s)
     text = os.environ[_TIMEOUT_VARIABLE].strip()
     if not text.isdigit():
@@ -155,7 +156,7 @@ def stop_s(settings: TransportSettings) -> float:
 def _limit_transfers(timeout_s: float) -> None:
     """Mooncake reads its only limit from the environment when an engine is made. What the user has set there stays.
 
-    Our own values end with a space, by which they are told from the user's.
+    Our own values end with a space, by which they are distinguished from the user's.
     """
     if os.environ.get(_TIMEOUT_VARIABLE, _OURS).endswith(_OURS):
         os.environ[_TIMEOUT_VARIABLE] = f"{max(_SHORTEST_TIMEOUT_S, math.ceil(timeout_s))}{_OURS}"

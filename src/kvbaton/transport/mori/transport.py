@@ -11,7 +11,7 @@ from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
 from kvbaton.transport.mori.library import MoriApi, MoriEngine, MoriPeer, load_mori
 from kvbaton.transport.peer_flights import LibraryPeer
-from kvbaton.transport.queued import detail
+from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = ["MoriTransport"]
@@ -44,12 +44,7 @@ class MoriTransport(LibraryTransport):
         here = self._settings.of_library("mori_backend", str)
         if backend != here:
             raise TransportError(f"mori endpoint: backend is {backend!r}, here it is {here!r}; set the same")
-        described = {}
-        for field in ("engine", "memory", "marks"):
-            try:
-                described[field] = bytes.fromhex(detail(endpoint, field, str))
-            except ValueError as error:
-                raise TransportError(f"mori endpoint: {field} is not usable ({error}); fetch its card again") from error
+        described = {field: bytes_detail(endpoint, field) for field in ("engine", "memory", "marks")}
         mark = detail(endpoint, "mark", int)
 
         def make_engine() -> MoriPeer:

@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import logging
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.library_transport import MemoryPlace
 from kvbaton.transport.open_files import files_left
 
-__all__ = ["MemoryPlace", "NixlAgent", "NixlPeer", "check_nixl", "has_many_files_left", "why_not_offered"]
+__all__ = ["NixlAgent", "NixlPeer", "check_nixl", "has_many_files_left", "why_not_offered"]
 
 Numbers = npt.NDArray[np.int32]
 
@@ -76,7 +77,7 @@ class NixlAgent:
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known by what it tells of itself; returns its name. May wait for it. Raises PeerLost."""
+        """Make another agent known by its metadata; returns its name. May wait for it. Raises PeerLost."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -88,57 +89,47 @@ class NixlAgent:
 
         Raises PeerLost or TransportError.
         """
-        try:
+        with _nixl_errors():
             here, there = (self._agent.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
             transfer = self._agent.initialize_xfer(_OPERATIONS[direction], here, there, name)
             self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
         return transfer
 
     def prepare(self, name: str, places: Runs, column: int) -> Any:
         """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be moved by number."""
-        try:
+        with _nixl_errors():
             described = self._agent.get_xfer_descs(_described(places, column), _MEMORY)
             return self._agent.prep_xfer_dlist(name or _HERE, described)
-        except Exception as error:
-            raise _ours(error) from error
 
     def start_prepared(self, direction: Direction, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
         """Begin to move prepared pieces, each into or out of one of ours. Raises PeerLost or TransportError."""
-        try:
+        with _nixl_errors():
             transfer = self._agent.make_prepped_xfer(_OPERATIONS[direction], here, numbers_here, there, numbers_there)
             self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
         return transfer
 
     def restart(self, transfer: Any) -> None:
         """Begin a transfer that is done once more. Raises PeerLost or TransportError."""
-        try:
+        with _nixl_errors():
             self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
 
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived, after a step of progress. Raises PeerLost or TransportError when it has failed."""
-        try:
+        with _nixl_errors():
             state = self._agent.check_xfer_state(transfer)
-        except Exception as error:
-            raise _ours(error) from error
         if state == "ERR":
             raise PeerLost("NIXL reports that the transfer failed")
         return bool(state == "DONE")
 
     def release(self, transfer: Any) -> None:
-        """Let go of a transfer that is done. Raises TransportError."""
+        """Release a transfer that is done. Raises TransportError."""
         try:
             self._agent.release_xfer_handle(transfer)
         except Exception as error:
-            raise TransportError(f"NIXL does not let go of a transfer: {_words(error)}") from error
+            raise TransportError(f"NIXL does not release a transfer: {_words(error)}") from error
 
     def progress(self) -> None:
-        """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
+        """Serve the peers that read or write this side's memory, where UCX cannot do it without this process."""
         try:
             self._agent.update_notifs()
         except Exception as error:
@@ -153,15 +144,6 @@ class NixlAgent:
             agent.deregister_memory(self._registered)
         except Exception as error:
             raise TransportError(f"NIXL does not give the memory back: {_words(error)}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlace:
-    """Where one side's region and marks begin, and how large the region is."""
-
-    address: int
-    region_bytes: int
-    mark_address: int
 
 
 class NixlPeer:
@@ -255,11 +237,19 @@ def _described(places: Runs, column: int) -> Runs:
     return described
 
 
-def _ours(error: Exception) -> PeerLost | TransportError:
-    kind = type(error).__name__
-    if "Disconnect" in kind or "Backend" in kind or "NotFound" in kind:
-        return PeerLost(f"NIXL cannot reach the peer: {_words(error)}")
-    return TransportError(f"NIXL failed: {_words(error)}")
+class _nixl_errors:  # noqa: N801 - used like a function; a class, because it is entered for every question to NIXL
+    """What NIXL raises in the block, as our errors."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        name = type(error).__name__
+        if "Disconnect" in name or "Backend" in name or "NotFound" in name:
+            raise PeerLost(f"NIXL cannot reach the peer: {_words(error)}") from error
+        raise TransportError(f"NIXL failed: {_words(error)}") from error
 
 
 def _words(error: Exception) -> str:

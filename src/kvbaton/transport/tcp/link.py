@@ -54,7 +54,7 @@ class LinkState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _ReadRequest:
-    """A question on its way; `job` is None once nobody wants the bytes, which are then read and thrown away."""
+    """A request without its reply; `job` is None once it was cancelled: the bytes are then read and dropped."""
 
     request_id: int
     payload_bytes: int
@@ -64,7 +64,7 @@ class _ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """A reply that was received to its end for a job: its bytes are in, or `error` says why not."""
+    """A reply that was received to its end for a job: its bytes are in, or `error` has why not."""
 
     job: BatchJob[TcpPeer]
     moved_bytes: int
@@ -107,7 +107,7 @@ class TcpLink:
 
     @property
     def request_count(self) -> int:
-        """Requests on their way."""
+        """Requests without a reply."""
         return len(self._requests)
 
     @property
@@ -116,8 +116,8 @@ class TcpLink:
         return self.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.HANDSHAKE) or bool(self._requests)
 
     @property
-    def wants_write(self) -> bool:
-        """Whether the mover should tell when the socket takes bytes."""
+    def has_to_write(self) -> bool:
+        """Whether the mover has to wait until the socket takes bytes."""
         return self.state is LinkState.CONNECTING or bool(self._outbox)
 
     def open(self) -> socket.socket:
@@ -132,12 +132,13 @@ class TcpLink:
         return self.sock
 
     def close(self) -> list[BatchJob[TcpPeer]]:
-        """Let go of the socket; returns the jobs that had requests on their way, each once."""
+        """Close the socket; returns the jobs that had requests without a reply, each once."""
         if self.sock is not None:
             self.sock.close()
         jobs = {request.job.ticket: request.job for request in self._requests if request.job is not None}
         self.sock, self.state, self.deadline, self._reply = None, LinkState.CLOSED, None, None
         self.rests_until = 0.0
+        # What was half sent or half received belongs to the connection that is gone.
         self._requests.clear()
         self._outbox.clear()
         self._head.clear()
@@ -151,7 +152,7 @@ class TcpLink:
         self._outbox += pack_request(self._last_id, runs)
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
-        """From now on throw away what still comes for `job`; its target memory is not touched again."""
+        """From now on drop the bytes that still arrive for `job`; its target memory is not touched again."""
         for request in self._requests:
             if request.job is job:
                 request.job = None
@@ -168,7 +169,7 @@ class TcpLink:
             del self._outbox[: self.sock.send(self._outbox)]
 
     def receive(self) -> Iterator[ReadAnswer]:
-        """Take what has come, at most a turn's worth, straight into target memory; tells each answer as soon as it is complete.
+        """Take what has come, at most a turn's worth, straight into target memory; yields each answer when it is complete.
 
         An answer may be followed by the end of the connection, and counts all the same.
         """
@@ -184,20 +185,20 @@ class TcpLink:
 
     def _set_low_water(self) -> None:
         """Be woken for a good piece of what is sure to come, not for every packet of it."""
-        wanted = _LOW_WATER_BYTES if self._reply is not None and self._left_bytes >= _LOW_WATER_BYTES else 1
-        if self.sock is not None and wanted != self._low_water:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-            self._low_water = wanted
+        least = _LOW_WATER_BYTES if self._reply is not None and self._left_bytes >= _LOW_WATER_BYTES else 1
+        if self.sock is not None and least != self._low_water:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._low_water = least
 
     def _receive_some(self) -> int:
-        """One read from the socket: of a reply's head, its text, its bytes, or bytes that nobody wants."""
+        """One read from the socket: of a reply's head, its text, its bytes, or bytes of a cancelled job."""
         assert self.sock is not None  # noqa: S101
         if self._reply is None:
-            wanted = HELLO_BYTES if self.state is LinkState.HELLO else REPLY_BYTES
-            data = self.sock.recv(wanted - len(self._head))
+            expected = HELLO_BYTES if self.state is LinkState.HELLO else REPLY_BYTES
+            data = self.sock.recv(expected - len(self._head))
             self._head += data
             count = len(data)
-            if len(self._head) == wanted:
+            if len(self._head) == expected:
                 self._on_head()
         else:
             count = self._receive_payload(self.sock, self._reply)
@@ -234,9 +235,9 @@ class TcpLink:
         self._text.clear()
         if not self._requests or reply.request_id != self._requests[0].request_id:
             raise ProtocolError(f"a reply to request {reply.request_id}, which is not the one that is due")
-        wanted = self._requests[0].payload_bytes
-        if reply.status is Status.OK and reply.payload_bytes != wanted:
-            raise ProtocolError(f"a reply of {reply.payload_bytes} bytes to a request for {wanted}")
+        requested = self._requests[0].payload_bytes
+        if reply.status is Status.OK and reply.payload_bytes != requested:
+            raise ProtocolError(f"a reply of {reply.payload_bytes} bytes to a request for {requested}")
         self._reply = reply
         self._left_bytes = reply.payload_bytes
 
@@ -257,8 +258,8 @@ class TcpLink:
     def _on_proof(self) -> None:
         if not hmac.compare_digest(self._text, self._proof):
             raise PeerLost(
-                "who listens there now does not know the token of the peer's card and the cluster key: the peer is gone, and "
-                "its port is another process's; nothing was taken from it. Fetch the peer's card again"
+                "the process that listens there now does not know the token of the peer's card and the cluster key: the peer "
+                "is gone, and its port is another process's; nothing was taken from it. Fetch the peer's card again"
             )
         self.state, self.attempts = LinkState.OPEN, 0
 
@@ -289,6 +290,6 @@ class TcpPeer:
         return next((link for link in self.links if link.state is LinkState.CLOSED and link.rests_until <= now), None)
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
-        """From now on throw away what still comes for `job`; its target memory is not touched again."""
+        """From now on drop the bytes that still arrive for `job`; its target memory is not touched again."""
         for link in self.links:
             link.forget(job)

@@ -1,6 +1,6 @@
 """The thread that reads from tcp peers: it feeds ready batches to their links and takes what the sockets bring.
 
-Everything in it is non-blocking; a peer that connects slowly, stalls or dies has a deadline of its own and delays nobody else.
+Everything in it is non-blocking; a peer that connects slowly, stalls or dies has a deadline of its own and delays no other.
 A further connection to a peer that fails before it is open (the peer has no room for it, this process no descriptor) costs
 nothing but itself: it rests for `timeout_s`. One that fails once it was open costs the peer's jobs.
 """
@@ -76,7 +76,7 @@ class TcpMover(Mover[TcpPeer]):
             else:
                 self._ask(link, job)
         for link in peer.links:
-            if link.wants_write and link.state is not LinkState.CONNECTING:
+            if link.has_to_write and link.state is not LinkState.CONNECTING:
                 self._attempt(link, TcpLink.send)
             self._watch(link)
 
@@ -114,7 +114,7 @@ class TcpMover(Mover[TcpPeer]):
             self._ledger.finish(job)
 
     def _end(self, job: BatchJob[TcpPeer], error: str, *, cancelled: bool = False) -> None:
-        """Finish a job before its last byte; what is still on its way for it will be thrown away."""
+        """Finish a job before its last byte; what still arrives for it will be dropped."""
         self._schedule.discard(job)
         job.link.forget(job)
         self._ledger.finish(job, error, cancelled=cancelled)
@@ -166,11 +166,11 @@ class TcpMover(Mover[TcpPeer]):
         return link.close()
 
     def _watch(self, link: TcpLink) -> None:
-        """Tell the selector what to wait for, and start the deadline of a link that the peer has to move."""
+        """Set what the selector waits for, and start the deadline of a link that the peer has to move."""
         if link not in self._open or link.sock is None:
             return
         reading = 0 if link.state is LinkState.CONNECTING else selectors.EVENT_READ
-        events = reading | (selectors.EVENT_WRITE if link.wants_write else 0)
+        events = reading | (selectors.EVENT_WRITE if link.has_to_write else 0)
         if self._selector.get_key(link.sock).events != events:
             self._selector.modify(link.sock, events, link)
         if not link.is_busy:
@@ -183,7 +183,8 @@ class TcpMover(Mover[TcpPeer]):
         return max(0.0, min(self._schedule.wait_s(now), min(deadlines, default=now + IDLE_S) - now))
 
     def _expire(self, now: float) -> None:
-        """Fail links without progress; since one that is in a reply wakes nobody for a few bytes, take what has come first."""
+        """Fail links without progress; one that is in a reply is not woken for a few bytes, so take what has come first."""
+        # SO_RCVLOWAT keeps the selector quiet below a mebibyte, so a slow link looks like a dead one until it is read.
         for link in [link for link in self._open if link.deadline is not None and link.deadline <= now]:
             if link in self._open and self._takes_some(link):
                 link.deadline = None
@@ -192,7 +193,7 @@ class TcpMover(Mover[TcpPeer]):
                 self._fail_link(link, f"PeerLost: {link}: {_lack_within(self._timeout_s, link.state)}")
 
     def _takes_some(self, link: TcpLink) -> bool:
-        """Take what has come; tells whether anything has."""
+        """Take what has come; returns whether anything has."""
         before = link.received_bytes
         if link.state is not LinkState.CONNECTING:
             self._attempt(link, self._receive)

@@ -1,4 +1,4 @@
-"""The tcp transport: this side's mover reads from the peer's server, so nobody but this side writes its memory."""
+"""The tcp transport: this side's mover reads from the peer's server, so that no other process writes its memory."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class HostTensor:
 
 
 class HostDriver:
-    """Allocations are told to it; a handle is the address of one, written out. Counts what is open."""
+    """Allocations are given to it; a handle is the address of one, written out. Counts what is open."""
 
     def __init__(self, *allocations: npt.NDArray[np.uint8]) -> None:
         self._allocations = [GpuAllocation(int(one.ctypes.data), one.nbytes) for one in allocations]
