@@ -1,4 +1,4 @@
-"""What one client may cost before it is served: bytes, chunks, requests ahead, JSON keys, depth; and which heads are refused."""
+"""What one client may cost before it is served: bytes, chunks, requests ahead, JSON keys, depth; which heads are refused."""
 
 from __future__ import annotations
 
