@@ -167,7 +167,7 @@ class Exchange:
     def begin(self) -> None:
         """Read the request and find it a pair."""
         self._connection.host(self)
-        if self._dispatcher.deaths and self._is_suspected():
+        if self._dispatcher.deaths.bodies and self._is_suspected():
             return
         body, settings = self._request.body, self._dispatcher.settings
         if is_simple(body, settings.max_json_depth, settings.max_json_keys):
@@ -231,7 +231,8 @@ class Exchange:
         """Pass a whole answer on."""
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
         self._report_reached()
-        self._clear_suspicion()
+        if self._dispatcher.deaths.bodies:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._pass_on(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
@@ -250,7 +251,8 @@ class Exchange:
         if not self._has_begun:
             self.decode_streamed("text/event-stream", b"")
         self._attempt = None
-        self._clear_suspicion()
+        if self._dispatcher.deaths.bodies:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._finish()
         self._connection.end_stream()
 
@@ -432,10 +434,6 @@ class Exchange:
         for instance in (pair.prefill, pair.decode) if pair is not None else ():
             if instance is not None and instance.strikes:
                 self._dispatcher.registry.report_reached(instance)
-
-    def _clear_suspicion(self) -> None:
-        if self._dispatcher.deaths:
-            self._dispatcher.deaths.clear(self._request.path, self._request.body)
 
     def _answer_failure(self, failure: Failure) -> None:
         """The failure as the client sees it: what is its own fault keeps status and body, as does whatever decode answered."""
