@@ -16,7 +16,7 @@ from kvbaton.errors import ConfigError, Incompatible
 
 __all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "check_layouts"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the control protocol; peers of another one are refused by name."""
 
 
