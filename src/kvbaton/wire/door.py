@@ -224,7 +224,7 @@ class Door:
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
             connection = PeerConnection(sock, name, self._zmtp(is_listener=False), self._clock(), is_dialled=True)
-            self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+            self._register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
         except BaseException:
             sock.close()
             raise
@@ -287,7 +287,7 @@ class Door:
         else:
             self._unknown.pop(connection, None)
             self._unknown_selector.unregister(connection.sock)
-            self._selector.register(connection.sock, _events(connection), connection)
+            self._register(connection, _events(connection))
         self._known[connection] = None
         if len(self._known) > self._limits.known:
             oldest = min((each for each in self._known if each is not connection), key=lambda each: each.seen_at)
@@ -417,7 +417,8 @@ class Door:
 
     def _accept(self) -> Iterator[tuple[PeerConnection, list[bytes]]]:
         for _ in range(_ACCEPTS_PER_TURN):
-            if len(self._unknown) >= self._limits.unknown and not self._make_room():
+            is_full = len(self._unknown) >= self._limits.unknown
+            if is_full and not self._may_give_way():
                 self._pause_accepting()
                 return
             try:
@@ -426,9 +427,12 @@ class Door:
                 return
             except OSError:
                 # No descriptor is left.
-                self._make_room()
+                if self._may_give_way():
+                    self._end_oldest_unknown()
                 self._pause_accepting()
                 return
+            if is_full:
+                self._end_oldest_unknown()
             connection = PeerConnection(sock, str(address[0]), self._zmtp(is_listener=True), self._now, is_dialled=False)
             self._unknown[connection] = None
             self._unknown_selector.register(sock, selectors.EVENT_READ, connection)
@@ -450,13 +454,13 @@ class Door:
             raise ConnectionError from error
         return sock, address
 
-    def _make_room(self) -> bool:
-        """End the oldest unknown peer, if it had its guaranteed time."""
+    def _may_give_way(self) -> bool:
+        """Whether the oldest unknown peer had its guaranteed time."""
         oldest = next(iter(self._unknown), None)
-        if oldest is None or self._now - oldest.since < self._limits.guaranteed_s:
-            return False
-        self.finish(oldest, EndCause.NO_ROOM, "the oldest of too many unknown peers")
-        return True
+        return oldest is not None and self._now - oldest.since >= self._limits.guaranteed_s
+
+    def _end_oldest_unknown(self) -> None:
+        self.finish(next(iter(self._unknown)), EndCause.NO_ROOM, "the oldest of too many unknown peers")
 
     def _pause_accepting(self) -> None:
         """Take the listening socket out of the selector for a moment: it would keep the thread busy with nothing."""
@@ -691,6 +695,12 @@ class Door:
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(connection.sock)
         connection.sock.close()
+
+    def _register(self, connection: PeerConnection, events: int) -> None:
+        """A watched descriptor that its owner has closed may have the number of a new socket: its entry is void."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.sock)
+        self._selector.register(connection.sock, events, connection)
 
     def _zmtp(self, *, is_listener: bool) -> Zmtp:
         extra = None if self._key is None else {_NONCE: secrets.token_bytes(NONCE_BYTES)}
