@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from faults import LIMITS, Fault, Scene, Times, scene, stages_of
 
-from kvbaton.bench.bare.orders import SetFaults
+from held_instances import SetFaults
 from kvbaton.core.handoff import Mode
 
 pytestmark = pytest.mark.e2e
@@ -73,7 +73,7 @@ def _strike(here: Scene, fault: Fault, victim: str, times: Times) -> None:
 
 
 def _nothing_foreign(here: Scene, *processes: str) -> None:
-    for process in here.relay.processes:
+    for process in here.processes:
         if process.name in processes:
             gauges = process.gauges()
             assert gauges.foreign_bytes == 0, gauges
@@ -114,7 +114,7 @@ def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mo
         here.finish_fresh("fresh")
         here.begin_fresh("again", survivor, here.process(victim))
         here.finish_fresh("again")
-        for process in here.relay.processes:
+        for process in here.processes:
             here.wait_idle(process)
         _nothing_foreign(here, "source", "target", "spare")
 
