@@ -134,7 +134,7 @@ class _Point:
 
 
 @dataclass(slots=True)
-class _Participant:
+class _WireEntrant:
     """One subject with its peers, while it takes part."""
 
     name: str
@@ -183,10 +183,10 @@ def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_Participant]]:
+def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_WireEntrant]]:
     largest = max(bench.batch_bytes)
     with contextlib.ExitStack() as stack:
-        entries: list[_Participant] = []
+        entries: list[_WireEntrant] = []
         for name in names:
             if bench.direction is Direction.WRITE and not can_write(name):
                 report(f"{name} is left out: it only reads, the owner of the target memory copies")
@@ -200,11 +200,11 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progre
                 report(f"{name} is left out: {error}")
                 continue
             stack.callback(subject.close)
-            entries.append(_Participant(name, subject, processes))
+            entries.append(_WireEntrant(name, subject, processes))
         yield entries
 
 
-def _measure(bench: WireBench, point: _Point, entries: list[_Participant], rounds: list[dict[str, list[float]]]) -> list[str]:
+def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[str]:
     """Every subject once per round, in turns, there and back, after one round that does not count; returns what went wrong."""
     make = scattered_runs if bench.layout == "scattered" else contiguous_runs
     problems: list[str] = []
@@ -226,7 +226,7 @@ def _measure(bench: WireBench, point: _Point, entries: list[_Participant], round
     return problems
 
 
-def _time_one(bench: WireBench, entry: _Participant, batches: list[Runs]) -> tuple[float, float, float]:
+def _time_one(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> tuple[float, float, float]:
     for target in [entry.subject.memory] if bench.direction is Direction.READ else [peer.memory for peer in entry.peers]:
         target[:] = POISON
     processor = _processor_s(entry)
@@ -236,7 +236,7 @@ def _time_one(bench: WireBench, entry: _Participant, batches: list[Runs]) -> tup
     return seconds, posted, _processor_s(entry) - processor
 
 
-def _is_right(bench: WireBench, entry: _Participant, batches: list[Runs]) -> bool:
+def _is_right(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> bool:
     """Whether every byte is where it belongs, and no other was touched."""
     here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
     if entry.name in RAW and RAW[entry.name].is_stream:
@@ -258,7 +258,7 @@ def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:
     return is_right
 
 
-def _rows(bench: WireBench, point: _Point, entries: list[_Participant], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
+def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
     moved = point.bytes_per_peer * point.peers
     rates = {
         entry.name: moved / 1e9 / statistics.median(each[point.key(entry.name)][0] for each in rounds) for entry in entries
@@ -284,7 +284,7 @@ def _rows(bench: WireBench, point: _Point, entries: list[_Participant], rounds: 
     return rows
 
 
-def _idle(bench: WireBench, peers: int, entries: list[_Participant]) -> list[BenchRow]:
+def _idle(bench: WireBench, peers: int, entries: list[_WireEntrant]) -> list[BenchRow]:
     """The share of a core that each subject's peers use while nothing happens, and that all of this side use together."""
     if bench.idle_s <= 0 or not entries:
         return []
@@ -299,7 +299,7 @@ def _idle(bench: WireBench, peers: int, entries: list[_Participant]) -> list[Ben
     return rows
 
 
-def _names(entries: list[_Participant]) -> str:
+def _names(entries: list[_WireEntrant]) -> str:
     return entries[0].name if len(entries) == 1 else f"all {len(entries)} in one process"
 
 
@@ -307,7 +307,7 @@ def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
-def _processor_s(entry: _Participant) -> float:
+def _processor_s(entry: _WireEntrant) -> float:
     return time.process_time() + sum(_spent_s(peer.pid) for peer in entry.peers)
 
 
