@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import select
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +22,6 @@ import msgspec
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.gpu_content import POISON, expected_target
 from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, Pattern, patterns
-from kvbaton.bench.wire.source_process import source_process
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
@@ -31,6 +31,7 @@ from kvbaton.transport.cuda.driver import CudaDriver
 from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["CudaWireBench", "measure_cuda", "run_cuda_wire_bench"]
 
@@ -38,6 +39,7 @@ Progress = Callable[[str], None]
 
 _PEER = PeerRank(Incarnation("source"))
 _BATCH_S = 30.0
+_START_S = 120.0
 _WARM_UP = 3
 _CURTAIN_BYTES = 1 << 30
 _FULL = "full-tensor copy"
@@ -170,8 +172,9 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
     report = BenchReport([], _hardware(torch), [{} for _ in range(bench.rounds)])
     with ExitStack() as undo:
         arguments = str(max(pattern.source_bytes for pattern in batches)), _PEER.incarnation
-        line, _ = undo.enter_context(source_process("kvbaton.bench.wire.gpu_source", *arguments))
-        endpoint = msgspec.json.decode(line, type=Endpoint)
+        command = (sys.executable, "-m", "kvbaton.bench.wire.gpu_source", *arguments)
+        source = undo.enter_context(SourceProcess(command))
+        endpoint = msgspec.json.decode(source.line(_START_S), type=Endpoint)
         target_bytes = max(pattern.target_bytes for pattern in batches)
         stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
         for pattern in batches:

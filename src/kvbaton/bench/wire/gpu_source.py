@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import msgspec
@@ -15,7 +16,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve one region of so many bytes; its endpoint goes to standard output as one line of JSON."""
+    """Serve one region of so many bytes; its endpoint goes to the descriptor that is the last argument, as one line of JSON."""
     import torch
 
     region_bytes, incarnation = int(sys.argv[1]), Incarnation(sys.argv[2])
@@ -23,8 +24,7 @@ def main() -> None:
     fill_source(torch, memory)
     torch.cuda.synchronize()
     transport = CudaTransport(DeviceRegion.of_tensors(memory), TransportSettings(incarnation=incarnation))
-    sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
-    sys.stdout.flush()
+    os.write(int(sys.argv[3]), msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdin.read()
     transport.close()
 
