@@ -27,10 +27,10 @@ from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
 from kvbaton.transport.cuda.tables import launches_for
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["CudaTransport", "MAX_LAUNCH_RUNS"]
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from kvbaton.errors import PeerError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.ledger import BatchJob, Ledger
-from kvbaton.transport.mover import REVOKED, Mover
-from kvbaton.transport.schedule import IDLE_S
+from kvbaton.transport.mover import IDLE_S, REVOKED, Mover
 from kvbaton.transport.tcp.link import LinkState, ReadAnswer, TcpLink, TcpPeer
 from kvbaton.transport.tcp.wire import MAX_PIECES
 
