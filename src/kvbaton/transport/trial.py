@@ -21,8 +21,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, KVBatonError, PeerLost
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Transport, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import load
-from kvbaton.transport.table import transport_entry, transport_names, variant_of
+from kvbaton.transport.table import load, transport_entry, transport_names, variant_of
 
 __all__ = ["Trial", "try_all", "try_transport"]
 
