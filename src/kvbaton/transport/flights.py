@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Ticket, TransportSettings
-from kvbaton.transport.lanes import LaneSlice
+from kvbaton.transport.lanes import LaneSlice, LibraryPeer, PeerFlights
 from kvbaton.transport.ledger import BatchJob, Ledger, describe
 from kvbaton.transport.mover import REVOKED, Mover
-from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights
 
 __all__ = ["FlightMover"]
 

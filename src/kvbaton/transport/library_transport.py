@@ -22,9 +22,8 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.flights import FlightMover
+from kvbaton.transport.lanes import LibraryPeer, Marks, PeerFlights, ServingEngine
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.marks import Marks
-from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights, ServingEngine
 from kvbaton.transport.queued import QueuedTransport, detail
 
 __all__ = ["LibraryTransport", "MemoryPlace"]

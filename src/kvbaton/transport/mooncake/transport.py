@@ -7,10 +7,9 @@ writes, and only admitted peers are sent the port, but Mooncake authenticates no
 from __future__ import annotations
 
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
 from kvbaton.transport.library_transport import LibraryTransport
-from kvbaton.transport.marks import Marks
 from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakePeer, check_acknowledges, is_over_tcp, stop_s
-from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
 
 __all__ = ["MooncakeTransport"]

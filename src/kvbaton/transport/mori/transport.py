@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
 from kvbaton.transport.library_transport import LibraryTransport
-from kvbaton.transport.marks import Marks
 from kvbaton.transport.mori.library import MoriApi, MoriEngine, MoriPeer, load_mori
-from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 

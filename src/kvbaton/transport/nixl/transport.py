@@ -8,10 +8,9 @@ transfer. The metadata travels in the card, which only admitted peers are sent.
 from __future__ import annotations
 
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
 from kvbaton.transport.library_transport import LibraryTransport
-from kvbaton.transport.marks import Marks
 from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, has_many_files_left
-from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 
