@@ -12,11 +12,10 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, QueueFull, TransportError
-from kvbaton.transport import flights
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
-from kvbaton.transport.flights import FlightMover
 from kvbaton.transport.lanes import LibraryPeer, PeerFlights
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.library_transport import FlightMover
 from watching import wait_until
 
 PEER = PeerRank(Incarnation("peer"))
