@@ -21,6 +21,7 @@ from typing import Any
 from kvbaton.errors import ConfigError
 
 __all__ = [
+    "AutoOffer",
     "AUTO",
     "Direction",
     "LateWrites",
