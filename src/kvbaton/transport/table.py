@@ -263,7 +263,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             promises=_WRITES_UNFENCED,
             crosses_hosts=True,
             peer_part=PeerPart.MOVE,
-            check="kvbaton.transport.mooncake.library:load_mooncake",
+            check="kvbaton.transport.mooncake:load_mooncake",
             settings=(LibrarySetting("mooncake_protocol", "tcp"), LibrarySetting("mooncake_devices", "")),
             variants=(TransportVariant(kind="mooncake", subject="mooncake", beside="raw mooncake"),),
         ),

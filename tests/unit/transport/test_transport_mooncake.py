@@ -8,7 +8,6 @@ import pytest
 
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import TransportSettings
-from kvbaton.transport.mooncake import library
 
 WRITES = TransportSettings(unfenced_writes=True)
 
