@@ -149,8 +149,8 @@ def test_a_quick_peer_is_given_longer_slices_and_a_slow_one_shorter_ones(stand: 
     assert stand.wait(1)[0].error == ""
     assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [4, 8, 16, 32, 4]
     stand.library.slices.clear()
-    monkeypatch.setattr(flights, "_QUICK_S", -1.0)
-    monkeypatch.setattr(flights, "_SLOW_S", -1.0)
+    monkeypatch.setattr(library_transport, "_QUICK_S", -1.0)
+    monkeypatch.setattr(library_transport, "_SLOW_S", -1.0)
     stand.post(64)
     assert stand.wait(2)[1].error == ""
     assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [32, 16, 8, 4, 2, 1, 1]
