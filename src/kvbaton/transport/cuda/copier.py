@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.cuda.tables import Launch, Placement, Segment, launches_for
 
 __all__ = ["Copier", "GpuCopier"]
 

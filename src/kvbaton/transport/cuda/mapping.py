@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation, MemoryDriver
-from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
+from kvbaton.transport.cuda.tables import Placement, Segment
 
 __all__ = ["Mapping", "SharedPart", "open_parts", "read_parts", "share_region", "write_parts"]
 

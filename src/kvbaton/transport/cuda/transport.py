@@ -23,9 +23,8 @@ from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSe
 from kvbaton.transport.cuda.copier import Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts, share_region, write_parts
-from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
-from kvbaton.transport.cuda.tables import launches_for
+from kvbaton.transport.cuda.tables import Placement, Segment, launches_for
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
