@@ -241,9 +241,9 @@ TRANSPORTS: dict[str, TransportEntry] = {
             opener="kvbaton.transport.cuda:CudaTransport",
             memory=frozenset({MemoryKind.GPU}),
             sees_withdrawal=False,  # memory that was opened through CUDA IPC stays readable until the process ends
-            check="kvbaton.transport.cuda.sample_memory:check_gpu",
+            check="kvbaton.transport.cuda.region:check_gpu",
             auto=AutoOffer(rank=10),
-            variants=(TransportVariant(kind="cuda", memory="kvbaton.transport.cuda.sample_memory:gpu_memory"),),
+            variants=(TransportVariant(kind="cuda", memory="kvbaton.transport.cuda.region:gpu_memory"),),
             bench="kvbaton.bench.wire.cuda:measure_cuda",
         ),
         TransportEntry(

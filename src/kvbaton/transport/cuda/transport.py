@@ -22,8 +22,7 @@ from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.cuda.copier import Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
-from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts, share_region, write_parts
-from kvbaton.transport.cuda.region import DeviceRegion
+from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.cuda.tables import Placement, Segment, launches_for
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.mover import SliceMover
