@@ -12,6 +12,7 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, QueueFull, TransportError
+from kvbaton.transport import library_transport
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.lanes import LibraryPeer, PeerFlights
 from kvbaton.transport.ledger import Ledger

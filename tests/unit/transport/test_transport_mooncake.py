@@ -7,6 +7,7 @@ from importlib import metadata
 import pytest
 
 from kvbaton.errors import ConfigError
+from kvbaton.transport import mooncake
 from kvbaton.transport.base import TransportSettings
 
 WRITES = TransportSettings(unfenced_writes=True)
