@@ -18,8 +18,7 @@ import numpy as np
 from kvbaton.errors import PeerLost, PeerRefused, ProtocolError
 from kvbaton.transport.base import PeerRank, Region, Runs
 from kvbaton.transport.ledger import BatchJob
-from kvbaton.transport.tcp.sockets import tune
-from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
+from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
 from kvbaton.transport.tcp.wire import (
     HELLO_BYTES,
     NONCE_BYTES,

@@ -11,7 +11,7 @@ from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.tcp.link import TcpLink, TcpPeer
 from kvbaton.transport.tcp.mover import TcpMover
 from kvbaton.transport.tcp.server import RegionServer
-from kvbaton.transport.tcp.vectors import VectorCalls
+from kvbaton.transport.tcp.sockets import VectorCalls
 from kvbaton.transport.tcp.wire import TOKEN_BYTES, Secret
 
 __all__ = ["TcpTransport"]
