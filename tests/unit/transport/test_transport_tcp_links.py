@@ -37,8 +37,8 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport, link, server
-from kvbaton.transport.tcp.link import TcpLink
 from kvbaton.transport.tcp.sockets import tune
+from kvbaton.transport.tcp.transport import TcpLink
 from kvbaton.transport.tcp.wire import (
     HANDSHAKE_BYTES,
     HELLO_BYTES,
