@@ -23,7 +23,6 @@ from kvbaton.errors import RangeError
 __all__ = ["LINE_BYTES", "Launch", "Placement", "Segment", "launches_for"]
 
 _BYTES = 2
-_LINE = 16
 
 LINE_BYTES = 16
 """What one thread moves at a time."""
@@ -51,7 +50,7 @@ class Placement:
         self._starts = np.array([segment.offset for segment in self._segments], np.uint64)
         self._ends = np.array([segment.end for segment in self._segments], np.uint64)
         lowest = min(segment.address for segment in self._segments)
-        self.floor = lowest - lowest % _LINE
+        self.floor = lowest - lowest % LINE_BYTES
         self.extent = max(segment.address + segment.segment_bytes for segment in self._segments) - self.floor
         shifts = [segment.address - self.floor - segment.offset for segment in self._segments]
         self._shifts = np.array(shifts, np.int64).astype(np.uint64)
