@@ -17,7 +17,6 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
-from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.agent.stats import AgentStats
@@ -30,6 +29,7 @@ from kvbaton.core.messages import Message
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
+from kvbaton.transport.neighbour import is_gone
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["Driver", "RanksDriver"]

@@ -9,7 +9,7 @@ import os
 from kvbaton.errors import ConfigError, KVBatonError
 from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.open_files import files_left
+from kvbaton.transport.neighbour import files_left
 from kvbaton.transport.table import (
     AUTO,
     LateWrites,

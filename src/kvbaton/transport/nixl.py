@@ -23,7 +23,7 @@ from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.lanes import LibraryPeer, Marks
 from kvbaton.transport.library_transport import LibraryTransport, MemoryPlace
-from kvbaton.transport.open_files import files_left
+from kvbaton.transport.neighbour import files_left
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 

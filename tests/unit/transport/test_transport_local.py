@@ -14,11 +14,9 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, TransportError
-from kvbaton.transport import process_memory
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.local import LocalTransport
-from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.process_memory import ProcessMemory, host_id, start_ticks
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, host_id, start_ticks
 from kvbaton.transport.shared_memory import SharedMemory
 
 PEER = PeerRank(Incarnation("p"))
