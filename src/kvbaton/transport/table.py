@@ -131,7 +131,7 @@ class TransportVariant:
     """
 
     kind: str
-    memory: Reference = "kvbaton.transport.sample_memory:private_memory"
+    memory: Reference = "kvbaton.transport.trial:private_memory"
     subject: str = ""
     beside: str = ""
 
@@ -220,7 +220,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             variants=(
                 TransportVariant(
                     kind="local, shared memory",
-                    memory="kvbaton.transport.sample_memory:shared_memory",
+                    memory="kvbaton.transport.trial:shared_memory",
                     subject="local",
                     beside="memcpy",
                 ),
