@@ -122,43 +122,33 @@ class RanksDriver(HandoffPort):
         self._wakeup.close()
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        """A prefill for a hand-off was admitted."""
         self._submit(partial(self._coordinator.expect_target, key, prompt))
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Spans are computed."""
         self._submit((SpansReady(key, blocks, spans),))
 
     def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
-        """Spans of many hand-offs are computed."""
         self._submit(tuple(ready))
 
     def retract(self, key: HandoffKey) -> None:
-        """A prefill is preempted: what was reported about it is void."""
         self._submit(partial(self._coordinator.retract, key))
 
     def expect_source(self, request: SourceRequest) -> None:
-        """A request for a hand-off was admitted."""
         self._submit(partial(self._coordinator.expect_source, request))
 
     def offer(self, offer: Offer) -> None:
-        """Announce a finished prefill."""
         self._submit(partial(self._coordinator.offer, offer))
 
     def allocated(self, allocation: Allocation) -> None:
-        """Ask for a cache."""
         self._submit(partial(self._coordinator.allocated, allocation))
 
     def decline(self, request: SourceRequest, reason: str) -> None:
-        """Release the source of a request that was refused before admission."""
         self._submit(partial(self._coordinator.decline, request, reason))
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """Cancel a hand-off."""
         self._submit(partial(self._coordinator.cancel, key, side))
 
     def events(self) -> list[EngineEvent]:
-        """Take what was decided since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> AgentStats:

@@ -301,7 +301,6 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         return Endpoint(endpoint.transport, endpoint.region_bytes, endpoint.details | {_TAKES_WRITES: 1})
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
         if batch.direction is Direction.WRITE and self._takes_writes:
             endpoint = self._ledger.endpoint_of(batch.peer)
             if endpoint is not None and not endpoint.details.get(_TAKES_WRITES):

@@ -104,7 +104,6 @@ class MooncakePeer:
         self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
-        """Open a session with the peer."""
         self._engine.open(self._peer)
 
     def start(self, direction: Direction, runs: Runs) -> None:
@@ -113,7 +112,6 @@ class MooncakePeer:
         self._engine.move(direction, self._peer, offsets + self._region)
 
     def start_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
         self._engine.move(Direction.READ, self._peer, runs + self._mark)
 
     def is_done(self) -> bool:
@@ -121,7 +119,6 @@ class MooncakePeer:
         return True
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
 
 

@@ -100,7 +100,6 @@ class MoriPeer:
         self._status: Any = None
 
     def open(self) -> None:
-        """Make the peer known, and open the sessions. Raises PeerLost."""
         engine, there = self._engine, self._described
         try:
             engine.engine.register_remote_engine(self._api.EngineDesc.unpack(there["engine"]))
@@ -113,15 +112,12 @@ class MoriPeer:
             raise PeerLost("MoRI opens no session: no backend can move bytes between these memories")
 
     def start(self, direction: Direction, runs: Runs) -> None:
-        """Begin to move `runs` between this side's region and the peer's."""
         self._start(direction, self._region, runs)
 
     def start_mark(self, runs: Runs) -> None:
-        """Begin to read the peer's mark."""
         self._start(Direction.READ, self._marks, runs)
 
     def is_done(self) -> bool:
-        """Whether the last byte has arrived; QueueFull when the send queue does not take so many."""
         status = self._status
         if status.Succeeded():
             self._status = None
@@ -134,7 +130,6 @@ class MoriPeer:
         raise PeerLost(f"MoRI reports {status.Code()}: {message}")
 
     def close(self) -> None:
-        """End the engine."""
         self._region = self._marks = self._status = None
         self._engine.close()
 

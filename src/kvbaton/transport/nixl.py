@@ -182,11 +182,9 @@ class NixlPeer:
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        """Make the peer's agent known."""
         self._peer = self._agent.add_peer(self._metadata)
 
     def start(self, direction: Direction, runs: Runs) -> None:
-        """Begin to move `runs` between this side's region and the peer's."""
         size = int(runs[0, 2])
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         if not self._are_pages(runs, size):
@@ -205,7 +203,6 @@ class NixlPeer:
         self._transfer = self._mark_transfer
 
     def is_done(self) -> bool:
-        """Whether the last byte has arrived, after a step of progress."""
         if not self._agent.is_done(self._transfer):
             return False
         transfer, self._transfer = self._transfer, None

@@ -83,7 +83,6 @@ class GpuCopier:
                 self._done.record(self.stream)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was started is done, at most `timeout_s`; returns whether it is. Raises TransportError."""
         deadline = time.monotonic() + timeout_s
         eager_until = time.monotonic() + _EAGER_S
         try:
@@ -97,7 +96,6 @@ class GpuCopier:
         return True
 
     def close(self) -> None:
-        """Give the table back. Idempotent."""
         self._grow(0)
 
     def _probe(self) -> None:

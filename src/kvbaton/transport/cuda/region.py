@@ -92,7 +92,6 @@ class DeviceRegion(Region):
         return cls(start, spans[-1].end, memoryview(b""), devices.pop(), spans, tensors)
 
     def flip_byte(self, offset: int) -> None:
-        """Invert the byte at `offset`."""
         driver = CudaDriver(self.device)
         try:
             driver.flip_byte(self.address + offset)
