@@ -17,7 +17,6 @@ from twosome import Twosome, entries
 
 import kvbaton
 from kvbaton.agent import coordinator as coordinator_module
-from kvbaton.agent import questions
 from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent.coordinator import Coordinator
