@@ -12,21 +12,24 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, KVBatonError
-from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Transport, TransportSettings
+from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import load
+from kvbaton.transport.shared_memory import SharedMemory
 from kvbaton.transport.source_process import SourceProcess
-from kvbaton.transport.table import transport_entry, transport_names, variant_of
+from kvbaton.transport.table import load, transport_entry, transport_names, variant_of
 
-__all__ = ["Trial", "try_all", "try_transport"]
+__all__ = ["Trial", "private_memory", "shared_memory", "try_all", "try_transport"]
 
 _BYTES = 1 << 20
 _TIMEOUT_S = 60.0
 _SOURCE_COMMAND = (sys.executable, "-m", "kvbaton.transport.trial")
 _PEER = PeerRank(Incarnation("trial"))
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +115,15 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _main()
+
+
+def private_memory(content: Bytes) -> tuple[Region, Bytes]:
+    """Memory of this process alone: `content` itself."""
+    return Region.of(content), content
+
+
+def shared_memory(content: Bytes) -> tuple[Region, Bytes]:
+    """Memory that other processes can map."""
+    memory = SharedMemory(len(content))
+    memory.array[:] = content
+    return memory.region, memory.array

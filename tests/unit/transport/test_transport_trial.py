@@ -11,8 +11,7 @@ import pytest
 
 from kvbaton.transport import trial
 from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.entry import TransportEntry
-from kvbaton.transport.table import AUTO, TRANSPORTS
+from kvbaton.transport.table import AUTO, TRANSPORTS, TransportEntry
 from kvbaton.transport.trial import Trial, try_all, try_transport
 from watching import descendants
 

@@ -28,9 +28,8 @@ from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Transpo
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
 from kvbaton.transport.cuda.copier import GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver
-from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
+from kvbaton.transport.cuda.tables import Launch, Placement, Segment, launches_for
 from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["CudaWireBench", "measure_cuda", "run_cuda_wire_bench"]

@@ -20,7 +20,7 @@ from kvbaton.bench.wire.subjects import our_subjects
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import load
+from kvbaton.transport.table import load
 
 __all__ = ["main"]
 

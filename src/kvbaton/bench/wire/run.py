@@ -30,8 +30,7 @@ from kvbaton.bench.wire.subjects import (
 )
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Direction, Runs
-from kvbaton.transport.entry import load
-from kvbaton.transport.table import AUTO, transport_entry
+from kvbaton.transport.table import AUTO, load, transport_entry
 
 __all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 

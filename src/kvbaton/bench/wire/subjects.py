@@ -27,9 +27,8 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import TransportEntry, TransportVariant, load
 from kvbaton.transport.source_process import SourceProcess
-from kvbaton.transport.table import transport_entries
+from kvbaton.transport.table import TransportEntry, TransportVariant, load, transport_entries
 
 __all__ = [
     "RAW",
