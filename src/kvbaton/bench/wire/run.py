@@ -217,7 +217,7 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progre
                 continue
             processes = [PeerProcess(name, SPREAD * (largest // peers), seed, bench.direction) for seed in range(peers)]
             for process in processes:
-                stack.callback(process.stop)
+                stack.callback(process.close)
             try:
                 subject = open_subject(name, SPREAD * largest, processes, bench.direction)
             except ConfigError as error:

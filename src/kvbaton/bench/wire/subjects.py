@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import mmap
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from kvbaton.bench.child import LineProcess
 from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import ConfigError, LocalError
+from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
 from kvbaton.transport.choose import open_entry
 from kvbaton.transport.entry import TransportEntry, TransportVariant, load
@@ -44,7 +45,6 @@ __all__ = [
 ]
 
 _TIMEOUT_S = 120.0
-_END_S = 10.0
 _OWN_SEED = 77
 _MOONCAKE_RUNS = 1024
 
@@ -58,7 +58,7 @@ void copy_runs(char *target, const char *source, const uint64_t *runs, long coun
 """
 
 
-class PeerProcess:
+class PeerProcess(LineProcess):
     """The other side of a subject, in a process of its own: what is read from, or written to.
 
     `content` is what it has to be read; `memory` is what it has to be written to, which this process maps too.
@@ -75,38 +75,19 @@ class PeerProcess:
                 os.ftruncate(fd, region_bytes)
                 self.memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
             command += map(str, files)
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files)
+            super().__init__(command, pass_fds=files)
         finally:
             for fd in files:
                 os.close(fd)
-        self.pid = self._process.pid
 
     def description(self) -> bytes:
         """The line in which it describes how it is reached. Raises ConfigError when it ended first."""
-        assert self._process.stdout is not None  # noqa: S101
-        too_late = threading.Timer(_TIMEOUT_S, self._process.kill)
-        too_late.start()
-        try:
-            for line in self._process.stdout:
+        until = time.monotonic() + _TIMEOUT_S
+        with contextlib.suppress(TimeoutError):
+            while line := self.read(until - time.monotonic()):
                 if line.startswith(b"@"):
                     return line[1:]
-        finally:
-            too_late.cancel()
         raise ConfigError("a peer of the wire benchmark ended before it was ready; its errors are above")
-
-    def stop(self) -> None:
-        """End it. Raises LocalError when it cannot even be killed."""
-        assert self._process.stdin is not None  # noqa: S101
-        self._process.stdin.close()
-        for last_resort in (self._process.kill, None):
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired as error:
-                if last_resort is None:
-                    raise LocalError(f"process {self.pid} of the wire benchmark does not end; look at it") from error
-                last_resort()
-            else:
-                return
 
 
 class WireSubject(Protocol):
