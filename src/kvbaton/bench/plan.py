@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.bench.child import LineProcess
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import Pair, pair_layouts
@@ -56,9 +56,7 @@ class PlanBench:
     sglang: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "layers", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one(self, "tokens", "layers", "rounds")
         most = _BLOCKS * _BLOCK_TOKENS
         if self.tokens > most:
             raise ConfigError(f"--tokens is {self.tokens}; the benchmark's caches hold {most}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvbaton.bench.processes import cpu_s
 from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
@@ -35,7 +36,6 @@ _HEALTHY_S = 60.0
 _DRIVE_EXTRA_S = 60.0
 _COMPILE_S = 120.0
 _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -187,10 +187,9 @@ def _tree(pid: int) -> list[int]:
 
 def _cpu_s(pid: int) -> float:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return cpu_s(pid)
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def _memory_kib(pid: int) -> int:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvbaton.bench.report import BenchRow, Setting
+from kvbaton.bench.report import BenchRow, Setting, ratio
 from kvbaton.bench.router_contenders import NO_ROUTER, SGLANG_ROUTER, Contender
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
@@ -150,9 +150,9 @@ def _goals(bench: RouterBench, series: Series) -> Iterator[BenchRow]:
 
 
 def _goal(name: str, value: float, unit: str, theirs: float, goal: str) -> BenchRow:
-    return BenchRow(name, value, unit, VLLM_ROUTER if theirs else "", value / theirs if theirs else 0.0, {"goal": goal})
+    return BenchRow(name, value, unit, VLLM_ROUTER if theirs else "", ratio(value, theirs), {"goal": goal})
 
 
 def _row(name: str, peer: str, theirs: str, unit: str, series: Series) -> BenchRow:
     value, other = median_of(series, name), median_of(series, theirs)
-    return BenchRow(name, value, unit, peer if other else "", value / other if other else 0.0, {"rounds": len(series[name])})
+    return BenchRow(name, value, unit, peer if other else "", ratio(value, other), {"rounds": len(series[name])})

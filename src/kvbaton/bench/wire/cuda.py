@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench.child import LineProcess
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.bench.wire.pages import POISON
 from kvbaton.bench.wire.run import WireOptions
 from kvbaton.core.handoff import Incarnation
@@ -158,8 +158,7 @@ class CudaWireBench:
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds is {self.rounds}; it must be at least 1")
+        check_at_least_one(self, "rounds")
 
     def described(self) -> dict[str, Setting]:
         """The settings, for the report."""
