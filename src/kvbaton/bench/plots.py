@@ -12,8 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kvbaton.bench.report import BenchReport
-from kvbaton.bench.router_contenders import NO_ROUTER, Contender
-from kvbaton.bench.router_rows import LoadCase, RouterBench, contenders_of, median_of, series_name
+from kvbaton.bench.router import NO_ROUTER, Contender, LoadCase, RouterBench, contenders_of, median_of, series_name
 from kvbaton.bench.servers import SINGLE, Round, added_s, name_of, stage_s
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.observe.phases import HandoffPhase

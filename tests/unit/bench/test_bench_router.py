@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from kvbaton.bench.report import BenchReport
-from kvbaton.bench.router import RouterBench, _measure, run_router_bench
-from kvbaton.bench.router_contenders import Driven, LoadTool, RunningRouter
-from kvbaton.bench.router_rows import contenders_of, many_name, rows, series_name
+from kvbaton.bench.router import (
+    Driven,
+    LoadTool,
+    RouterBench,
+    RunningRouter,
+    _measure,
+    contenders_of,
+    many_name,
+    rows,
+    run_router_bench,
+    series_name,
+)
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 
