@@ -42,8 +42,8 @@ __all__ = [
     "our_subjects",
 ]
 
-_TIMEOUT_S = 120.0
 _END_S = 10.0
+_TIMEOUT_S = 120.0
 _OWN_SEED = 77
 _MOONCAKE_RUNS = 1024
 
@@ -78,7 +78,7 @@ class PeerProcess:
             for fd in files:
                 os.close(fd)
         self.pid = self._process.pid
-        self.stop = self._process.close
+        self.close = self._process.close
 
     def description(self) -> bytes:
         """The line in which it describes how it is reached. Raises ConfigError when it ended first."""
