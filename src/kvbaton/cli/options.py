@@ -8,21 +8,34 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.engines.table import OWN_ENGINES
+from kvbaton.engines.table import engine_names, known_engine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cyclopts import Token
+
     from kvbaton.config import HandoffSettings
 
 __all__ = ["EngineName", "HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
 
-EngineName = Annotated[
-    str,
-    Parameter(
-        help=f"what computes: {', '.join(f'`{name}`' for name in OWN_ENGINES)}, or an engine that another package registers; "
-        "others than `embedded` run as real servers on this machine's CPUs, installed on first use."
-    ),
-]
-"""The name of an engine; `find_engine` refuses one that is not known."""
+
+def _known_engine(_kind: object, tokens: Sequence[Token]) -> str:
+    """The name that was given. Raises ConfigError, with the nearest known name, for one that no engine has."""
+    return known_engine(tokens[0].value, tokens[0].keyword or "ENGINE")
+
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Annotated[
+        Literal[engine_names()],
+        Parameter(
+            converter=_known_engine,
+            help="what computes; others than `embedded` are real servers on this machine's CPUs, installed on first use.",
+        ),
+    ]
+"""The name of an engine from the table of engines, those of other packages included."""
 
 TransportName = Literal["auto", "cuda", "local", "mooncake", "mori", "nixl", "tcp"]
 """How cache bytes travel; the same names as in `kvbaton.transport.choose`."""
