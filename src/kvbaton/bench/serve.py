@@ -8,7 +8,6 @@ router with a hand-off behind it, and asked directly for one token. All prompts 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ import aiohttp
 import numpy as np
 
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.bench.servers.asking import post_completion, stream_completion
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import EngineOptions, EnginePlugin, Progress, pair_parts
-from kvbaton.errors import ConfigError, PeerLost, ProtocolError
+from kvbaton.errors import ConfigError, ProtocolError
 from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
@@ -95,17 +95,18 @@ async def _measure(bench: ServeBench, mode: Mode, servers: _BenchServers, progre
     generator = random.Random(mode.value)
     taken: Series = {_handover(mode): [], _pair(mode): [], _alone(mode): []}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REQUEST_S)) as session:
-        await _answer(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
+        await post_completion(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
         progress(f"{bench.requests} hand-overs, one at a time")
         for _ in range(bench.requests):
-            document = await _answer(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
+            document = await post_completion(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
             taken[_handover(mode)].append(_handover_s(document))
         tokens = bench.chunks * bench.chunk_tokens
         for index in range(bench.rounds):
             progress(f"first token of {tokens} tokens with and without a hand-off: {index + 1} of {bench.rounds}")
             kinds = [(_pair(mode), servers.pair_url, bench.max_tokens), (_alone(mode), servers.prefill_url, 1)]
             for name, url, wanted in kinds if index % 2 else reversed(kinds):
-                taken[name].append(await _first_token_s(session, url, _body(generator, tokens, wanted)))
+                body = _body(generator, tokens, wanted)
+                taken[name].append((await stream_completion(session, url, body, time.perf_counter())).first_token_s)
     return taken
 
 
@@ -114,38 +115,11 @@ def _body(generator: random.Random, tokens: int, max_tokens: int) -> dict[str, o
     return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
-async def _answer(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> dict[str, object]:
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            content = await response.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
-    if response.status != 200:
-        raise ProtocolError(f"{url} answered {response.status}: {content[:300].decode(errors='replace')}")
-    document: dict[str, object] = json.loads(content)
-    return document
-
-
 def _handover_s(document: dict[str, object]) -> float:
     record = document.get("kvbaton")
     if not isinstance(record, dict) or not record.get("handed_off"):
         raise ProtocolError(f"the answer was not handed off: {record!r}")
     return float(record["handover_s"])
-
-
-async def _first_token_s(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> float:
-    """From the request to the first event of its stream."""
-    start = time.perf_counter()
-    try:
-        async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
-            line = await response.content.readline()
-            seconds = time.perf_counter() - start
-            await response.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise PeerLost(f"{url}: {error or type(error).__name__}") from error
-    if response.status != 200 or not line.startswith(b"data: ") or b'"error"' in line:
-        raise ProtocolError(f"{url} answered {response.status}: {line[:300].decode(errors='replace')}")
-    return seconds
 
 
 def _rows(bench: ServeBench, series: Series) -> list[BenchRow]:

@@ -17,7 +17,7 @@ import aiohttp
 
 from kvbaton.errors import PeerLost, ProtocolError
 
-__all__ = ["Alone", "Answered", "Asking", "AtOnce", "OneAfterTheOther", "AskedPrompt"]
+__all__ = ["Alone", "Answered", "Asking", "AskedPrompt", "AtOnce", "OneAfterTheOther", "post_completion", "stream_completion"]
 
 _FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
@@ -63,7 +63,7 @@ class Alone:
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         """Ask it."""
-        return await _stream(session, self.url, prompt.body(), time.perf_counter())
+        return await stream_completion(session, self.url, prompt.body(), time.perf_counter())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ class OneAfterTheOther:
         began = time.perf_counter()
         transfer_id = f"tx-{uuid.uuid4().hex}"
         order = {**_FIRST, **_FIRST_OF_NIXL, "transfer_id": transfer_id}
-        answer = await _post(session, self.prefill, prompt.body(max_tokens=1, kv_transfer_params=order))
+        answer = await post_completion(session, self.prefill, prompt.body(max_tokens=1, kv_transfer_params=order))
         prefill_s = time.perf_counter() - began
         params = answer.get("kv_transfer_params")
         if not isinstance(params, dict):
             raise ProtocolError(f"{self.prefill} answered without kv_transfer_params")
-        answered = await _stream(session, self.decode, prompt.body(kv_transfer_params=params), began)
+        answered = await stream_completion(session, self.decode, prompt.body(kv_transfer_params=params), began)
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
 
 
@@ -103,17 +103,18 @@ class AtOnce:
         second = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id, **self.source}
         prefill_s, answered = await asyncio.gather(
             _timed_post(session, self.prefill, first, began),
-            _stream(session, self.decode, prompt.body(kv_transfer_params=second), began),
+            stream_completion(session, self.decode, prompt.body(kv_transfer_params=second), began),
         )
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
 
 
 async def _timed_post(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> float:
-    await _post(session, url, body)
+    await post_completion(session, url, body)
     return time.perf_counter() - began
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+async def post_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One answer, whole. Raises PeerError when there is none."""
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             content = await response.read()
@@ -124,7 +125,8 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
     return answer
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> Answered:
+async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> Answered:
+    """One answer, token by token; times are since `began`. Raises PeerError when there is none."""
     first_s, text = 0.0, ""
     try:
         async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
