@@ -16,7 +16,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MoriWorld"]
+from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.mori import MoriTransport
+
+__all__ = ["MoriWorld", "open_on_stand_in"]
 
 
 class BackendType(enum.Enum):
@@ -282,3 +285,11 @@ class _Session:
             ends = (self._local.data + here, self._remote.data + there)
             ctypes.memmove(*(ends if operation == "read" else ends[::-1]), size)
         status.update(StatusCode.ERR_RDMA_OP if problem else StatusCode.SUCCESS, problem)
+
+
+_WORLD = MoriWorld()
+
+
+def open_on_stand_in(region: Region, settings: TransportSettings) -> MoriTransport:
+    """Transport mori over the stand-in; all that are opened so are in one world."""
+    return MoriTransport(region, settings, _WORLD.api())

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
-from kvbaton.observe.records import About, InstanceRecord
-from kvbaton.observe.story import Account
+from kvbaton.observe.records import InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
+from kvbaton.observe.transfer_report import SideAnswer
 
 __all__ = ["TRANSFER", "Way", "account", "notes_of_pull", "notes_of_push"]
 
@@ -110,13 +110,13 @@ def _finish(way: Way, filled: float) -> Way:
     return way
 
 
-def account(side: Side, *ways: Way) -> Account:
+def account(side: Side, *ways: Way) -> SideAnswer:
     """What the instance of one side tells."""
-    return Account(name=f"{side} instance", record=record(side, *ways))
+    return SideAnswer(name=f"{side} instance", record=record(side, *ways))
 
 
 def record(side: Side, *ways: Way) -> InstanceRecord:
-    timelines = Timelines(About("prefill" if side is Side.SOURCE else "decode", f"{side}:1", f"inc-{side}"))
+    timelines = Timelines(InstanceInfo("prefill" if side is Side.SOURCE else "decode", f"{side}:1", f"inc-{side}"))
     for way in ways:
         for note in way.of(side):
             timelines.note(note)

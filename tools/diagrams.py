@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvbaton.core.diagram import put_diagram, render_classes, render_diagram
-from kvbaton.core.lifecycle import LEG, SOURCE, TARGET
+from table_diagrams import put_diagram, render_classes, render_diagram
+
+from kvbaton.core.lifecycle import COPY, SOURCE, TARGET
 
 __all__ = ["PAGE", "regenerated"]
 
@@ -18,7 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "lifecycle.md"
 
 def regenerated(text: str) -> str:
     """The page with its generated parts made anew."""
-    for table in (SOURCE, TARGET, LEG):
+    for table in (SOURCE, TARGET, COPY):
         text = put_diagram(text, f"{table.name} diagram", f"```mermaid\n{render_diagram(table)}\n```")
         text = put_diagram(text, f"{table.name} events", render_classes(table))
     return text

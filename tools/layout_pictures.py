@@ -1,6 +1,6 @@
 """Draws the pictures of docs/layouts.md from real layouts, plans and meetings: `python tools/layout_pictures.py [--check]`.
 
-Exit code 1 with `--check` when a picture differs from what the code says, 0 otherwise.
+Exit code 1 with `--check` when a picture differs from the code, 0 otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbaton.core.layout import FULL, Group, HeadRange, Layout
-from kvbaton.core.meeting import arrange
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.tensors import LayerTensor, tensor_group
@@ -167,7 +167,7 @@ def _draw_meeting() -> str:
                 body.append(f'<rect class="cell h{head}" x="{x}" y="{y}" width="40" height="{_CELL}"/>')
                 body.append(f'<text class="in" x="{x + 14}" y="{y + 15}">h{head}</text>')
             body.append(_text("say", 140 + own.start * 40 + rank * 60, y - 4 if side == 0 else y + 38, f"rank {rank}"))
-    for leg in arrange(layouts[0], layouts[1]).legs:
+    for leg in assign_legs(layouts[0], layouts[1]).legs:
         for each in leg.share[0].heads:
             middle = each.start * 40 + each.count * 20 + 140
             from_x, to_x = middle + leg.source * 60, middle + leg.target * 60

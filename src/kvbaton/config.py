@@ -1,14 +1,15 @@
-"""Settings that several rooms share, parsed once into frozen values and checked together."""
+"""Settings that several packages share, parsed once into frozen values and checked together."""
 
 from __future__ import annotations
 
 import difflib
 import enum
+import hashlib
+import hmac
 import ipaddress
 import logging
 import math
 import os
-import re
 import socket
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.core.addresses import is_host
 from kvbaton.core.auth import MIN_KEY_BYTES
 from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.errors import ConfigError
@@ -25,11 +27,13 @@ from kvbaton.errors import ConfigError
 __all__ = [
     "CLUSTER_KEY_VARIABLE",
     "DEFAULT_HANDOFF",
+    "HTTP_KEY_HEADER",
     "AllowList",
     "HandoffSettings",
     "Limits",
     "OnFailure",
     "Trust",
+    "http_token",
     "is_loopback",
     "parse_limits",
     "parse_trust",
@@ -38,22 +42,24 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
-"""The environment variable that may hold the cluster key; command lines never do, because everybody can read them."""
+"""The environment variable that may hold the cluster key; never a command line: every user of the host can read it."""
+
+HTTP_KEY_HEADER = "x-kvbaton-key"
+"""The HTTP header in which a holder of the cluster key proves it to an instance: its value is `http_token(key)`."""
 
 _MAX_KEY_BYTES = 4096
-_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How long an instance waits for what. Seconds.
+    """How long an instance waits. Seconds.
 
-    transfer_timeout: a target gives a hand-off up when nothing has moved for so long
-    defer_timeout:    a source keeps finished blocks for so long after the last sign of life of their target
-    stop_timeout:     blocks whose peer does not say that it has stopped are fenced by the next stronger means after so long
-    retry:            a question without an answer is asked again after so long
+    transfer_timeout: a target expires a hand-off after this long without progress
+    defer_timeout:    a source keeps finished blocks for this long after the last message from their target
+    stop_timeout:     after this long without `stopped`, a peer is fenced by the next stronger means
+    retry:            an unanswered message is sent again after this long
     """
 
     transfer_timeout: float = 30.0
@@ -76,26 +82,26 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def beat_s(self) -> float:
-        """How often a side tells its peers that it is alive: several times within the shorter of their patiences."""
+        """The interval of heartbeats: five may be lost before a target gives up."""
         return self.transfer_timeout / 6
 
 
 class OnFailure(enum.StrEnum):
-    """What becomes of a request whose hand-off failed: it fails with the reason, or its prompt is computed here."""
+    """What a target does with a request whose hand-off failed: fail it with the reason, or compute its prompt here."""
 
     FAIL = "fail"
     RECOMPUTE = "recompute"
 
 
 class HandoffSettings(msgspec.Struct, frozen=True):
-    """How an instance hands over.
+    """How an instance takes part in hand-offs.
 
     mode:       push (stream while computing) or pull (fetch when complete)
     integrity:  how much of what a target received is checked before it counts as landed; the target decides
     aux_way:    how the aux record travels to this instance as a target
     on_failure: what a target does with a request whose hand-off failed
     unfenced_writes: in push, let sources write into this instance's memory, and write into that of its targets, over a
-                transport that cannot take the right back; both instances of a pair have the same
+                transport that cannot revoke the right to; both instances of a pair need the same value
     """
 
     mode: Mode = Mode.PUSH
@@ -106,7 +112,7 @@ class HandoffSettings(msgspec.Struct, frozen=True):
 
 
 DEFAULT_HANDOFF = HandoffSettings()
-"""What an instance does that was told nothing else."""
+"""The settings of an instance without any."""
 
 
 def parse_limits(values: Mapping[str, Any]) -> Limits:
@@ -125,7 +131,7 @@ def parse_limits(values: Mapping[str, Any]) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """Networks and host names of peers. A name counts for dialling as it is, for listening by the addresses it had at start."""
+    """Networks and host names of peers. Outgoing connections match a name as text, incoming ones by its addresses at start."""
 
     networks: tuple[_Network, ...] = ()
     names: frozenset[str] = frozenset()
@@ -142,9 +148,9 @@ class AllowList:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Who is admitted as a peer: holders of the cluster key, addresses on the allow-list, both if both are set, else loopback.
+    """Which peers are admitted: holders of the cluster key, addresses on the allow-list, both if both are set, else loopback.
 
-    An address that a request names is a hint: it is only dialled if `dial_refusal` has nothing against it.
+    A client can put any address into a request, so an address is a hint: it is dialled only if `dial_refusal` allows it.
     """
 
     key: bytes | None = field(default=None, repr=False)
@@ -161,17 +167,22 @@ class Trust:
             f"set one with --cluster-key-file, {CLUSTER_KEY_VARIABLE} or --allow"
         )
 
-    def hears(self, address: str) -> bool:
-        """Whether frames from the IP address `address` are looked at: without an allow-list, everybody's who got here."""
+    def accepts_from(self, address: str) -> bool:
+        """Whether frames from the IP address `address` are read at all: without an allow-list, those of every address."""
         return self.allowed is None or address in self.allowed
 
     def check_bind(self, host: str) -> None:
-        """Raise ConfigError when listening for control messages on `host` would let in people whom nothing tells from peers."""
+        """Raise ConfigError when listening on `host` would admit unknown peers: reachable by others, without authentication."""
         if self.key is None and self.allowed is None and not is_loopback(host):
             raise ConfigError(
                 f"the control port would listen on {host}, where others can reach it, without a cluster key or an allow-list; "
                 f"set a key (--cluster-key-file or {CLUSTER_KEY_VARIABLE}), name the peers (--allow), or listen on 127.0.0.1"
             )
+
+
+def http_token(key: bytes) -> str:
+    """The token of a cluster key for HTTP. It is derived, so that a captured header does not reveal the key itself."""
+    return hmac.new(key, b"kvbaton http", hashlib.sha256).hexdigest()
 
 
 def _resolve(name: str) -> set[str]:
@@ -228,13 +239,12 @@ def _checked_key(content: bytes, setting: str) -> bytes:
 
 
 def _network(entry: str) -> _Network | None:
-    """The network that an entry of the allow-list means; None for a host name."""
+    """The network of an entry of the allow-list; None for a host name."""
     address, slash, _ = entry.partition("/")
     try:
         network = ipaddress.ip_network(entry, strict=False)
     except ValueError as error:
-        last_label = address.rstrip(".").rpartition(".")[2]
-        if slash or not _HOST_NAME.fullmatch(entry) or last_label.isdigit():
+        if slash or not is_host(entry):
             raise ConfigError(
                 f"--allow is {entry!r}: not an IP address, a network such as 10.0.0.0/8, or a host name"
             ) from error
@@ -252,7 +262,10 @@ def _networks_of(name: str, resolve: Callable[[str], Iterable[str]]) -> list[_Ne
 
 
 def _address(host: str) -> _Address | None:
-    """The IP address that `host` is, an IPv4 one where it is only dressed up as IPv6; None for a name."""
+    """The IP address in `host`; None for a name.
+
+    A dual-stack socket reports IPv4 peers as `::ffff:10.0.0.1`, which would match no IPv4 network of an allow-list.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -262,6 +275,6 @@ def _address(host: str) -> _Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine."""
+    """Whether an address can be reached from this machine only."""
     address = _address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback

@@ -1,24 +1,24 @@
-"""The error tree of kvbaton, split by who is to blame.
+"""The error tree of kvbaton, split by where the fault lies.
 
 KVBatonError
-├── PeerError                 the other side broke a promise, or is gone
+├── PeerError                 the other side broke the protocol, or is gone
 │   ├── PeerLost              it does not answer, died, or closed the connection
-│   ├── PeerRefused           it answered "no", with a reason
-│   ├── ProtocolError         it sent something that is no message of ours
+│   ├── PeerRefused           it refused, with a reason
+│   ├── ProtocolError         it sent something that is not a message of this protocol
 │   └── Incompatible          its card does not fit ours; names the field and both values
 ├── LocalError                this machine cannot do what was asked
 │   ├── ConfigError           a setting is wrong; names the setting
 │   ├── ModelError            a model file is missing or broken
 │   └── TransportError        a copy failed
 │       ├── RangeError        a run lies outside the registered memory
-│       └── QueueFull         a transport takes no more just now; post again when something has completed
+│       └── QueueFull         the queue of a transport is full; post again when something has completed
 ├── RequestError              the caller asked for something impossible
 │   ├── AddressError          a control address or request id that cannot be parsed
 │   └── BadRequest            a field of an API request is wrong; names the field
-└── Bug                       kvbaton itself is wrong
+└── Bug                       a defect of kvbaton itself
     └── IllegalTransition     an event that the lifecycle table does not allow
 
-Every error says whether trying again can help (`retryable`), and carries the transfer id where one is known.
+Every error states whether a retry can help (`retryable`), and carries the transfer id where one is known.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KVBatonError(Exception):
 
 
 class PeerError(KVBatonError):
-    """The other side is to blame."""
+    """The fault is at the other side."""
 
 
 class PeerLost(PeerError):
@@ -67,7 +67,7 @@ class PeerLost(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The peer answered with a reason why it will not."""
+    """The peer refused, with a reason."""
 
 
 class ProtocolError(PeerError):
@@ -75,7 +75,7 @@ class ProtocolError(PeerError):
 
 
 class Incompatible(PeerError):
-    """Two cards do not fit together; `field`, `ours` and `theirs` say where."""
+    """Two cards do not fit together; `field`, `ours` and `theirs` are the first difference."""
 
     def __init__(self, field: str, ours: Any, theirs: Any, *, transfer_id: str | None = None) -> None:
         super().__init__(f"incompatible peer: {field} is {ours!r} here and {theirs!r} there", transfer_id=transfer_id)
@@ -85,7 +85,7 @@ class Incompatible(PeerError):
 
 
 class LocalError(KVBatonError):
-    """This machine, or its configuration, is to blame."""
+    """The fault is on this machine, or in its configuration."""
 
 
 class ConfigError(LocalError):
@@ -93,7 +93,7 @@ class ConfigError(LocalError):
 
 
 class ModelError(LocalError):
-    """A model file is missing, broken, or of a kind that is not supported."""
+    """A model file is missing, broken, or of an unsupported kind."""
 
 
 class TransportError(LocalError):
@@ -109,7 +109,7 @@ class RangeError(TransportError):
 
 
 class QueueFull(TransportError):
-    """A transport has as much in flight as it takes; the same batch can be posted again a little later."""
+    """A transport has as much in flight as it accepts; the same batch can be posted again later."""
 
 
 class RequestError(KVBatonError):
@@ -129,7 +129,7 @@ class BadRequest(RequestError):
 
 
 class Bug(KVBatonError):
-    """kvbaton itself is wrong; please report it."""
+    """A defect of kvbaton itself; please report it."""
 
 
 class IllegalTransition(Bug):

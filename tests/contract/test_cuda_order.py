@@ -6,25 +6,38 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gpu_memory import has_gpu
+from contract_kinds import find_kind
 from transport_peer import POISON
 from transport_rig import Rig, make_runs
 
 from kvbaton.transport.cuda import queued_so_far
+from kvbaton.transport.cuda.sample_memory import GpuMemory
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs kvbaton[cuda] and an NVIDIA GPU")
+CUDA = find_kind("cuda")
+BUSY_CYCLES = 400_000_000
+
+pytestmark = pytest.mark.skipif(bool(CUDA.why_skipped()), reason="needs kvbaton[cuda] and an NVIDIA GPU")
 
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     """One rig for both tests."""
-    made = Rig("cuda")
+    made = Rig(CUDA)
     try:
         yield made
     finally:
         made.take_down()
+
+
+def fill_later(memory: GpuMemory, value: int) -> Any:
+    """Queue a fill of all of it on a stream that is busy for a while; gives the stream."""
+    stream = memory.torch.cuda.Stream()
+    with memory.torch.cuda.stream(stream):
+        memory.torch.cuda._sleep(BUSY_CYCLES)
+        memory.tensor.fill_(value)
+    return stream
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["after", "control"])
@@ -33,7 +46,7 @@ def test_a_batch_comes_after_what_was_queued_before_it(rig: Rig, waits: bool) ->
     memory: Any = target.memory
     runs = make_runs((0, 0, MIB))
     assert target.read(source, runs).error == ""
-    stream = memory.fill_later(POISON)
+    stream = fill_later(memory, POISON)
     target.post(source, runs, queued_so_far(stream) if waits else None)
     assert target.wait()[0].error == ""
     stream.synchronize()

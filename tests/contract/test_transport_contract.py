@@ -13,7 +13,9 @@ from transport_rig import BIG, KIB, MIB, Rig, Source, Target, assert_quiet, make
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import RangeError, TransportError
+from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs
+from kvbaton.transport.entry import PeerPart
 from kvbaton.transport.faulty import Faults
 
 pytest_plugins = ["contract_fixtures"]
@@ -110,8 +112,8 @@ def test_what_is_no_array_of_runs_is_refused(target: Target, source: Source) -> 
 # Peers.
 
 
-def test_declares_reads_only_and_no_late_writes(target: Target, source: Source) -> None:
-    assert target.transport.late_writes is LateWrites.IMPOSSIBLE
+def test_declares_reads_only_and_no_late_writes(rig: Rig, target: Target, source: Source) -> None:
+    assert target.transport.late_writes is rig.kind.entry.promises[Direction.READ] is LateWrites.IMPOSSIBLE
     assert target.transport.directions == {Direction.READ}
     with pytest.raises(TransportError, match="does not write"):
         target.transport.post(Batch(source.peer, Direction.WRITE, make_runs((0, 0, 1))))
@@ -135,7 +137,7 @@ def test_connect_checks_the_endpoint(target: Target, source: Source) -> None:
     for region_bytes in (0, 2**63, 2**64):
         with pytest.raises(TransportError, match=f"region_bytes is {region_bytes}; it must be above 0 and below"):
             connect(other, msgspec.structs.replace(endpoint, region_bytes=region_bytes))
-    if endpoint.transport == "auto":
+    if isinstance(target.transport, AutoTransport):  # it tries the next one
         return
     for field in set(endpoint.details) - {"incarnation"}:
         with pytest.raises(TransportError, match=field):
@@ -185,8 +187,8 @@ def test_a_peer_killed_while_the_batch_runs_is_an_error(rig: Rig) -> None:
 
 
 def test_withdrawn_memory_is_an_error_though_the_process_lives(rig: Rig) -> None:
-    if rig.kind == "cuda":
-        pytest.skip("memory that was opened through CUDA IPC stays readable until the process ends")
+    if not rig.kind.entry.sees_withdrawal:
+        pytest.skip("its entry in the table says that the memory stays readable until the process ends")
     target, source = rig.pair(MIB)
     assert target.read(source, make_runs((0, 0, KIB))).error == ""
     source.withdraw()
@@ -195,15 +197,15 @@ def test_withdrawn_memory_is_an_error_though_the_process_lives(rig: Rig) -> None
 
 
 def test_memory_withdrawn_while_the_batch_runs_is_an_error(rig: Rig) -> None:
-    if rig.kind == "cuda":
-        pytest.skip("memory that was opened through CUDA IPC stays readable until the process ends")
+    if not rig.kind.entry.sees_withdrawal:
+        pytest.skip("its entry in the table says that the memory stays readable until the process ends")
     target, _, completion = rig.interrupted(lambda _, source, __: source.withdraw())
     assert completion.error.startswith("PeerLost")
     assert_quiet(target)
 
 
 def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
-    if not rig.has_processes:
+    if not rig.kind.has_processes:
         pytest.skip("a peer in this process cannot stand still alone")
     target, source = rig.pair(MIB, timeout_s=1.5)
     other = rig.source(MIB, seed=2)
@@ -211,7 +213,7 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
     source.stop()
     runs = make_runs((0, 0, 100_000))
     stuck = target.post(source, runs)
-    if rig.kind in ("local", "shared", "cuda", "auto"):
+    if rig.kind.entry.peer_part is PeerPart.NONE:
         assert target.wait()[0].error == ""
         assert target.holds(source, runs)
         return
@@ -223,7 +225,7 @@ def test_a_stopped_peer_is_an_error_in_time_or_no_obstacle(rig: Rig) -> None:
 
 
 def test_a_peer_that_stops_while_the_batch_runs_cannot_write_later(rig: Rig) -> None:
-    if rig.kind not in ("tcp", "mooncake"):
+    if rig.kind.entry.peer_part is not PeerPart.MOVE:
         pytest.skip("the peer need not move")
     target, source, completion = rig.interrupted(lambda _, source, __: source.stop(), timeout_s=0.5)
     assert "no progress within 0.5 s" in completion.error

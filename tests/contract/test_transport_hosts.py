@@ -6,13 +6,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from contract_kinds import HOST_KINDS, params
 from transport_peer import POISON
-from transport_rig import Rig, has_mooncake, make_runs, wait_until
+from transport_rig import Rig, make_runs, wait_until
 from two_hosts import TwoHosts, can_have_two_hosts
+
+from kvbaton.transport.entry import load
+from kvbaton.transport.nixl import NixlTransport
+from kvbaton.transport.tcp import TcpTransport
 
 pytestmark = [
     pytest.mark.e2e,
@@ -20,11 +24,6 @@ pytestmark = [
 ]
 
 KIB, MIB = 1 << 10, 1 << 20
-KINDS = (
-    "tcp",
-    pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="needs nixl; see make test-compat")),
-    pytest.param("mooncake", marks=pytest.mark.skipif(not has_mooncake(), reason="needs Mooncake; see make test-compat")),
-)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,10 @@ def hosts(both_hosts: TwoHosts) -> TwoHosts:
     return both_hosts
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=params(HOST_KINDS))
 def rig(request: pytest.FixtureRequest, ucx_is_new: bool, hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Sources on the other host; the target here. UCX must not see that it is one machine."""
-    if request.param == "nixl" and not ucx_is_new:
+    if load(request.param.entry.opener) is NixlTransport and not ucx_is_new:
         pytest.skip("UCX has looked at the devices of this process before there were two hosts; run this file by itself")
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_NET_DEVICES", hosts.device)
@@ -104,7 +103,9 @@ def test_a_cut_link_is_an_error_in_time_and_nothing_comes_late(rig: Rig, hosts: 
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         assert (target.memory == POISON).all()
-    assert hosts.link.carried_total > carried or rig.kind != "tcp", "the other end has sent nothing, so nothing was tested"
+    assert hosts.link.carried_total > carried or not isinstance(target.transport, TcpTransport), (
+        "the other end has sent nothing, so nothing was tested"
+    )
 
 
 def test_nothing_is_left_after_a_cut_link(rig: Rig, hosts: TwoHosts) -> None:

@@ -9,29 +9,22 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from contract_kinds import WRITE_KINDS, params
 from transport_contract_runs import pages, scattered
 from transport_peer import POISON
-from transport_rig import BIG, KIB, MIB, has_mooncake, make_runs, wait_until
+from transport_rig import BIG, KIB, MIB, make_runs, wait_until
 from write_rig import Holder, Writer, WriteRig
 
 from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs, Ticket
 from kvbaton.transport.faulty import Faults
 
-KINDS = (
-    "mori",
-    "faulty",
-    pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl"), reason="needs nixl; see make test-compat")),
-    pytest.param("mooncake", marks=pytest.mark.skipif(not has_mooncake(), reason="needs Mooncake; see make test-compat")),
-)
 
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=params(WRITE_KINDS))
 def rig(request: pytest.FixtureRequest) -> Iterator[WriteRig]:
     """A fresh rig of each kind."""
     made = WriteRig(request.param)
@@ -163,8 +156,8 @@ def test_a_peer_that_has_not_chosen_it_is_not_written_to(rig: WriteRig) -> None:
 
 def test_another_incarnation_is_not_written_to(rig: WriteRig) -> None:
     """The endpoint of one that is gone, its memory now another's: the mark is looked at before the first byte."""
-    if rig.kind == "faulty":
-        pytest.skip("the same as mori")
+    if rig.kind.is_faulty:
+        pytest.skip("the same as without faults")
     writer, holder = rig.writer(MIB), rig.holder(MIB)
     details = holder.endpoint.details | {"mark": int(holder.endpoint.details["mark"]) ^ 2}
     writer.transport.connect(holder.peer, type(holder.endpoint)(holder.endpoint.transport, MIB, details))
@@ -201,7 +194,7 @@ def test_memory_withdrawn_while_it_is_written_to_is_an_error_and_quiet(rig: Writ
 
 
 def test_a_peer_that_stands_still_is_an_error_in_time_and_harms_no_other(rig: WriteRig) -> None:
-    if not rig.has_processes:
+    if not rig.kind.has_processes:
         pytest.skip("a peer in this process cannot stand still alone")
     writer, stuck = rig.pair(MIB, timeout_s=1.5)
     other = rig.holder(MIB)

@@ -12,14 +12,13 @@ import sys
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from gpu_memory import GpuMemory
+from contract_kinds import find_kind
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.transport.base import Region, TransportSettings
-from kvbaton.transport.choose import open_transport
-from kvbaton.transport.shared_memory import SharedMemory
+from kvbaton.transport.entry import load
 
-__all__ = ["POISON", "content", "region_of", "transport_name"]
+__all__ = ["POISON", "content"]
 
 POISON = 0xA5
 """What target memory holds before a batch; no byte of `content` has this value."""
@@ -31,30 +30,16 @@ def content(seed: int, count: int) -> npt.NDArray[np.uint8]:
     return np.resize(period, count)
 
 
-def region_of(kind: str, filled_with: npt.NDArray[np.uint8]) -> Region:
-    """Memory of the kind that a transport is tested with."""
-    if kind == "cuda":
-        return GpuMemory(filled_with).region
-    if kind != "shared":
-        return Region.of(filled_with)
-    memory = SharedMemory(len(filled_with))
-    memory.array[:] = filled_with
-    return memory.region
-
-
-def transport_name(kind: str) -> str:
-    """The transport that a kind of test uses: `shared` is `local` with shared memory."""
-    return "local" if kind == "shared" else kind
-
-
 def main() -> None:
     """Serve one region; the endpoint goes to stdout as one line of JSON."""
     kind, host, count, seed, incarnation, *shared = sys.argv[1:]
     bytes_there = np.frombuffer(mmap.mmap(int(shared[0]), int(count)), np.uint8) if shared else content(int(seed), int(count))
-    region = region_of(kind, bytes_there)
+    found = find_kind(kind)
+    # What is written must stay in the file, which the test maps too.
+    region = Region.of(bytes_there) if shared else load(found.variant.memory)(bytes_there)[0]
     takes_writes = shared[1:] == ["writes"]
     settings = TransportSettings(incarnation=Incarnation(incarnation), host=host, unfenced_writes=takes_writes)
-    transport = open_transport(transport_name(kind), region, settings)
+    transport = found.open(region, settings)
     sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdout.flush()
     if sys.stdin.readline():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import select
 import signal
 import subprocess
@@ -11,13 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from gpu_memory import GpuMemory
-from transport_peer import POISON, content, region_of, transport_name
+from contract_kinds import ContractKind
+from transport_peer import POISON, content
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.transport.base import (
@@ -33,16 +32,13 @@ from kvbaton.transport.base import (
     Transport,
     TransportSettings,
 )
-from kvbaton.transport.choose import open_transport
-from kvbaton.transport.faulty import Faults, FaultyTransport
-from kvbaton.transport.memory import MemoryHub, MemoryTransport
-from kvbaton.transport.mori import MoriTransport
-from mori_stand_in import MoriWorld
+from kvbaton.transport.entry import load
+from kvbaton.transport.faulty import Faults
 
 __all__ = [
     *("BIG", "KIB", "MIB", "PATIENCE_S", "PEER_SCRIPT", "WHOLE"),
     *("Rig", "Source", "Target"),
-    *("assert_quiet", "has_mooncake", "make_runs", "wait_until"),
+    *("assert_quiet", "make_runs", "wait_until"),
 ]
 
 PATIENCE_S = 30.0
@@ -59,15 +55,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.0005)
-
-
-def has_mooncake() -> bool:
-    """Whether Mooncake is here, and the system's library for RDMA that it needs."""
-    try:
-        importlib.import_module("mooncake.engine")
-    except (ImportError, OSError):
-        return False
-    return True
 
 
 def make_runs(*rows: tuple[int, int, int]) -> Runs:
@@ -155,29 +142,15 @@ class Target:
 class Rig:
     """Makes targets and sources for one kind of transport, and takes them down again."""
 
-    kind: str
+    kind: ContractKind
     source_prefix: tuple[str, ...] = ()
-    hub: MemoryHub = field(default_factory=MemoryHub)
-    mori: MoriWorld = field(default_factory=MoriWorld)
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _made: int = 0
 
-    @property
-    def has_processes(self) -> bool:
-        """Whether sources are processes of their own."""
-        return self.kind in ("local", "shared", "tcp", "cuda", "nixl", "mooncake", "auto")
-
     def target(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Target:
         """A poisoned region with its transport."""
-        memory = np.full(region_bytes, POISON, np.uint8)
-        region = Region.of(memory)
-        if self.kind == "shared":
-            region = region_of(self.kind, memory)
-            memory = np.frombuffer(region.view, np.uint8)
-        if self.kind == "cuda":
-            on_gpu = GpuMemory(memory)
-            memory, region = cast(npt.NDArray[np.uint8], on_gpu), on_gpu.region
-            settings["launch_bytes"] = settings.get("slice_bytes", _LAUNCH_BYTES)
+        region, memory = load(self.kind.variant.memory)(np.full(region_bytes, POISON, np.uint8))
+        settings.setdefault("launch_bytes", settings.get("slice_bytes", _LAUNCH_BYTES))
         return self._over(memory, region, TransportSettings(incarnation=Incarnation("target"), **settings), faults)
 
     def again(self, target: Target) -> Target:
@@ -188,7 +161,7 @@ class Rig:
         """A peer to read from, on its own."""
         self._made += 1
         peer = PeerRank(Incarnation(f"source{self._made}"))
-        return self._spawn(peer, region_bytes, seed, host) if self.has_processes else self._seat(peer, region_bytes, seed)
+        return self._spawn(peer, region_bytes, seed, host) if self.kind.has_processes else self._seat(peer, region_bytes, seed)
 
     def pair(self, region_bytes: int, **settings: Any) -> tuple[Target, Source]:
         """A target and a source of equal size, connected."""
@@ -216,32 +189,19 @@ class Rig:
     def _over(
         self, memory: npt.NDArray[np.uint8], region: Region, settings: TransportSettings, faults: Faults | None
     ) -> Target:
-        transport = self._open(region, settings, faults)
+        transport = self.kind.open(region, settings, faults)
         self._undo.append(transport.close)
         return Target(memory, transport, region)
-
-    def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
-        if self.has_processes:
-            inner = open_transport(transport_name(self.kind), region, settings)
-        elif self.kind == "mori":
-            inner = MoriTransport(region, settings, self.mori.api())
-        elif self.kind not in ("memory", "faulty"):
-            raise ValueError(f"the rig does not know how to open {self.kind!r}: add it here, or it is not tested")
-        else:
-            inner = MemoryTransport(region, self.hub, settings)
-        if faults is None and self.kind != "faulty":
-            return inner
-        return FaultyTransport(inner, region, faults or Faults())
 
     def _seat(self, peer: PeerRank, region_bytes: int, seed: int) -> Source:
         bytes_there = content(seed, region_bytes)
         region, settings = Region.of(bytes_there), TransportSettings(incarnation=peer.incarnation)
-        transport = self._open(region, settings, None)
+        transport = self.kind.open(region, settings)
         self._undo.append(transport.close)
         return Source(peer, transport.endpoint(), bytes_there, transport.close)
 
     def _spawn(self, peer: PeerRank, region_bytes: int, seed: int, host: str) -> Source:
-        arguments = [self.kind, host, str(region_bytes), str(seed), peer.incarnation]
+        arguments = [self.kind.variant.kind, host, str(region_bytes), str(seed), peer.incarnation]
         command = [*self.source_prefix, sys.executable, str(PEER_SCRIPT), *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from contract_kinds import ContractKind
 from transport_peer import POISON, content
 from transport_rig import BIG, KIB, PATIENCE_S, PEER_SCRIPT, WHOLE, wait_until
 
@@ -31,10 +32,7 @@ from kvbaton.transport.base import (
     Transport,
     TransportSettings,
 )
-from kvbaton.transport.choose import open_transport
-from kvbaton.transport.faulty import Faults, FaultyTransport
-from kvbaton.transport.mori import MoriTransport
-from mori_stand_in import MoriWorld
+from kvbaton.transport.faulty import Faults
 
 __all__ = ["Holder", "WriteRig", "Writer"]
 
@@ -103,23 +101,17 @@ class Writer:
 
 @dataclass
 class WriteRig:
-    """Makes writers and holders for one kind of transport, and takes them down again. `faulty` is over `mori`."""
+    """Makes writers and holders for one kind of transport, and takes them down again."""
 
-    kind: str
-    mori: MoriWorld = field(default_factory=MoriWorld)
+    kind: ContractKind
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _made: int = 0
-
-    @property
-    def has_processes(self) -> bool:
-        """Whether holders are processes of their own."""
-        return self.kind in ("nixl", "mooncake")
 
     def writer(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Writer:
         """A region of known content with its transport."""
         memory = content(_SOURCE_SEED, region_bytes)
         chosen = {"incarnation": Incarnation("writer"), "unfenced_writes": True, **settings}
-        transport = self._open(Region.of(memory), TransportSettings(**chosen), faults)
+        transport = self.kind.open(Region.of(memory), TransportSettings(**chosen), faults)
         self._undo.append(transport.close)
         return Writer(memory.copy(), memory, transport)
 
@@ -127,7 +119,9 @@ class WriteRig:
         """A peer to write to, on its own."""
         self._made += 1
         peer = PeerRank(Incarnation(f"holder{self._made}"))
-        return self._spawn(peer, region_bytes, settings) if self.has_processes else self._seat(peer, region_bytes, settings)
+        return (
+            self._spawn(peer, region_bytes, settings) if self.kind.has_processes else self._seat(peer, region_bytes, settings)
+        )
 
     def pair(self, region_bytes: int, **settings: Any) -> tuple[Writer, Holder]:
         """A writer and a holder of equal size, connected."""
@@ -152,19 +146,10 @@ class WriteRig:
         while self._undo:
             self._undo.pop()()
 
-    def _open(self, region: Region, settings: TransportSettings, faults: Faults | None) -> Transport:
-        if self.has_processes:
-            inner = open_transport(self.kind, region, settings)
-        else:
-            inner = MoriTransport(region, settings, self.mori.api())
-        if faults is None and self.kind != "faulty":
-            return inner
-        return FaultyTransport(inner, region, faults or Faults())
-
     def _seat(self, peer: PeerRank, region_bytes: int, settings: dict[str, Any]) -> Holder:
         memory = np.full(region_bytes, POISON, np.uint8)
         chosen = {"incarnation": peer.incarnation, "unfenced_writes": True, **settings}
-        transport = self._open(Region.of(memory), TransportSettings(**chosen), None)
+        transport = self.kind.open(Region.of(memory), TransportSettings(**chosen))
         self._undo.append(transport.close)
         return Holder(peer, transport.endpoint(), memory, transport.close, transport.close)
 
@@ -175,7 +160,7 @@ class WriteRig:
         memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
         memory[:] = POISON
         takes = "writes" if settings.get("unfenced_writes", True) else "reads"
-        arguments = [self.kind, "127.0.0.1", str(region_bytes), "0", peer.incarnation, str(fd), takes]
+        arguments = [self.kind.variant.kind, "127.0.0.1", str(region_bytes), "0", peer.incarnation, str(fd), takes]
         command = [sys.executable, str(PEER_SCRIPT), *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,))
         os.close(fd)

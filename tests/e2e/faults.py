@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbaton.bench.bare.orders import NO_HOLD, BareSettings, CancelTask, Check, Free, Halt, HandoffEnd, Hold
-from kvbaton.bench.bare.process import BareProcess
-from kvbaton.bench.bare.relay import Load, Relay
+from held_instances import NO_HOLD, CancelTask, Free, Halt, HeldProcess, HeldSettings, Hold, SetHold
+from kvbaton.bench.bare.instance import HandoffEnd, Task
+from kvbaton.bench.bare.process import Relay
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Mode
 
@@ -24,27 +24,26 @@ _SPANS = 8
 _EACH = 3
 _BLOCKS = 128
 _BLOCKS_EACH = 4
-_PATIENCE_S = 20.0
+_WAIT_S = 20.0
 _FRESH = 64
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where hand-offs stand when the fault strikes. `holder` is the side that can tell that they are there."""
+    """Where hand-offs stand when the fault strikes. `holder` is the side whose gauges show that they are there."""
 
     name: str
     holder: str
     source: Hold = NO_HOLD
     target: Hold = NO_HOLD
-    waits: bool = True
     is_pull_too: bool = True
     router_cancels: bool = False
-    """Nobody's patience runs at this stage: it is the router that notices, and cancels the other side."""
+    """No timeout runs at this stage: it is the router that notices, and cancels the other side."""
 
 
 STAGES = (
     Stage("queued", "target", target=Hold(pulls=False), is_pull_too=False, router_cancels=True),
-    Stage("offered, grant lost", "target", target=Hold(muted=("grant",)), waits=False),
+    Stage("offered, grant lost", "target", source=Hold(waits=False), target=Hold(muted=("grant",))),
     Stage("moving", "target", target=Hold(stalls=True)),
     Stage("granted", "source", source=Hold(spans=0), is_pull_too=False),
     Stage("in mid-stream", "source", source=Hold(spans=_SPANS // 2), is_pull_too=False),
@@ -81,7 +80,7 @@ class Times:
         self.taken.setdefault(what, []).extend(seconds)
 
     def lines(self) -> Iterator[str]:
-        """Median and maximum of each, as the rows of a table."""
+        """Median and maximum of each, as lines of a table."""
         for what, values in sorted(self.taken.items()):
             if values:
                 yield f"| {what} | {sorted(values)[len(values) // 2]:.2f} s | {max(values):.2f} s | {len(values)} |"
@@ -92,29 +91,36 @@ class Scene:
     """Three instances: a source and a target with hand-offs between them, and a third that can stand in for either."""
 
     mode: Mode
-    source: BareProcess
-    target: BareProcess
-    spare: BareProcess
+    source: HeldProcess
+    target: HeldProcess
+    spare: HeldProcess
     relay: Relay
-    fresh: dict[str, BareProcess] = field(default_factory=dict)
+    fresh: dict[str, HeldProcess] = field(default_factory=dict)
     """The targets of fresh loads, by name."""
 
-    def process(self, side: str) -> BareProcess:
+    @property
+    def processes(self) -> tuple[HeldProcess, ...]:
+        """All three."""
+        return self.source, self.target, self.spare
+
+    def process(self, side: str) -> HeldProcess:
         """The instance on that side."""
         return self.source if side == "source" else self.target
 
     def hold_at_every_stage(self) -> None:
         """Bring a few hand-offs to each stage of the mode; all stand there at the same time."""
         for stage in stages_of(self.mode):
-            self.relay.begin(self._load(stage.name, stage), self.source, self.target)
+            self.source.order(SetHold(stage.name, stage.source))
+            self.target.order(SetHold(stage.name, stage.target))
+            self.relay.begin(Task(stage.name, self.mode, _EACH, _EACH, TOKENS, _CHUNK_TOKENS), self.source, self.target)
             holder = self.process(stage.holder)
-            self.relay.wait(partial(self._stands, holder, stage), stage.name, _PATIENCE_S)
+            self.relay.wait(partial(self._stands, holder, stage), stage.name, _WAIT_S)
 
-    def _stands(self, holder: BareProcess, stage: Stage) -> bool:
+    def _stands(self, holder: HeldProcess, stage: Stage) -> bool:
         return holder.gauges().held[stage.name] >= _EACH
 
     def cancel_queued(self, side: str) -> None:
-        """What a router does when it has lost the other side: cancel what nobody's patience would end."""
+        """What a router does when it has lost the other side: cancel what no timeout would end."""
         self.process(side).order(*(CancelTask(stage.name) for stage in stages_of(self.mode) if stage.router_cancels))
 
     def halt(self, name: str) -> None:
@@ -122,24 +128,25 @@ class Scene:
         for process in (self.source, self.target):
             process.order(Halt(name))
 
-    def wait_idle(self, process: BareProcess) -> float:
+    def wait_idle(self, process: HeldProcess) -> float:
         """Wait until an instance has no live hand-off and no block in use; the moment at which that was so."""
-        self.relay.wait(lambda: _is_idle(process), f"all blocks of {process.name} are back", _PATIENCE_S)
+        self.relay.wait(lambda: _is_idle(process), f"all blocks of {process.name} are back", _WAIT_S)
         return time.monotonic()
 
-    def outcomes(self, name: str, process: BareProcess) -> set[str]:
+    def outcomes(self, name: str, process: HeldProcess) -> set[str]:
         """How the hand-offs of a load ended on one instance, once all have."""
         ends = self.relay.ends[name, process.name]
-        self.relay.wait(lambda: len(ends) >= _EACH, f"{name} has ended at {process.name}", _PATIENCE_S)
+        self.relay.wait(lambda: len(ends) >= _EACH, f"{name} has ended at {process.name}", _WAIT_S)
         return {end.outcome for end in ends}
 
-    def begin_fresh(self, name: str, survivor: str, other: BareProcess) -> None:
+    def begin_fresh(self, name: str, survivor: str, other: HeldProcess) -> None:
         """Begin so many hand-offs with another instance that every freed block is used again; some of what lands is kept."""
         source, target = (self.source, other) if survivor == "source" else (other, self.target)
         most = _BLOCKS // _BLOCKS_EACH
-        load = Load(name, self.mode, _FRESH, most // 2, TOKENS, _CHUNK_TOKENS, check=Check())
-        kept = Load(f"{name} kept", self.mode, most // 2, most // 2, TOKENS, _CHUNK_TOKENS, check=Check(keeps=True))
-        for each in (kept, load):
+        fresh = Task(name, self.mode, _FRESH, most // 2, TOKENS, _CHUNK_TOKENS)
+        kept = Task(f"{name} kept", self.mode, most // 2, most // 2, TOKENS, _CHUNK_TOKENS)
+        target.order(SetHold(kept.name, Hold(keeps=True)))
+        for each in (kept, fresh):
             self.relay.begin(each, source, target)
         self.fresh[name] = target
 
@@ -148,33 +155,21 @@ class Scene:
         for each, count in ((f"{name} kept", _BLOCKS // _BLOCKS_EACH // 2), (name, _FRESH)):
             for (task, process), ends in self.relay.ends.items():
                 if task == each:
-                    self.relay.wait(partial(_has, ends, count), f"{count} of {each} at {process}", _PATIENCE_S)
+                    self.relay.wait(partial(_has, ends, count), f"{count} of {each} at {process}", _WAIT_S)
                     assert {end.outcome for end in ends} == {"delivered"}, ends
         self.fresh[name].order(Free(f"{name} kept"))
 
     def begin_load(self, name: str, count: int) -> None:
         """Begin a long load without any hold."""
-        self.relay.begin(Load(name, self.mode, count, 16, TOKENS, _CHUNK_TOKENS, waits=False), self.source, self.target)
-
-    def _load(self, name: str, stage: Stage) -> Load:
-        return Load(
-            name,
-            self.mode,
-            _EACH,
-            _EACH,
-            TOKENS,
-            _CHUNK_TOKENS,
-            stage.waits,
-            source_hold=stage.source,
-            target_hold=stage.target,
-        )
+        self.source.order(SetHold(name, Hold(waits=False)))
+        self.relay.begin(Task(name, self.mode, count, 16, TOKENS, _CHUNK_TOKENS), self.source, self.target)
 
 
 def _has(ends: list[HandoffEnd], count: int) -> bool:
     return len(ends) >= count
 
 
-def _is_idle(process: BareProcess) -> bool:
+def _is_idle(process: HeldProcess) -> bool:
     gauges = process.gauges()
     return gauges.blocks_in_use == gauges.live == gauges.quarantined_blocks == 0
 
@@ -182,9 +177,9 @@ def _is_idle(process: BareProcess) -> bool:
 @contextmanager
 def scene(mode: Mode, transport: str) -> Iterator[Scene]:
     """Three instances, started; ended when left, the stopped ones too."""
-    settings = BareSettings(_BLOCKS, TOKENS, transport=transport, limits=LIMITS, can_hold=True)
+    settings = HeldSettings(_BLOCKS, TOKENS, transport=transport, limits=LIMITS)
     with ExitStack() as parts:
-        source, target, spare = (parts.enter_context(BareProcess(name, settings)) for name in ("source", "target", "spare"))
+        source, target, spare = (parts.enter_context(HeldProcess(name, settings)) for name in ("source", "target", "spare"))
         for process in (source, target, spare):
             parts.callback(process.send_signal, signal.SIGCONT)
             assert process.here.pid == process.pid

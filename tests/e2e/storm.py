@@ -1,4 +1,4 @@
-"""Many requests at once, some given up half-way, and the gauges that tell whether anything of them was left behind."""
+"""Many requests at once, some aborted half-way, and the gauges that show whether anything of them was left behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Footprint:
 
 @dataclass
 class Storm:
-    """Sends requests through a router, so many at a time; a share of them is given up at a random moment."""
+    """Sends requests through a router, so many at a time; a share of them is aborted at a random moment."""
 
     port: int
     seed: int
@@ -61,16 +61,16 @@ class Storm:
         timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             bodies = [self._body(generator) for _ in range(requests)]
-            patience = [generator.uniform(0, 0.5) if generator.random() < self.aborted_share else None for _ in bodies]
-            work = [self._one(session, gate, body, wait) for body, wait in zip(bodies, patience, strict=True)]
+            timeouts = [generator.uniform(0, 0.5) if generator.random() < self.aborted_share else None for _ in bodies]
+            work = [self._one(session, gate, body, wait) for body, wait in zip(bodies, timeouts, strict=True)]
             return Counter(await asyncio.gather(*work))
 
     async def _one(
-        self, session: aiohttp.ClientSession, gate: asyncio.Semaphore, body: dict[str, Any], patience: float | None
+        self, session: aiohttp.ClientSession, gate: asyncio.Semaphore, body: dict[str, Any], timeout_s: float | None
     ) -> str:
         async with gate:
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(timeout_s):
                     return await self._ask(session, body)
             except TimeoutError:
                 return "aborted"

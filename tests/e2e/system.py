@@ -11,7 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -70,7 +70,7 @@ class Client:
         return self._ask("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def complete(self, prompt: str | list[int] = "Hello", **fields: Any) -> Reply:
-        """A greedy completion of eight tokens, unless told otherwise."""
+        """A greedy completion of eight tokens, unless `fields` differ."""
         return self.post("/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0} | fields)
 
     @contextmanager
@@ -176,13 +176,15 @@ class Stand:
     ports: PortPicker = field(default_factory=PortPicker)
     lines: list[str] = field(default_factory=list)
     cluster_key: str = field(default_factory=new_cluster_key)
+    router_arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.router_port, self.discovery_port = self.ports.pick(), self.ports.pick()
         self.client = Client(self.router_port)
 
     def __enter__(self) -> Self:
-        self._fleet("router").start(router_part("127.0.0.1", self.router_port, self.discovery_port, "/instances"))
+        part = router_part("127.0.0.1", self.router_port, self.discovery_port, "/instances")
+        self._fleet("router").start(replace(part, command=[*part.command, *self.router_arguments]))
         self.fleets["router"].wait_healthy(_START_S)
         return self
 
@@ -199,7 +201,7 @@ class Stand:
         cluster_key: str | None = None,
         handoff: HandoffSettings = DEFAULT_HANDOFF,
     ) -> int:
-        """Start an instance, with the key of the others unless told otherwise, and wait until it is healthy; its port."""
+        """Start an instance, with the key of the others unless another is given, and wait until it is healthy; its port."""
         key = cluster_key or self.cluster_key
         side = EmbeddedServers(EngineOptions(model, "local", 2, handoff, arguments=extra, cluster_key=key))
         part = side.part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
@@ -208,7 +210,7 @@ class Stand:
         return int(part.base_url.rpartition(":")[2])
 
     def kill(self, name: str) -> None:
-        """End an instance as the kernel would: at once, and without a word."""
+        """End an instance as the kernel would: at once, without a message to its peers."""
         os.kill(self.fleets[name].pid(name), signal.SIGKILL)
 
     def instances(self, kind: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Instances that do not share a cluster key, and clients that name addresses: who is refused, and what clients are told."""
+"""Instances that do not share a cluster key, and clients that name addresses: what is refused, and with which error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from watching import command_line, wait_until
 
 pytestmark = pytest.mark.e2e
 
-IMPATIENT = ("--transfer-timeout", "2", "--defer-timeout", "3")
+SHORT_LIMITS = ("--transfer-timeout", "2", "--defer-timeout", "3")
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def _metric(port: int, cause: str) -> float:
     raise AssertionError(f"no {prefix}")
 
 
-def test_a_peer_with_another_key_is_refused_and_the_client_told_why(stand: Stand) -> None:
+def test_a_peer_with_another_key_is_refused_and_the_client_gets_the_reason(stand: Stand) -> None:
     other = new_cluster_key()
-    prefill = stand.start("prefill", "prefill", "tiny", *IMPATIENT)
-    decode = stand.start("decode", "decode", "tiny", *IMPATIENT, cluster_key=other)
+    prefill = stand.start("prefill", "prefill", "tiny", *SHORT_LIMITS)
+    decode = stand.start("decode", "decode", "tiny", *SHORT_LIMITS, cluster_key=other)
     stand.wait_for("live", 2)
     reply = stand.client.complete()
     assert reply.status >= 500
@@ -54,7 +54,7 @@ def test_a_peer_with_another_key_is_refused_and_the_client_told_why(stand: Stand
         assert other not in metrics
     assert not [line for line in stand.lines if other in line or stand.cluster_key in line or "Traceback" in line]
     stand.fleets["decode"].stop()
-    stand.start("decode again", "decode", "tiny", *IMPATIENT)
+    stand.start("decode again", "decode", "tiny", *SHORT_LIMITS)
     wait_until(lambda: stand.client.complete().status == 200, "the right key is all it needed")
 
 

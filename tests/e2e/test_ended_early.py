@@ -33,10 +33,10 @@ def test_a_signal_leaves_nothing_behind(name: str, number: signal.Signals, tmp_p
         children = _children(process.pid)
         assert children
         process.send_signal(number)
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == INTERRUPTED, said.decode()
+    assert process.returncode == INTERRUPTED, output.decode()
     assert list(tmp_path.iterdir()) == []
     assert not [pid for pid in children if is_running(pid)]
 

@@ -9,7 +9,7 @@ import pytest
 from system import Client, Stand
 
 from kvbaton.core.handoff import Outcome
-from kvbaton.observe.story import Story
+from kvbaton.observe.transfer_report import TransferReport
 from watching import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -24,27 +24,27 @@ def stand() -> Iterator[Stand]:
         yield stand
 
 
-def story(client: Client, transfer_id: str) -> Story:
+def story(client: Client, transfer_id: str) -> TransferReport:
     reply = client.get(f"/handoffs/{transfer_id}")
     assert reply.status == 200, reply.content
-    return msgspec.json.decode(reply.content, type=Story)
+    return msgspec.json.decode(reply.content, type=TransferReport)
 
 
-def ends(told: Story) -> list[Outcome | None]:
-    return [end.outcome for handoff in told.handoffs for end in handoff.ends]
+def ends(joined: TransferReport) -> list[Outcome | None]:
+    return [end.outcome for handoff in joined.handoffs for end in handoff.ends]
 
 
-def test_both_sides_of_a_real_hand_off_are_joined_and_one_is_told_when_the_other_is_dead(stand: Stand) -> None:
+def test_both_sides_of_a_real_hand_off_are_joined_and_one_alone_is_shown_when_the_other_is_dead(stand: Stand) -> None:
     reply = stand.client.complete("hello " * 30)
     transfer_id = reply.headers["X-KVBaton-Transfer"]
     wait_until(lambda: ends(story(stand.client, transfer_id)) == [Outcome.DELIVERED] * 2, "both sides have ended")
-    told = story(stand.client, transfer_id)
-    assert told.clock.is_joined
-    assert told.clock.uncertain_s is not None
-    assert told.handoffs[0].wire_bytes == reply.document["kvbaton"]["bytes_moved"] > 0
-    assert told.handoffs[0].exposed_s is not None
+    joined = story(stand.client, transfer_id)
+    assert joined.clock.is_joined
+    assert joined.clock.uncertain_s is not None
+    assert joined.handoffs[0].wire_bytes == reply.document["kvbaton"]["bytes_moved"] > 0
+    assert joined.handoffs[0].exposed_s is not None
     assert [line["transfer_id"] for line in stand.client.get("/handoffs").document["handoffs"]] == [transfer_id]
     stand.kill("p")
-    told = story(stand.client, transfer_id)
-    assert told.tellers[0].problem != ""
-    assert ends(told) == [None, Outcome.DELIVERED]
+    joined = story(stand.client, transfer_id)
+    assert joined.participants[0].problem != ""
+    assert ends(joined) == [None, Outcome.DELIVERED]

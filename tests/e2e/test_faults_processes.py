@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from faults import LIMITS, Fault, Scene, Times, scene, stages_of
 
-from kvbaton.bench.bare.orders import SetFaults
+from held_instances import SetFaults
 from kvbaton.core.handoff import Mode
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,7 @@ ASKED_TO_END = Fault("asked to end", signal.SIGTERM)
 LONGEST_S = LIMITS.defer_timeout + 0.5
 """Longer than every deadline."""
 
-WAYS = [(Mode.PUSH, "local"), (Mode.PULL, "local"), (Mode.PUSH, "tcp")]
+MODES_AND_TRANSPORTS = [(Mode.PUSH, "local"), (Mode.PULL, "local"), (Mode.PUSH, "tcp")]
 """Both modes on this host, and one of them through sockets."""
 
 OUTCOMES: dict[tuple[str, str], set[str]] = {
@@ -37,7 +37,7 @@ OUTCOMES: dict[tuple[str, str], set[str]] = {
     ("asked to end", "source"): {"failed"},
     ("asked to end", "target"): {"cancelled"},
 }
-"""How hand-offs end on the survivor, by what befell whom; what differs by stage is in `_expected`."""
+"""How hand-offs end on the survivor, by the fault and its victim; what differs by stage is in `_expected`."""
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,14 @@ def _strike(here: Scene, fault: Fault, victim: str, times: Times) -> None:
 
 
 def _nothing_foreign(here: Scene, *processes: str) -> None:
-    for process in here.relay.processes:
+    for process in here.processes:
         if process.name in processes:
             gauges = process.gauges()
             assert gauges.foreign_bytes == 0, gauges
             assert gauges.errors_total == 0, gauges
 
 
-@pytest.mark.parametrize(("mode", "transport"), WAYS)
+@pytest.mark.parametrize(("mode", "transport"), MODES_AND_TRANSPORTS)
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("fault", [KILLED, ASKED_TO_END], ids=lambda fault: fault.name)
 def test_one_side_ends(fault: Fault, victim: str, mode: Mode, transport: str, times: Times) -> None:
@@ -97,7 +97,7 @@ def test_one_side_ends(fault: Fault, victim: str, mode: Mode, transport: str, ti
         assert code == (0 if fault is ASKED_TO_END else -fault.number)
 
 
-@pytest.mark.parametrize(("mode", "transport"), WAYS)
+@pytest.mark.parametrize(("mode", "transport"), MODES_AND_TRANSPORTS)
 @pytest.mark.parametrize("victim", ["source", "target"])
 def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mode, transport: str, times: Times) -> None:
     survivor = "target" if victim == "source" else "source"
@@ -114,7 +114,7 @@ def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mo
         here.finish_fresh("fresh")
         here.begin_fresh("again", survivor, here.process(victim))
         here.finish_fresh("again")
-        for process in here.relay.processes:
+        for process in here.processes:
             here.wait_idle(process)
         _nothing_foreign(here, "source", "target", "spare")
 
@@ -123,7 +123,7 @@ def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mo
 @pytest.mark.parametrize("mode", [Mode.PUSH, Mode.PULL])
 @pytest.mark.parametrize("victim", ["source", "target"])
 def test_one_side_falls_under_load(victim: str, mode: Mode, fault: Fault, times: Times) -> None:
-    """Copies are really on their way here, and blocks change hands all the time."""
+    """Copies are in flight here, and blocks are freed and used again all the time."""
     survivor = "target" if victim == "source" else "source"
     with scene(mode, "local") as here:
         here.begin_load("load", 5000)

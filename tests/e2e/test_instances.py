@@ -18,7 +18,7 @@ from watching import wait_until
 
 pytestmark = pytest.mark.e2e
 
-IMPATIENT = ("--transfer-timeout", "3", "--defer-timeout", "5")
+SHORT_LIMITS = ("--transfer-timeout", "3", "--defer-timeout", "5")
 
 
 @pytest.fixture
@@ -57,18 +57,20 @@ def test_a_missing_side_is_a_503_with_a_reason(stand: Stand) -> None:
     assert stand.client.complete().status == 200
 
 
-def test_an_instance_that_stops_says_goodbye(stand: Stand) -> None:
-    stand.start("prefill", "prefill")
-    stand.start("decode", "decode")
-    stand.wait_for("live", 2)
-    stand.fleets["decode"].stop()
-    wait_until(lambda: len(stand.instances("live")) == 1, "the router knows that it left", timeout_s=2)
-    assert stand.client.complete().status == 503
+def test_an_instance_that_stops_deregisters() -> None:
+    """The router would keep a silent instance for ten minutes, so only a goodbye can have removed it."""
+    with Stand(router_arguments=("--expire-after-s", "600")) as stand:
+        stand.start("prefill", "prefill")
+        stand.start("decode", "decode")
+        stand.wait_for("live", 2)
+        stand.fleets["decode"].stop()
+        stand.wait_for("live", 1)
+        assert stand.client.complete().status == 503
 
 
 def test_a_killed_decode_instance_costs_the_prefill_instance_nothing(stand: Stand) -> None:
-    prefill = stand.start("prefill", "prefill", "tiny", *IMPATIENT)
-    stand.start("decode", "decode", "tiny", *IMPATIENT)
+    prefill = stand.start("prefill", "prefill", "tiny", *SHORT_LIMITS)
+    stand.start("decode", "decode", "tiny", *SHORT_LIMITS)
     stand.wait_for("live", 2)
     with ExitStack() as streams:
         body = {"prompt": "Hello there", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -84,7 +86,7 @@ def test_a_killed_decode_instance_costs_the_prefill_instance_nothing(stand: Stan
             assert last == "[DONE]" or "error" in json.loads(last)
     assert statuses <= {200, 502, 503}
     wait_until(lambda: _is_idle(prefill), "held and in_use blocks are back to 0", timeout_s=15)
-    again = stand.start("decode again", "decode", "tiny", *IMPATIENT)
+    again = stand.start("decode again", "decode", "tiny", *SHORT_LIMITS)
     wait_until(lambda: stand.client.get("/health").status == 200, "the new decode instance is known")
     wait_until(lambda: len(stand.instances("live")) == 2, "the dead one is forgotten")
     reply = stand.client.complete()
@@ -115,8 +117,8 @@ def test_an_instance_of_another_model_is_refused_with_both_values(stand: Stand) 
     assert ours["fingerprint"] != refused["fingerprint"]
     assert ours["fingerprint"] in refused["reason"]
     assert refused["fingerprint"] in refused["reason"]
-    told = [line for line in stand.lines if line.startswith("router |") and ours["fingerprint"] in line]
-    assert any(refused["fingerprint"] in line for line in told)
+    logged = [line for line in stand.lines if line.startswith("router |") and ours["fingerprint"] in line]
+    assert any(refused["fingerprint"] in line for line in logged)
     for _ in range(4):
         assert stand.client.complete().status == 200
 
@@ -134,14 +136,14 @@ GARBAGE: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_malformed_registration_harms_nobody(pair: Stand, frames: list[bytes]) -> None:
-    told = len(pair.lines)
+def test_a_malformed_registration_harms_no_other_request(pair: Stand, frames: list[bytes]) -> None:
+    before = len(pair.lines)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
         socket.connect(f"tcp://127.0.0.1:{pair.discovery_port}")
         socket.send_multipart(frames)
-        wait_until(lambda: any("WARNING" in line for line in pair.lines[told:]), "the router says that it was skipped")
+        wait_until(lambda: any("WARNING" in line for line in pair.lines[before:]), "the router logs that it was skipped")
     finally:
         context.destroy(linger=0)
     assert len(pair.instances("live")) == 2
@@ -167,7 +169,7 @@ BAD_INPUTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("body", "named"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input_is_a_clear_4xx_and_harms_nobody(pair: Stand, body: Any, named: str) -> None:
+def test_bad_input_is_a_clear_4xx_and_harms_no_other_request(pair: Stand, body: Any, named: str) -> None:
     reply = pair.client.post("/v1/completions", body)
     assert 400 <= reply.status < 500
     assert named.lower() in reply.error.lower()

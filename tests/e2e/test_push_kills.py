@@ -15,7 +15,7 @@ from system import Reply, Stand, blocks
 
 from watching import wait_until
 
-IMPATIENT = ("--transfer-timeout", "2", "--defer-timeout", "3", "--stop-timeout", "1", "--retry", "0.2")
+SHORT_LIMITS = ("--transfer-timeout", "2", "--defer-timeout", "3", "--stop-timeout", "1", "--retry", "0.2")
 PROMPT = list(range(3, 200))
 
 
@@ -45,21 +45,21 @@ def _standing_still(stand: Stand, name: str) -> Iterator[None]:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("victim", "have_met"), [("prefill", False), ("decode", True)])
-def test_one_side_is_killed_before_the_answer(stand: Stand, victim: str, have_met: bool) -> None:
-    ports = {role: stand.start(role, role, "tiny", *IMPATIENT) for role in ("prefill", "decode")}
+@pytest.mark.parametrize(("victim", "had_handshake"), [("prefill", False), ("decode", True)])
+def test_one_side_is_killed_before_the_answer(stand: Stand, victim: str, had_handshake: bool) -> None:
+    ports = {role: stand.start(role, role, "tiny", *SHORT_LIMITS) for role in ("prefill", "decode")}
     (survivor,) = set(ports) - {victim}
     stand.wait_for("live", 2)
-    if have_met:
+    if had_handshake:
         assert stand.client.complete("Hello").status == 200
     with ThreadPoolExecutor(1) as client:
         with _standing_still(stand, victim):
             answer = client.submit(stand.client.complete, PROMPT)
             wait_until(partial(_is_under_way, ports[survivor]), f"the {survivor} side works on it")
-        reply: Reply = answer.result(10)
+        reply: Reply = answer.result(25)
     assert reply.status == 502
     assert json.loads(reply.content)["error"]["code"] == f"{victim}_failed"
-    wait_until(partial(_is_idle, ports[survivor]), f"the blocks of the {survivor} side are back", timeout_s=10)
-    stand.start(f"{victim} again", victim, "tiny", *IMPATIENT)
+    wait_until(partial(_is_idle, ports[survivor]), f"the blocks of the {survivor} side are back")
+    stand.start(f"{victim} again", victim, "tiny", *SHORT_LIMITS)
     wait_until(lambda: stand.client.complete(PROMPT).status == 200, "the survivor serves the next request")
     wait_until(partial(_is_idle, ports[survivor]), "and gives its blocks back again")

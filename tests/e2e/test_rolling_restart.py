@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 
 class Load:
-    """Clients that ask without a pause, until they are told to stop."""
+    """Clients that ask without a pause, until they are stopped."""
 
     def __init__(self, stand: Stand, clients: int) -> None:
         self.replies: list[Reply] = []
@@ -75,7 +75,7 @@ def test_no_request_fails_while_every_instance_is_restarted(mode: Mode) -> None:
 
 
 def test_blocks_come_back_when_no_decode_instance_takes_them() -> None:
-    """Pull, and the only decode instance stands dead behind its registration: prefill is told, long before its lease ends."""
+    """Pull, and the only decode instance is dead but still registered: prefill is notified, long before its lease ends."""
     with Stand() as stand:
         port = stand.start("prefill", "prefill", handoff=HandoffSettings(mode=Mode.PULL))
         stand.start("decode", "decode", handoff=HandoffSettings(mode=Mode.PULL))
@@ -84,4 +84,4 @@ def test_blocks_come_back_when_no_decode_instance_takes_them() -> None:
         stand.kill("decode")
         reply = stand.client.complete()
         assert reply.status in (502, 503)
-        wait_until(lambda: blocks(port)["held"] == 0, "nothing is held", timeout_s=5)
+        wait_until(lambda: blocks(port)["held"] == 0, "nothing is held")

@@ -61,7 +61,7 @@ def _is_idle(port: int) -> bool:
 
 
 def test_a_live_request_shows_in_the_gauges(stand: Stand) -> None:
-    """The control: gauges that are zero because nobody counts would not do."""
+    """The control: gauges that are zero because nothing is counted prove nothing."""
     ports = {role: stand.start(role, role, "tiny") for role in ("prefill", "decode")}
     stand.wait_for("live", 2)
     body = {"prompt": "Hello there", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -84,6 +84,6 @@ def test_five_hundred_requests_at_once_are_all_answered_like_a_single_instance(m
 
 def _tracebacks(lines: list[str]) -> list[str]:
     """What the instances logged from the first traceback on, if there is one."""
-    told = [line for line in lines if not line.startswith("router |")]
-    first = next((number for number, line in enumerate(told) if "Traceback" in line), len(told))
-    return told[first : first + 40]
+    printed = [line for line in lines if not line.startswith("router |")]
+    first = next((number for number, line in enumerate(printed) if "Traceback" in line), len(printed))
+    return printed[first : first + 40]

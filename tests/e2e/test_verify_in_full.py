@@ -1,4 +1,7 @@
-"""`kvbaton verify` in full, with the real model: every answer the same over every transport, and the control found out."""
+"""`kvbaton verify` in full, with the real model: every answer the same over every transport, and the control detected.
+
+Each run takes half a minute of both cores, so `make test-e2e` runs a sample; `make test-e2e-full` runs all.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ def test_every_answer_is_the_same() -> None:
     assert any(row["cached_tokens"] > 0 for row in document["rows"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_every_answer_is_the_same_in_each_mode_over_each_transport(mode: str, transport: str) -> None:
@@ -41,15 +45,17 @@ def test_every_answer_is_the_same_in_each_mode_over_each_transport(mode: str, tr
     assert max(row["prompt_tokens"] for row in document["rows"]) > 500
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_the_control_that_moves_nothing_is_found_out(mode: str, transport: str) -> None:
+def test_the_control_that_moves_nothing_is_detected(mode: str, transport: str) -> None:
     code, document = _verify(8, "--mode", mode, "--transport", transport, "--longest-prompt", "300", "--drop-writes")
     assert code == 1
     assert document["different"] > 4
     assert (document["handed_off"], document["recomputed"], document["failed"]) == (8, 0, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_with_checksums_the_control_fails_and_a_good_run_does_not(mode: str) -> None:
     short = ("--mode", mode, "--longest-prompt", "300", "--integrity", "full")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.agent.engine_port import Allocation, Granted, Landed, Offer, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, Granted, Landed, Offer, SourceRequest, TargetEnded
 from kvbaton.core import handoff, layout, tensors
 from kvbaton.core.grants import may_start_prefill
 from kvbaton.engines import base, instance, serving
@@ -96,8 +96,8 @@ class SummingEngine:
     def write(self, blocks: list[int], position: int, token: int) -> None:
         self.rows[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = (token * (position + 1) % 89, 1)
 
-    def wanted(self, request: GenerationRequest, side: FromSource) -> SourceWanted:
-        return SourceWanted(side.key, prompt_digest(request), side.source, side.source_incarnation, self.mode)
+    def wanted(self, request: GenerationRequest, side: FromSource) -> SourceRequest:
+        return SourceRequest(side.key, prompt_digest(request), side.source, side.source_incarnation, self.mode)
 
     def cancel(self, request_id: str) -> None:
         for key in [key for key, (request, *_) in self.live.items() if request.request_id == request_id]:

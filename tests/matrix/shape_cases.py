@@ -56,7 +56,7 @@ def verify(model: str, prefill: str, decode: str, *more: str, requests: int = 6)
 
 
 def verify_text(model: str, prefill: str, decode: str, *more: str, requests: int = 6) -> subprocess.CompletedProcess[str]:
-    """Run one case; all that it says."""
+    """Run one case; its exit code and everything that it printed."""
     shapes = ("--prefill-shape", prefill, "--decode-shape", decode)
     short = ("--requests", str(requests), "--longest-prompt", "400", "--max-tokens", "6")
     command = kvbaton_command("verify", "--json", "--model", model, *shapes, *short, *more)

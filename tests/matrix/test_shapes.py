@@ -1,4 +1,4 @@
-"""A few shapes of the matrix, one of each kind, for every run of the tests; `make test-matrix` runs them all."""
+"""A few shapes of the matrix, one of each kind, for every run of the tests; `make test-matrix-full` runs them all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_answer_is_the_same(model: str, prefill: str, decode: str, mode: s
 @pytest.mark.parametrize(
     ("model", "prefill", "decode", "drop"), [("tiny-mamba", "tp2", "tp1", "conv"), ("tiny-gqa8", "tp1", "tp2", "head:5")]
 )
-def test_a_control_that_leaves_one_thing_out_is_found_out(model: str, prefill: str, decode: str, drop: str) -> None:
+def test_a_control_that_leaves_one_thing_out_is_detected(model: str, prefill: str, decode: str, drop: str) -> None:
     code, document = verify(model, prefill, decode, "--drop", drop, requests=4)
     assert code == 1
     assert document["different"] > 0
@@ -29,27 +29,27 @@ def test_a_control_that_leaves_one_thing_out_is_found_out(model: str, prefill: s
 
 
 def _refusal(model: str, prefill: str, decode: str, *more: str) -> str:
-    """What verify says when it could not be run: in one line, whatever the width of the terminal."""
+    """The error of a verify that could not be run: in one line, whatever the width of the terminal."""
     run = verify_text(model, prefill, decode, *more, requests=2)
     assert run.returncode == 2, run.stdout
     return " ".join(run.stderr.split())
 
 
 def test_another_type_is_refused_with_both_values() -> None:
-    said = _refusal("tiny-gqa2", "tp1", "tp1", "--decode-cache-dtype", "float16")
-    assert "layout group 0 (full) plane k dtype is 'float32' here and 'float16' there" in said
+    error = _refusal("tiny-gqa2", "tp1", "tp1", "--decode-cache-dtype", "float16")
+    assert "layout group 0 (full) plane k dtype is 'float32' here and 'float16' there" in error
 
 
 def test_a_gap_in_the_layers_is_refused_with_both_values() -> None:
-    said = _refusal("tiny-gqa2", "tp1", "pp2", "--decode-lacks", "layer:2", "--mode", "pull")
-    assert "no rank holds layers 2: there is a gap in the layers" in said
-    assert "'whole'" in said
+    error = _refusal("tiny-gqa2", "tp1", "pp2", "--decode-lacks", "layer:2", "--mode", "pull")
+    assert "no rank holds layers 2: there is a gap in the layers" in error
+    assert "'whole'" in error
 
 
 def test_other_dimensions_of_a_state_are_refused_with_both_values() -> None:
-    said = _refusal("tiny-mamba", "tp2", "tp1", "--decode-model", "tiny-mamba@conv_taps=6")
-    assert "layout group 1 (conv) plane conv head_size 40' here" in said
-    assert "layout group 1 (conv) plane conv head_size 24' there" in said
+    error = _refusal("tiny-mamba", "tp2", "tp1", "--decode-model", "tiny-mamba@conv_taps=6")
+    assert "layout group 1 (conv) plane conv head_size 40' here" in error
+    assert "layout group 1 (conv) plane conv head_size 24' there" in error
 
 
 def test_a_control_that_would_leave_out_nothing_is_refused() -> None:

@@ -148,7 +148,7 @@ class Story:
     def counted(self) -> Counter[str]:
         """What all coordinators counted as late or dropped."""
         total: Counter[str] = Counter()
-        for instance in self.run.everybody:
+        for instance in self.run.all_instances:
             coordinator = instance.coordinator
             total += coordinator.source.late_total + coordinator.target.late_total + coordinator.dropped_total
         return total

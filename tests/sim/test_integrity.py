@@ -29,7 +29,7 @@ def test_a_corrupt_byte_fails_the_request_and_is_never_served(flow: Flow) -> Non
 
 
 @every_flow
-def test_control_nobody_notices_when_the_sums_are_not_compared(flow: Flow) -> None:
+def test_control_a_corrupt_byte_is_served_when_the_sums_are_not_compared(flow: Flow) -> None:
     scripts = at_every_event(make(flow, integrity=Integrity.FULL), _corrupting(flow), step=2)
     assert first_broken(scripts, PLANTS["sums-not-compared"].bugs) == {"corrupt byte"}
 

@@ -29,9 +29,9 @@ from scenario import (
     request,
 )
 
-from kvbaton.agent import target_effects
-from kvbaton.agent.engine_port import SourceWanted
-from kvbaton.agent.farewells import Farewells
+from kvbaton.agent import target as target_module
+from kvbaton.agent.decline_notices import DeclineNotices
+from kvbaton.agent.engine_port import SourceRequest
 from kvbaton.core.handoff import Incarnation, Mode, Outcome
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS
@@ -203,9 +203,9 @@ def test_cancelled_at_the_target(flow: Flow) -> None:
     assert worst.back["p0"] < NORMAL_S
 
 
-class _NoFarewell(Farewells):
-    def say(self, wanted: SourceWanted, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
-        del wanted, outcome, reason, source
+class _NoNotices(DeclineNotices):
+    def send(self, request: SourceRequest, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
+        del request, outcome, reason, source
 
 
 @every_flow
@@ -225,8 +225,8 @@ def test_refused_at_the_target(flow: Flow, is_lossy: bool) -> None:
 
 
 @every_flow
-def test_control_without_a_farewell_the_source_waits_for_nobody(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_effects, "Farewells", _NoFarewell)
+def test_control_without_a_decline_notice_the_source_waits_for_its_lease(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "DeclineNotices", _NoNotices)
     story = play(make(flow, faults=[Fault(FaultKind.REFUSE, who="d0", at_event=1)]))
     assert story.back("p0") > HOLD_S - NORMAL_S or story.ends[0][0] is None
 
@@ -280,7 +280,7 @@ def test_preempted_at_the_source(flow: Flow) -> None:
 def test_one_rank_fails(flow: Flow) -> None:
     """Both sides fail together as soon as the other ranks are quiet."""
     writer = "p0" if flow.source_writes else "d0"
-    worst = _worst(flow, Fault(FaultKind.LEG_FAILS, who=writer, number=1))
+    worst = _worst(flow, Fault(FaultKind.COPY_FAILS, who=writer, number=1))
     assert worst.ends == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
     assert max(worst.back.values()) < NORMAL_S
 

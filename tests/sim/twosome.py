@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted
-from kvbaton.agent.ports import AuxAsk, LegId, LegMoved, LegOpen, LegStopped, RankReport, SumAsk
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest
+from kvbaton.agent.rank_orders import CopyStopped, MoveSpans, RankOrder, RankReport, SpanMoved, StopCopy
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
-from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, TransferId
 from kvbaton.core.messages import Envelope, Message
-from kvbaton.core.timeline import Side as SideName
 from kvbaton.sim.memory import make_layout
 from kvbaton.sim.run import LIMITS
 
@@ -30,43 +29,18 @@ class _InstantRanks:
     def executor(self) -> Executor:
         return Executor.TARGET_READS
 
-    def connect(self, card: Card) -> None:
-        pass
-
-    def disconnect(self, incarnation: Incarnation) -> None:
-        pass
-
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        pass
-
-    def reset_region(self, epoch: int) -> None:
-        pass
-
-    def open_leg(self, rank: int, start: LegOpen) -> None:
-        pass
-
-    def close_leg(self, rank: int, leg: LegId) -> None:
-        pass
-
-    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        del source_blocks
-        self._reports.extend(LegMoved(leg, rank, span.number, 1, 1) for span in spans)
-
-    def stop_leg(self, rank: int, leg: LegId) -> None:
-        self._reports.append(LegStopped(leg, rank))
-
-    def sum_spans(self, rank: int, ask: SumAsk) -> None:
-        pass
-
-    def drop_sums(self, rank: int, side: SideName, key: HandoffKey) -> None:
-        pass
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        del offset, data
+    @property
+    def holds_aux(self) -> bool:
         return False
 
-    def read_aux(self, ask: AuxAsk) -> None:
-        pass
+    def send_all(self, order: RankOrder) -> None:
+        self.send(0, order)
+
+    def send(self, rank: int, order: RankOrder) -> None:
+        if isinstance(order, MoveSpans):
+            self._reports.extend(SpanMoved(order.copy, rank, span.number, 1, 1) for span in order.spans)
+        elif isinstance(order, StopCopy):
+            self._reports.append(CopyStopped(order.copy, rank))
 
 
 class Side:
@@ -147,7 +121,7 @@ class Twosome:
     def hand_off(self, source: Side, target: Side, name: str, *, cancel: bool = False) -> None:
         """One hand-off from beginning to end; with `cancel`, given up by its target in the middle."""
         key = HandoffKey(TransferId(name))
-        wanted = SourceWanted(key, name, source.address, None, Mode.PUSH)
+        wanted = SourceRequest(key, name, source.address, None, Mode.PUSH)
         source.coordinator.expect_target(key, name)
         target.coordinator.expect_source(wanted)
         target.coordinator.allocated(Allocation(wanted, ((0, 1),), 2, 0))
@@ -172,7 +146,7 @@ def entries(*roots: object) -> int:
         if id(each) in seen or isinstance(each, Twosome | Side | type | str | bytes):
             continue
         seen.add(id(each))
-        if isinstance(each, dict):
+        if isinstance(each, Mapping):
             total += len(each)
             waiting.extend(each.keys())
             waiting.extend(each.values())

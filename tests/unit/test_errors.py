@@ -1,4 +1,4 @@
-"""The error tree: the drawing at its top is true, every error can be told and caught by blame."""
+"""The error tree: the drawing at its top is true, and every error can be caught by where the fault lies."""
 
 from __future__ import annotations
 

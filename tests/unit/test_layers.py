@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 import kvbaton
-from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, handoff_settings
-from kvbaton.cli.router import ChoiceOptions, PatienceOptions, router
+from kvbaton.cli.options import HandoffOptions, LimitOptions, handoff_settings
+from kvbaton.cli.router import ChoiceOptions, TimeoutOptions, router
 from kvbaton.cli.serve import serve
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.router.settings import RouterSettings
-from kvbaton.transport.choose import AUTO, TRANSPORTS
+from kvbaton.transport.table import transport_names
 
 
 def _modules() -> Iterator[str]:
@@ -32,7 +32,8 @@ def _defaults(function: typing.Callable[..., object]) -> dict[str, object]:
 
 
 def test_the_command_line_offers_exactly_the_transports_there_are() -> None:
-    assert set(typing.get_args(TransportName)) == {AUTO, *TRANSPORTS}
+    offered = typing.get_type_hints(serve)["transport"]
+    assert set(typing.get_args(offered)) == set(transport_names())
 
 
 def test_the_command_line_offers_exactly_the_roles_there_are() -> None:
@@ -60,7 +61,7 @@ def test_router_offers_exactly_the_modes_there_are() -> None:
 def test_defaults_of_router_are_those_of_its_settings() -> None:
     defaults = _defaults(router)
     settings = RouterSettings()
-    options = {**asdict(ChoiceOptions()), **asdict(PatienceOptions())}
+    options = {**asdict(ChoiceOptions()), **asdict(TimeoutOptions())}
     offered = {name: defaults[name] for name in ("host", "port", "discovery_port", "processes", "instances_file")}
     for name, default in {**offered, **options}.items():
         assert default == getattr(settings, name), name

@@ -1,4 +1,4 @@
-"""Trust: who may be dialled, who is heard, where may be listened; and settings that are refused by name, without the key."""
+"""Trust: which hosts are dialled, whose frames are read, where to listen; and bad settings, refused without showing the key."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def test_with_a_key_any_address_may_try(host: str) -> None:
     trust = allowing(key=KEY)
     trust.check_bind(host)
     assert may_dial(trust, host)
-    assert trust.hears(host)
+    assert trust.accepts_from(host)
 
 
-def test_with_an_allow_list_only_what_is_on_it_is_dialled_and_heard() -> None:
+def test_with_an_allow_list_only_what_is_on_it_is_dialled_and_read() -> None:
     trust = allowing("10.1.0.0/16", "192.168.0.9", "fd00::/8", "node-7")
     for host in ("10.1.2.3", "192.168.0.9", "::ffff:192.168.0.9", "fd12::1", "10.7.0.7", "fe80::7%eth1"):
         assert may_dial(trust, host)
-        assert trust.hears(host)
+        assert trust.accepts_from(host)
     for host in ("10.2.0.1", "192.168.0.8", "127.0.0.1", "localhost", "fe80::8", "node-8", "", "None"):
         assert not may_dial(trust, host)
-        assert not trust.hears(host)
+        assert not trust.accepts_from(host)
     assert may_dial(trust, "NODE-7")
     assert "192.168.0.9/32" in (trust.dial_refusal("10.2.0.1") or "")
     trust.check_bind("10.1.0.1")
@@ -76,7 +76,7 @@ def test_with_both_both_must_be_right() -> None:
     assert trust.key == KEY.encode()
     assert may_dial(trust, "10.1.0.1")
     assert not may_dial(trust, "10.2.0.1")
-    assert not trust.hears("10.2.0.1")
+    assert not trust.accepts_from("10.2.0.1")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_entry_that_means_nothing_is_refused_by_name(entry: str, said: str) -
 
 
 def test_names_are_looked_up_for_real() -> None:
-    assert parse_trust(allow=["localhost"]).hears("127.0.0.1")
+    assert parse_trust(allow=["localhost"]).accepts_from("127.0.0.1")
 
 
 def key_file(directory: Path, content: str, mode: int = 0o600) -> Path:

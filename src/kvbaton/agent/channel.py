@@ -1,7 +1,7 @@
-"""Frames between two processes of one instance, over a socket pair that nobody else can reach.
+"""Frames between two processes of one instance, over a socket pair that no other process can reach.
 
-Both ends belong to the same program, so a frame is trusted to be meant well; it is bounded all the same, and nobody waits for
-the other end without a deadline.
+Both ends belong to the same program, so frames are trusted; they are bounded all the same, and neither end waits for the other
+without a deadline.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close this end; the other one is told by that. Idempotent."""
+        """Close this end; the other one notices. Idempotent."""
         self._socket.close()
 
     def send(self, frame: bytes | memoryview, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> None:
-        """Send one frame. `meanwhile` is called when the other end has said something and ours could not go on yet.
+        """Send one frame. `meanwhile` is called while ours must wait and the other end has sent something.
 
         Raises ChannelClosed, or ChannelStuck when the other end takes nothing for `timeout_s`.
         """
@@ -75,7 +75,7 @@ class Channel:
 
     def receive(self, timeout_s: float) -> bytearray | None:
         """The next frame; None when none has begun to arrive in that time. Raises ChannelClosed or ChannelStuck."""
-        if not _is_ready(self._socket, select.POLLIN, timeout_s):
+        if not _wait_ready(self._socket, select.POLLIN, timeout_s):
             return None
         (size,) = _HEADER.unpack(self._exactly(_HEADER.size))
         if size > MAX_FRAME_BYTES:
@@ -89,7 +89,7 @@ class Channel:
             try:
                 count = self._socket.recv_into(left)
             except BlockingIOError:
-                if not _is_ready(self._socket, select.POLLIN, until - time.monotonic()):
+                if not _wait_ready(self._socket, select.POLLIN, until - time.monotonic()):
                     raise ChannelStuck(f"{self.peer} began a frame and did not end it in {_FRAME_S:g} s") from None
                 continue
             except OSError as error:
@@ -101,14 +101,14 @@ class Channel:
 
     def _wait_to_send(self, timeout_s: float, meanwhile: Callable[[], object] | None) -> None:
         events = select.POLLOUT | (select.POLLIN if meanwhile is not None else 0)
-        ready = _is_ready(self._socket, events, timeout_s)
+        ready = _wait_ready(self._socket, events, timeout_s)
         if not ready:
             raise ChannelStuck(f"{self.peer} has taken nothing for {timeout_s:g} s")
         if meanwhile is not None and ready & select.POLLIN:
             meanwhile()
 
 
-def _is_ready(connected: socket.socket, events: int, timeout_s: float) -> int:
+def _wait_ready(connected: socket.socket, events: int, timeout_s: float) -> int:
     poll = select.poll()
     poll.register(connected, events)
     ready = poll.poll(max(0.0, timeout_s) * 1000)

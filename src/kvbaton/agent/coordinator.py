@@ -1,4 +1,7 @@
-"""The coordinator: decides for its instance, from what engine, peers, ranks and clock tell it. Logic only; see `ports`."""
+"""The coordinator: decides for its instance, from calls of the engine, messages of peers, reports of ranks, and the clock.
+
+Logic only, no I/O (see `ports`). It knows the peers, and passes everything about a hand-off to the side that it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,21 @@ import math
 from collections import Counter
 from typing import assert_never
 
-from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.agent.peers import Peers
-from kvbaton.agent.ports import AuxRead, Clock, Control, EnginePort, LegSummed, PeerFenced, RankReport, Ranks, RegionFenced
+from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
+from kvbaton.agent.rank_orders import (
+    AuxRead,
+    Connect,
+    CopyFailed,
+    CopyStopped,
+    Disconnect,
+    PeerFenced,
+    RankReport,
+    RegionFenced,
+    SpanMoved,
+    SpanSummed,
+)
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
@@ -71,7 +86,8 @@ class Coordinator:
         self._ranks = ranks
         self._peers = Peers()
         self._beaten_at = clock()
-        self._patience_s = math.inf
+        self._shortest_timeout = math.inf
+        """The shortest `transfer_timeout` of the targets that wait for this instance: they give up after that much silence."""
         self._gone_check_at = clock() + _GONE_CHECK_S
         self._peer_fences: dict[Incarnation, dict[int, int]] = {}
         self._region_epochs: dict[int, int] = {}
@@ -86,7 +102,7 @@ class Coordinator:
         """How many peers are known."""
         return len(self._peers)
 
-    # What the engine says.
+    # Calls of the engine.
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
         """A prefill for a hand-off was admitted."""
@@ -97,7 +113,7 @@ class Coordinator:
         self.source.spans_ready(key, blocks, spans)
 
     def retract(self, key: HandoffKey) -> None:
-        """What was said about a prefill is void."""
+        """A prefill is preempted: what was reported about it is void."""
         self.source.retract(key)
 
     def offer(self, offer: Offer) -> None:
@@ -105,43 +121,51 @@ class Coordinator:
         layers = self.card.layers
         self.source.offer(offer, lambda: Span(0, 0, offer.tokens, layers.start, layers.stop))
 
-    def expect_source(self, wanted: SourceWanted) -> None:
+    def expect_source(self, request: SourceRequest) -> None:
         """A request for a hand-off was admitted. A card of another incarnation than the expected one is asked for anew."""
-        self.target.expect(wanted, self._source_of(wanted))
+        self.target.expect(request, self._find_source(request))
 
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
-        """A request for a hand-off was refused before admission: its source is told, once it is known."""
-        self.target.decline(wanted, self._source_of(wanted), reason)
+    def decline(self, request: SourceRequest, reason: str) -> None:
+        """A request for a hand-off was refused before admission: its source is notified, once it is known."""
+        self.target.decline(request, self._find_source(request), reason)
 
-    def _source_of(self, wanted: SourceWanted) -> Card | None:
-        """The peer at an address, if it is known, meant and not dead: another one may answer there by now."""
-        card = self._peers.at(wanted.source)
-        if card is None or wanted.source_incarnation not in (None, card.incarnation) or self._is_lost(card):
+    def _find_source(self, request: SourceRequest) -> Card | None:
+        """The card of the peer at an address, if it is known and the one that is meant.
+
+        A peer that has died in the meantime is dropped here: another process may answer at its address by now.
+        """
+        card = self._peers.at(request.source)
+        if card is None or request.source_incarnation not in (None, card.incarnation):
+            return None
+        if self._control.is_gone(card.process):
+            self._drop_dead(card)
             return None
         return card
 
     def allocated(self, allocation: Allocation) -> None:
-        """Blocks for a hand-off are there."""
+        """There are blocks for a hand-off."""
         self.target.allocated(allocation)
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """The engine gives a hand-off up, on `side` or on whichever side it is."""
+        """The engine cancels a hand-off, on `side` or on whichever side it is."""
         if side is not Side.TARGET:
             self.source.cancel(key, "the request was cancelled at the source")
         if side is not Side.SOURCE:
             self.target.cancel(key, "the request was cancelled")
 
     def stop(self, reason: str) -> None:
-        """Give every hand-off up and tell the peers, so that nobody has to wait for a deadline."""
-        self.source.stop(reason)
-        self.target.stop(reason)
+        """Cancel every hand-off and notify the peers, so that none of them has to wait for a deadline."""
+        for side in (self.source, self.target):
+            for key in list(side.live):
+                side.cancel(key, reason)
 
-    # What peers say.
+    # Messages of peers.
 
     def on_frame(self, envelope: Envelope, via: ControlAddress | None) -> None:
-        """A peer has spoken; `via` is the address we had dialled to reach it, None when it reached us."""
+        """A peer has sent something; `via` is the address we had dialled to reach it, None when it reached us."""
         sender, message = envelope.sender, envelope.message
         if not self.is_for_us(envelope):
+            # The sender takes us for the process that was here before. Our card shows it that this one is gone.
             self.dropped_total["for an earlier incarnation"] += 1
             self._control.send(sender, Hello(self.card, wants_answer=False))
         elif isinstance(message, Hello):
@@ -149,7 +173,8 @@ class Coordinator:
         elif isinstance(message, Refused) and message.key is None:
             self._on_refused_by_peer(message, via)
         elif self._peers.card(sender) is None:
-            self.dropped_total["from a stranger"] += 1
+            # We have forgotten the sender, or never knew it. It resends what it waits for when it gets this question.
+            self.dropped_total["from an unknown peer"] += 1
             self._control.send(sender, Hello(self.card, wants_answer=True))
         elif isinstance(message, Refused):
             self.target.on_refused(sender, message)
@@ -164,7 +189,8 @@ class Coordinator:
         match message:
             case Grant():
                 card = self._peers.card(sender)
-                self._patience_s = min(self._patience_s, math.inf if card is None else card.transfer_timeout)
+                timeout = math.inf if card is None else card.transfer_timeout
+                self._shortest_timeout = min(self._shortest_timeout, timeout)
                 self.source.on_grant(sender, message)
             case ConfirmAsk():
                 self.source.on_confirm_ask(sender, message)
@@ -191,10 +217,10 @@ class Coordinator:
             case _:
                 assert_never(message)
 
-    # What ranks say.
+    # Reports of the ranks.
 
     def on_rank(self, report: RankReport) -> None:
-        """A rank of ours reports. A fence counts when every rank has put it up."""
+        """A rank of ours reports. A fence counts when every rank has it: until then one of them may still be written to."""
         match report:
             case PeerFenced():
                 self._on_peer_fenced(report)
@@ -202,18 +228,19 @@ class Coordinator:
                 self._on_region_fenced(report)
             case AuxRead():
                 self.target.on_aux_read(report)
-            case LegSummed():
+            case SpanSummed():
                 (self.source if report.side is Side.SOURCE else self.target).on_summed(report)
-            case _ if self.source.owns_leg(report.leg):
-                self.source.on_leg(report)
+            case SpanMoved() | CopyFailed() | CopyStopped():
+                (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
             case _:
-                self.target.on_leg(report)
+                assert_never(report)
 
     def _on_peer_fenced(self, report: PeerFenced) -> None:
         epochs = self._peer_fences.setdefault(report.peer, {})
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
         if len(epochs) == len(self.card.ranks):
             del self._peer_fences[report.peer]
+            # Its session is gone: without a card, the next hand-off with it begins with a handshake that opens a new one.
             self._peers.forget(report.peer)
             self.target.on_peer_fenced(report.peer, min(epochs.values()))
 
@@ -224,29 +251,30 @@ class Coordinator:
             self._region_epoch = epoch
             self.target.on_region_fenced(epoch)
 
-    # What the clock says.
+    # Time.
 
     def tick(self, *, is_behind: bool = False) -> None:
-        """Do what has become due. While we are behind with what peers say, nobody is given up for their silence."""
+        """Do what has become due. While frames of peers wait to be read, no peer is given up for its silence."""
         now = self._clock()
         self.beat()
         if not is_behind:
+            # Both sides measure silence. Heartbeats and the check for dead processes above and below do not depend on frames.
             self.source.tick()
             self.target.tick()
         if self._gone_check_at <= now:
             self._gone_check_at = now + _GONE_CHECK_S
-            self._check_for_the_dead()
+            self._drop_all_dead()
 
     def next_deadline(self) -> float | None:
-        """When `tick` next has something to do; None while nothing is live and nobody has to be told anything."""
+        """When `tick` next has something to do; None while nothing is live and no notice waits."""
         if not self.source.live and not self.target.live:
-            return self.target.farewells.next_deadline()
+            return self.target.decline_notices.next_deadline()
         sides = (self.source.next_deadline(), self.target.next_deadline())
         return min(self._gone_check_at, *(when for when in sides if when is not None), self._beat_at())
 
     def _beat_at(self) -> float:
-        """When heartbeats are due: several times within our own patience, and within that of every target that waits for us."""
-        return self._beaten_at + min(self._limits.beat_s, max(self._patience_s / 6, _MIN_BEAT_S))
+        """When heartbeats are due: several times within our own timeout, and within that of every target that waits for us."""
+        return self._beaten_at + min(self._limits.beat_s, max(self._shortest_timeout / 6, _MIN_BEAT_S))
 
     def beat(self) -> None:
         """Send the heartbeats that are due."""
@@ -255,32 +283,30 @@ class Coordinator:
             return
         self._beaten_at = now
         waiting = [self._peers.card(target) for target in self.source.peers()]
-        self._patience_s = min((card.transfer_timeout for card in waiting if card is not None), default=math.inf)
+        self._shortest_timeout = min((card.transfer_timeout for card in waiting if card is not None), default=math.inf)
         for beats in (self.source.beat(), self.target.beat()):
             for peer, heartbeat in beats.items():
                 for first in range(0, len(heartbeat.live), _BEAT_ENTRIES):
                     part = heartbeat.live[first : first + _BEAT_ENTRIES]
-                    self._control.send(peer, Heartbeat(heartbeat.from_source, part))
+                    self._control.send(peer, Heartbeat(from_source=heartbeat.from_source, live=part))
 
-    def _check_for_the_dead(self) -> None:
+    def _drop_all_dead(self) -> None:
         for incarnation in sorted(self.source.peers() | self.target.peers()):
             card = self._peers.card(incarnation)
-            if card is not None:
-                self._is_lost(card)
+            if card is not None and self._control.is_gone(card.process):
+                self._drop_dead(card)
 
-    def _is_lost(self, card: Card) -> bool:
-        """Whether the process of a known peer is dead; what it had to do with us ends then."""
-        if not self._control.is_gone(card.process):
-            return False
+    def _drop_dead(self, card: Card) -> None:
+        """The process of a known peer is dead: what it had to do with us ends now, not with a deadline."""
         self._peers.forget(card.incarnation)
         self._lose(card.incarnation, f"process {card.process.pid} of the peer is dead")
-        return True
 
-    # Who is who.
+    # Cards of peers.
 
     def _on_hello(self, sender: Incarnation, hello: Hello, via: ControlAddress | None) -> None:
         if hello.card.incarnation != sender:
-            self.dropped_total["a card of somebody else"] += 1
+            # Answers go to the sender of the envelope: with the card of another peer, it would get that peer's hand-offs.
+            self.dropped_total["a card of another peer"] += 1
             return
         try:
             self._admit(hello.card, via)
@@ -293,21 +319,26 @@ class Coordinator:
                 self.target.on_refused_peer(via, str(error))
             return
         if hello.wants_answer:
+            # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
             self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False))
-            self.target.on_forgotten(hello.card.incarnation)
+            self.target.resend_to(hello.card.incarnation)
         if via is not None:
             self.target.on_card(hello.card, via)
 
     def _admit(self, card: Card, via: ControlAddress | None) -> None:
-        """Check a card before anything of it is used, then make its ranks reachable."""
+        """Check a card before anything of it is used, then make its ranks reachable.
+
+        Targets dial sources, so a peer that answered at an address which we dialled is a source. The first card of an
+        incarnation stays: a process does not change what it is, and its sessions were made for that card.
+        """
         source, target = (self.card, card) if via is None else (card, self.card)
         check_compatible(source, target, ours=self.card)
         known = self._peers.card(card.incarnation)
         if known is None:
             idle = self._peers.make_room(self.source.peers() | self.target.peers())
             if idle is not None:
-                self._ranks.disconnect(idle)
-            self._ranks.connect(card)
+                self._ranks.send_all(Disconnect(idle))
+            self._ranks.send_all(Connect(card))
             self.handshakes_total += 1
         replaced = self._peers.learn(known or card, via)
         if replaced is not None:
@@ -320,6 +351,6 @@ class Coordinator:
 
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
         self._peer_fences.pop(incarnation, None)
-        self._ranks.disconnect(incarnation)
+        self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)

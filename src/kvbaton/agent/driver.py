@@ -1,7 +1,8 @@
-"""The driver: one thread that gives the coordinator and the rank agents of an instance real ports, and an engine its seam.
+"""The driver: one thread that gives the coordinator and the rank agents of an instance real ports, and an engine its port.
 
 The loop waits for frames, completions or commands until the next deadline, then lets the logic work. Commands of the engine
-are always taken before frames, so a peer never hears of a hand-off earlier than our own coordinator.
+are always taken before frames: the client may send a request to the peer as soon as our engine has it, and the peer's grant
+must not overtake the engine's own call on its way to the coordinator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceWanted, SpansReady
+from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
 from kvbaton.agent.process import is_gone
 from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
@@ -36,7 +37,7 @@ __all__ = ["Driver", "RanksDriver"]
 log = logging.getLogger(__name__)
 
 _Command = Callable[[], None] | tuple[SpansReady, ...]
-"""What the engine wants done. Spans are data, so that those that wait together are told together."""
+"""A call of the engine. Spans are data, so that those that wait together are announced together."""
 
 _MAX_COMMANDS = 100_000
 _COMMANDS_PER_BEAT = 256
@@ -44,7 +45,7 @@ _IDLE_S = 5.0
 _STOP_S = 10.0
 
 
-class _Control:
+class _SocketControl:
     def __init__(self, sockets: ControlSockets) -> None:
         self._sockets = sockets
 
@@ -75,7 +76,8 @@ class RanksDriver(HandoffPort):
         self._ranks = ranks
         self._sockets = sockets
         self._limits = limits
-        self._level_at = time.monotonic()
+        self._read_all_at = time.monotonic()
+        """When every frame that had arrived was last read."""
         self._news = news
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
@@ -84,7 +86,7 @@ class RanksDriver(HandoffPort):
             ranks.transport_name,
             limits,
             time.monotonic,
-            _Control(sockets),
+            _SocketControl(sockets),
             ranks,
             self._events.append,
             settings,
@@ -132,12 +134,12 @@ class RanksDriver(HandoffPort):
         self._submit(tuple(ready))
 
     def retract(self, key: HandoffKey) -> None:
-        """What was said about a prefill is void."""
+        """A prefill is preempted: what was reported about it is void."""
         self._submit(partial(self._coordinator.retract, key))
 
-    def expect_source(self, wanted: SourceWanted) -> None:
+    def expect_source(self, request: SourceRequest) -> None:
         """A request for a hand-off was admitted."""
-        self._submit(partial(self._coordinator.expect_source, wanted))
+        self._submit(partial(self._coordinator.expect_source, request))
 
     def offer(self, offer: Offer) -> None:
         """Announce a finished prefill."""
@@ -147,12 +149,12 @@ class RanksDriver(HandoffPort):
         """Ask for a cache."""
         self._submit(partial(self._coordinator.allocated, allocation))
 
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
-        """Let the source of a request go that was refused before admission."""
-        self._submit(partial(self._coordinator.decline, wanted, reason))
+    def decline(self, request: SourceRequest, reason: str) -> None:
+        """Release the source of a request that was refused before admission."""
+        self._submit(partial(self._coordinator.decline, request, reason))
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """Give a hand-off up."""
+        """Cancel a hand-off."""
         self._submit(partial(self._coordinator.cancel, key, side))
 
     def events(self) -> list[EngineEvent]:
@@ -210,15 +212,15 @@ class RanksDriver(HandoffPort):
         """One failing task never stops the thread; interrupts and exits pass."""
         try:
             work()
-        except Exception:  # whatever it was, the other hand-offs must go on
+        except Exception:  # one bug must not take every other hand-off of the instance with it
             self.errors_total += 1
-            log.exception("the agent goes on after an error of its own")
+            log.exception("the agent continues after an error of its own")
 
     def _wait(self) -> None:
         self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
 
     def _timeout_s(self) -> float:
-        """How long nothing has to be done unless somebody says something."""
+        """How long nothing has to be done, unless a frame, a command or a completion comes."""
         if self._ranks.has_work:
             return 0.0
         deadlines = [self._coordinator.next_deadline(), *self._ranks.deadlines()]
@@ -226,11 +228,13 @@ class RanksDriver(HandoffPort):
         return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
     def _turn(self) -> None:
+        # Cleared first: a command that is submitted from here on wakes the next turn, if this one does not take it.
         self._wakeup.clear()
         self._take_commands()
         frames = 0
         for envelope, via in self._sockets.receive():
             frames += 1
+            # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
             self._take_commands()
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
         for address, reason in self._sockets.refusals():
@@ -239,20 +243,26 @@ class RanksDriver(HandoffPort):
         self._guarded(self._ranks.poll)
         self._poll_s += time.monotonic() - began
         self._take_reports()
-        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames)))
+        self._note_frames(frames, time.monotonic())
+        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, time.monotonic())))
         self._take_reports()
         if self._events:
             self._news()
 
-    def _is_behind(self, frames: int) -> bool:
-        """Whether more frames wait: then what seems to be late may lie among them. That excuse has an end."""
-        now = time.monotonic()
+    def _note_frames(self, frames: int, now: float) -> None:
+        """Note when every frame that had arrived was read: then the last turn was not full."""
         if frames < FRAMES_PER_TURN:
-            self._level_at = now
-        return now - self._level_at < self._limits.transfer_timeout and frames >= FRAMES_PER_TURN
+            self._read_all_at = now
+
+    def _is_behind(self, frames: int, now: float) -> bool:
+        """Whether more frames wait: then a message that seems overdue may be among them, and its peer is not silent.
+
+        Not for ever: a flood of frames must not keep deadlines from being met.
+        """
+        return frames >= FRAMES_PER_TURN and now - self._read_all_at < self._limits.transfer_timeout
 
     def _take_commands(self) -> None:
-        """Obey the engine; heartbeats that fall due meanwhile are not kept waiting by however much it says."""
+        """Carry out the calls of the engine; heartbeats that fall due meanwhile do not wait for the last of them."""
         for number in itertools.count(1):
             if not self._commands:
                 return
@@ -265,7 +275,7 @@ class RanksDriver(HandoffPort):
                 self._guarded(self._coordinator.beat)
 
     def _take_spans(self, ready: tuple[SpansReady, ...]) -> None:
-        """Tell the coordinator of spans, once per hand-off, however often the engine has spoken of it by now."""
+        """Pass spans to the coordinator, once per hand-off, however often the engine has reported some by now."""
         together: dict[HandoffKey, SpansReady] = {}
         next_command: _Command | None = ready
         while isinstance(next_command, tuple):

@@ -1,12 +1,12 @@
-"""The seam between an engine and its agents: what an engine asks for, and what it is told.
+"""The port between an engine and its agents: what an engine asks for, and what it is notified of.
 
 An engine calls the methods of `HandoffPort` from its own thread; none of them waits. It drains `events` once per step;
-`EngineEvent`s are facts that the coordinator has decided, in order, each told exactly once.
+`EngineEvent`s are facts that the coordinator has decided, in order, each reported exactly once.
 
-A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it has to give blocks
-up, and at last `offer`. A target calls `expect_source` while the request waits for memory, then `allocated` (pull, push alike:
-"I have blocks, fill them"). Both may `cancel` at any time. A target that does not even take a request says `decline`, so that
-its source need not wait for it.
+A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it preempts the prefill,
+and at last `offer`. A target calls `expect_source` while the request waits for memory, then `allocated` (in pull and push
+alike: "I have blocks, fill them"). Both may `cancel` at any time. A target that refuses a request before admission calls
+`decline`, so that its source need not wait for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode,
 from kvbaton.core.timeline import Side
 
 __all__ = [
+    "Allocation",
     "Drained",
     "EngineEvent",
     "Granted",
@@ -27,9 +28,8 @@ __all__ = [
     "HandoffStats",
     "Landed",
     "Offer",
-    "Allocation",
     "SourceEnded",
-    "SourceWanted",
+    "SourceRequest",
     "SpansReady",
     "TargetEnded",
 ]
@@ -54,12 +54,12 @@ class SpansReady(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceWanted:
+class SourceRequest:
     """A request whose cache will come from the source at `source`, of the named incarnation where the router knew it.
 
-    `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, whatever
-    their transfer ids say. It is empty when a request is declined that could not be read so far: then that is said
-    of everything under its transfer id.
+    `prompt` is a digest of the prompt's tokens: a hand-off joins two requests only if they have the same prompt, because a
+    client may use one transfer id twice. It is empty when a request is declined before its prompt was read: then everything
+    under its transfer id is declined.
     """
 
     key: HandoffKey
@@ -73,7 +73,7 @@ class SourceWanted:
 class Allocation:
     """The target has allocated `blocks` for `tokens` tokens; all but the first `cached_tokens` are to be filled."""
 
-    wanted: SourceWanted
+    request: SourceRequest
     blocks: BlockLists
     tokens: int
     cached_tokens: int
@@ -81,7 +81,7 @@ class Allocation:
     @property
     def key(self) -> HandoffKey:
         """The key of the hand-off."""
-        return self.wanted.key
+        return self.request.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class HandoffStats:
     wire_s: float = 0.0
     transport: str = ""
     source_writes: bool = False
-    """Whether the source wrote; then it alone knows how many bytes that were."""
+    """Whether the source wrote; then only the source knows how many bytes that were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class TargetEnded:
-    """The target side ended without landing, and nobody writes to its blocks any more: they may go back to the pool."""
+    """The target side ended without landing, and no copy writes to its blocks any more: they may go back to the pool."""
 
     key: HandoffKey
     outcome: Outcome
@@ -144,12 +144,12 @@ EngineEvent = SourceEnded | Granted | Drained | Landed | TargetEnded
 class HandoffPort(Protocol):
     """What an engine sees of its agents.
 
-    Every `expect_target` ends in one SourceEnded, every `expect_source` in one Landed or TargetEnded; what an engine says
-    about a hand-off that has ended, or that it never expected, is ignored.
+    Every `expect_target` ends in one SourceEnded, every `expect_source` in one Landed or TargetEnded. A call about a hand-off
+    that has ended is ignored: the event that reports the end may still be on its way to the engine.
     """
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        """A prefill for a hand-off was admitted: from now on its target is told that it lives. `prompt` is a digest."""
+        """A prefill for a hand-off was admitted: from now on its target gets heartbeats for it. `prompt` is a digest."""
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """These spans are computed and lie in `blocks`, until `retract` or the end."""
@@ -158,22 +158,22 @@ class HandoffPort(Protocol):
         """`spans_ready` of many hand-offs at once, at the price of one call."""
 
     def retract(self, key: HandoffKey) -> None:
-        """Everything said about `key` is void; its blocks may be reused after `Drained`. Computing starts over."""
+        """Everything reported about `key` is void; its blocks may be reused after `Drained`. Computing starts over."""
 
     def offer(self, offer: Offer) -> None:
-        """The prefill is complete; the blocks are held until `SourceEnded`. Without spans said before, all is one span."""
+        """The prefill is complete; the blocks are held until `SourceEnded`. Without spans reported before, all is one span."""
 
-    def expect_source(self, wanted: SourceWanted) -> None:
-        """A request for a hand-off was admitted: from now on its source is told that somebody waits."""
+    def expect_source(self, request: SourceRequest) -> None:
+        """A request for a hand-off was admitted: from now on its source gets heartbeats for it."""
 
     def allocated(self, allocation: Allocation) -> None:
         """Blocks are there; they belong to the hand-off until `Landed` or `TargetEnded`."""
 
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
-        """A request for this hand-off was refused before admission: let its source go at once. No event follows."""
+    def decline(self, request: SourceRequest, reason: str) -> None:
+        """A request for this hand-off was refused before admission: release its source at once. No event follows."""
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """Give a hand-off up, on `side` or on whichever side it is; unknown keys are ignored. The usual event still follows."""
+        """Cancel a hand-off, on `side` or on whichever side it is; unknown keys are ignored. The usual event still follows."""
 
     def events(self) -> list[EngineEvent]:
         """Take what was decided since the last call; never waits."""

@@ -1,4 +1,4 @@
-"""Who is who: the cards of peers, by the address they answer at and by incarnation."""
+"""The cards of peers, by the address they answer at and by incarnation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import TransportError
@@ -18,8 +19,9 @@ class Peers:
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
+        # Not a BoundedMap: the card of a peer with live hand-offs must not be evicted, see `make_room`.
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
-        self._at: OrderedDict[ControlAddress, Incarnation] = OrderedDict()
+        self._at: BoundedMap[ControlAddress, Incarnation] = BoundedMap(limit)
 
     def __len__(self) -> int:
         return len(self._cards)
@@ -41,13 +43,11 @@ class Peers:
         if address is not None:
             before = self._at.get(address)
             self._at[address] = card.incarnation
-            self._at.move_to_end(address)
-            while len(self._at) > self._limit:
-                self._at.popitem(last=False)
         self._cards[card.incarnation] = card
         self._cards.move_to_end(card.incarnation)
         if before is None or before == card.incarnation:
             return None
+        # Two processes cannot listen at one address: the one that answered there before is dead.
         self.forget(before)
         return before
 

@@ -12,7 +12,7 @@ __all__ = ["is_gone", "this_process"]
 
 
 def this_process() -> ProcessId:
-    """The name of this process, for its card; without a host where that cannot be told, so that nobody draws conclusions."""
+    """The name of this process, for its card; without a host where that is unknown, so that no peer relies on it."""
     try:
         return ProcessId(host_id(), os.getpid(), start_ticks(os.getpid()))
     except (OSError, PeerLost):

@@ -1,35 +1,52 @@
-"""The rank agent: turns spans into batches, posts them inline, and reports what became of them. No I/O of its own."""
+"""The rank agent: turns spans into batches, posts them inline, and reports what became of them. No I/O of its own.
+
+A rank executes its part of a copy (`CopyId`): every leg between itself and a rank of the peer. That part is a small state
+machine, the table `COPY` of core/lifecycle.py. Failure and stop are reported only when the last batch in flight has
+completed: until then the transport may still write, and a coordinator that believed the copy ended would give the blocks
+away.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
 from kvbaton.agent.backlog import Backlog, Part
-from kvbaton.agent.ports import (
-    AuxAsk,
+from kvbaton.agent.ports import Clock, Memory
+from kvbaton.agent.rank_orders import (
     AuxRead,
-    Clock,
-    LegFailed,
-    LegId,
-    LegMoved,
-    LegOpen,
-    LegStopped,
-    Memory,
+    CloseCopy,
+    Connect,
+    CopyFailed,
+    CopyId,
+    CopyStopped,
+    Disconnect,
+    DropSums,
+    MoveSpans,
+    OpenCopy,
     PeerFenced,
+    PutAux,
+    RankOrder,
     RankReport,
+    ReadAux,
     RegionFenced,
-    SumAsk,
+    ResetRegion,
+    RevokePeer,
+    SpanMoved,
+    StopCopy,
+    SumSpans,
 )
 from kvbaton.agent.routes import Routes, find_routes
 from kvbaton.agent.summing import Summer
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
 from kvbaton.core.layout import Layout
-from kvbaton.core.lifecycle import LEG, LegEffect, LegEvent, LegState, LegTable
+from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
@@ -51,34 +68,40 @@ class _Moving:
     unposted: int = 0
     open: set[Ticket] = field(default_factory=set)
 
+    @property
+    def is_drained(self) -> bool:
+        return not self.open and not self.unposted
+
 
 @dataclass(slots=True)
-class _Leg:
-    start: LegOpen
-    state: LegState = LEG.start
+class _Copy:
+    """This rank's part of one copy."""
+
+    order: OpenCopy
+    state: CopyState = COPY.start
     error: str = ""
     moving: dict[int, _Moving] = field(default_factory=dict)
     """By the number of the first span."""
     known: set[int] = field(default_factory=set)
-    """Numbers of all spans that were ever to be moved."""
+    """Numbers of all spans that were ever to be moved: an order that is repeated moves nothing twice."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
     plans: tuple[BlockRuns, ...] = ()
     """One per route."""
 
     @property
     def is_drained(self) -> bool:
-        return not any(moving.open or moving.unposted for moving in self.moving.values())
+        return all(moving.is_drained for moving in self.moving.values())
 
 
 class RankAgent:
-    """Owns the legs of one rank; a leg here is all that this rank exchanges with the ranks of one peer that it meets.
+    """Carries out the orders for one rank; see `handle`.
 
     `instance` has the layouts of all ranks of this instance, this one's among them at `rank`; without it this is the only one.
-    Batches are bounded in size, so that a long span stops promptly. `patience_s` is how long a transport whose queue is full
-    may take nothing before the legs that wait for it fail.
+    Batches are bounded in size, so that a long span stops promptly. `transfer_timeout` is how long a transport whose queue is
+    full may take nothing before the copies that wait for it fail.
     """
 
-    table: LegTable = LEG
+    table: CopyTable = COPY
 
     def __init__(
         self,
@@ -88,7 +111,7 @@ class RankAgent:
         report: Callable[[RankReport], None],
         *,
         clock: Clock,
-        patience_s: float,
+        transfer_timeout: float,
         memory: Memory | None = None,
         unfenced_writes: bool = False,
         instance: Sequence[Layout] = (),
@@ -101,46 +124,80 @@ class RankAgent:
         self._report = report
         self._clock = clock
         self.runs_total = 0
-        self._backlog = Backlog(patience_s, self._post_part)
+        self._backlog = Backlog(transfer_timeout, self._post_part)
         self._memory = memory
-        self._aux_reads: dict[Ticket, AuxAsk] = {}
+        self._aux_reads: dict[Ticket, ReadAux] = {}
         self._summer = Summer(rank, layout, memory, report)
         self._routes: dict[Incarnation, Routes] = {}
-        self._unreachable: dict[Incarnation, str] = {}
-        self.legs: dict[LegId, _Leg] = {}
-        self._owners: dict[Ticket, tuple[LegId, int]] = {}
+        self._unreachable: BoundedMap[Incarnation, str] = BoundedMap(_MAX_UNREACHABLE)
+        self.copies: dict[CopyId, _Copy] = {}
+        self._owners: dict[Ticket, tuple[CopyId, int]] = {}
         self._completions: deque[Completion] = deque()
 
     @property
     def executor(self) -> Executor:
-        """Who copies into this rank's memory: its owner, unless peers can write there and be fenced.
+        """Which side copies into this rank's memory: its owner, unless peers can write there and be fenced.
 
-        A transport that cannot fence writers is only written through when somebody has asked for that.
+        A transport that cannot fence writers is written through only where the operator has asked for that.
         """
         transport = self._transport
         may_write = transport.late_writes is LateWrites.REVOCABLE or self._unfenced_writes
         writes = may_write and Direction.WRITE in transport.directions
         return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
 
-    def connect(self, card: Card) -> None:
-        """Make the ranks of a peer reachable that this one meets; raises TransportError or Incompatible.
+    @property
+    def holds_aux(self) -> bool:
+        """Whether aux records can be written into this rank's memory, and read out of it."""
+        return self._memory is not None
 
-        What is to be moved with it afterwards fails with the same words.
+    def handle(self, order: RankOrder) -> None:
+        """Carry out one order; what follows is reported. `Connect` raises TransportError or Incompatible."""
+        match order:
+            case MoveSpans():
+                self._move_spans(order)
+            case OpenCopy():
+                self.copies[order.copy] = _Copy(order)
+            case CloseCopy():
+                self._close_copy(order.copy)
+            case StopCopy():
+                self._stop_copy(order.copy)
+            case SumSpans():
+                self._sum_spans(order)
+            case DropSums():
+                self._summer.drop(order.side, order.key)
+            case PutAux():
+                if self._memory is not None:
+                    self._memory.write(order.offset, order.data)
+            case ReadAux():
+                self._read_aux(order)
+            case Connect():
+                self._connect(order.card)
+            case Disconnect():
+                self._disconnect(order.incarnation)
+            case RevokePeer():
+                self._revoke(order.incarnation, order.epoch)
+            case ResetRegion():
+                self._reset_region(order.epoch)
+            case _:
+                assert_never(order)
+
+    # Peers.
+
+    def _connect(self, card: Card) -> None:
+        """Make the ranks of a peer reachable that this one exchanges anything with.
+
+        Where that fails, a coordinator in another process does not learn it from here: a copy with that peer fails with the
+        same error later.
         """
         self._unreachable.pop(card.incarnation, None)
         try:
-            self._connect(card)
+            routes = find_routes(self._layout, self._instance, self.rank, card)
+            ranks = {PeerRank(card.incarnation, each.rank): each for each in card.ranks}
+            for peer in routes.peers:
+                self._reach(peer, ranks[peer].endpoints)
         except KVBatonError as error:
-            if len(self._unreachable) >= _MAX_UNREACHABLE:
-                self._unreachable.clear()
             self._unreachable[card.incarnation] = str(error)
             raise
-
-    def _connect(self, card: Card) -> None:
-        routes = find_routes(self._layout, self._instance, self.rank, card)
-        ranks = {PeerRank(card.incarnation, each.rank): each for each in card.ranks}
-        for peer in routes.peers:
-            self._reach(peer, ranks[peer].endpoints)
         self._routes[card.incarnation] = routes
 
     def _reach(self, peer: PeerRank, endpoints: tuple[Endpoint, ...]) -> None:
@@ -151,14 +208,14 @@ class RankAgent:
         offered = ", ".join(endpoint.transport for endpoint in endpoints) or "none"
         raise TransportError(f"no common transport: {self._transport.name} here, {offered} there")
 
-    def disconnect(self, incarnation: Incarnation) -> None:
+    def _disconnect(self, incarnation: Incarnation) -> None:
         """Forget a peer; what is in flight to it completes with an error."""
         routes = self._routes.pop(incarnation, None)
         for peer in routes.peers if routes is not None else ():
             self._transport.revoke(peer)
         self._offer_again(at_once=True)
 
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
+    def _revoke(self, incarnation: Incarnation, epoch: int) -> None:
         """Tear the session with a peer down, and report that; nothing is done where the transport cannot fence a peer.
 
         The peer may come back with a new session; what it was granted before `epoch` stays void.
@@ -166,86 +223,51 @@ class RankAgent:
         if self._transport.late_writes is LateWrites.UNFENCED:
             return
         routes = self._routes.get(incarnation)
-        self.disconnect(incarnation)
+        self._disconnect(incarnation)
         for peer in routes.peers if routes is not None else (PeerRank(incarnation, self.rank),):
             self._transport.revoke(peer)
             if isinstance(self._transport, FencingTransport):
                 self._transport.fence_peer(peer, epoch)
         self._report(PeerFenced(incarnation, epoch, self.rank))
 
-    def reset_region(self, epoch: int) -> None:
+    def _reset_region(self, epoch: int) -> None:
         """Register this rank's memory anew, where the transport can."""
         if isinstance(self._transport, FencingTransport):
             self._transport.reset_region(epoch)
             self._report(RegionFenced(epoch, self.rank))
 
-    def open_leg(self, start: LegOpen) -> None:
-        """Prepare a leg; nothing moves yet."""
-        self.legs[start.leg] = _Leg(start)
+    # Checksums and aux records.
 
-    def close_leg(self, leg_id: LegId) -> None:
-        """Forget a leg of which nothing is in flight."""
-        leg = self.legs.get(leg_id)
-        if leg is not None and leg.is_drained:
-            del self.legs[leg_id]
-
-    def move(self, leg_id: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Plan and post spans; each ends in LegMoved, or the leg in LegFailed."""
-        leg = self.legs.get(leg_id)
-        if leg is None:
-            self._report(LegFailed(leg_id, self.rank, "the leg is not open"))
-            return
-        new = tuple(span for span in spans if span.number not in leg.known)
-        leg.known |= {span.number for span in new}
-        for together in _neighbours(new):
-            if leg.state is LegState.OPEN:
-                self._post(leg, source_blocks, together)
-
-    def stop_leg(self, leg_id: LegId) -> None:
-        """Cancel what is posted; LegStopped follows when nothing is in flight."""
-        leg = self.legs.get(leg_id)
-        if leg is None:
-            self._report(LegStopped(leg_id, self.rank))
-            return
-        self._step(leg, LegEvent.STOP)
-        self._settle(leg)
-
-    def sum_spans(self, ask: SumAsk) -> None:
-        """Sum spans in this rank's own memory, bit by bit with each `poll`; each ends in LegSummed, unless dropped."""
-        routes = None if ask.peer is None else self._routes.get(ask.peer)
+    def _sum_spans(self, order: SumSpans) -> None:
+        """Sum spans in this rank's own memory, a little with each `poll`."""
+        routes = None if order.peer is None else self._routes.get(order.peer)
         if routes is not None:
-            met = routes.writes if ask.side is Side.SOURCE else routes.reads
-            self._summer.ask(ask, {route.leg: route.part for route in met})
-        elif ask.peer is None:
-            self._summer.ask(ask)
+            own = routes.writes if order.side is Side.SOURCE else routes.reads
+            self._summer.add(order, {route.leg: route.part for route in own})
+        elif order.peer is None:
+            self._summer.add(order)
         else:
-            for span in ask.spans:
-                self._summer.refuse(ask, span, f"{ask.peer} is not connected")
+            for span in order.spans:
+                self._summer.refuse(order, span, f"{order.peer} is not connected")
 
-    def drop_sums(self, side: Side, key: HandoffKey) -> None:
-        """Nobody waits for these sums any more."""
-        self._summer.drop(side, key)
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        """Write an aux record into this rank's memory, if there is any."""
-        if self._memory is not None:
-            self._memory.write(offset, data)
-        return self._memory is not None
-
-    def read_aux(self, ask: AuxAsk) -> None:
-        """Read an aux record of a peer into a slot of ours; AuxRead follows, once."""
-        runs = np.array([[ask.offset, ask.slot, ask.size_bytes]], np.uint64)
+    def _read_aux(self, order: ReadAux) -> None:
+        runs = np.array([[order.offset, order.slot, order.size_bytes]], np.uint64)
         try:
-            ticket = self.start(ask.leg, Batch(PeerRank(ask.peer, self.rank), Direction.READ, runs))
+            ticket = self.start(order.copy, Batch(PeerRank(order.peer, self.rank), Direction.READ, runs))
         except KVBatonError as error:
-            self._report_aux(ask, str(error))
+            self._report_aux(order, str(error))
         else:
-            self._aux_reads[ticket] = ask
+            self._aux_reads[ticket] = order
 
-    def _report_aux(self, ask: AuxAsk, error: str) -> None:
-        is_there = self._memory is not None and not error
-        data = self._memory.read(ask.slot, ask.size_bytes) if self._memory is not None and is_there else b""
-        self._report(AuxRead(ask.leg, ask.slot, data, error or ("" if is_there else "this rank has no memory to read from")))
+    def _report_aux(self, order: ReadAux, error: str) -> None:
+        data = b""
+        if not error and self._memory is not None:
+            data = self._memory.read(order.slot, order.size_bytes)
+        elif not error:
+            error = "this rank has no memory to read from"
+        self._report(AuxRead(order.copy, order.slot, data, error))
+
+    # The loop.
 
     @property
     def has_work(self) -> bool:
@@ -257,147 +279,179 @@ class RankAgent:
         return self._backlog.next_deadline()
 
     def poll(self) -> None:
-        """Take what the transport has completed and report it, post what it had no room for, and sum a little."""
+        """Take what the transport has completed and report it, post what it had no room for, and sum a little.
+
+        Completions are kept in a queue of our own: if one of them raises, those behind it are handled by the next call.
+        """
         self._completions += self._transport.poll()
         has_completed = bool(self._completions)
         while self._completions:
             completion = self._completions.popleft()
             owner = self._owners.pop(completion.ticket, None)
-            if owner is not None and (leg := self.legs.get(owner[0])) is not None:
-                self._complete(leg, leg.moving[owner[1]], completion)
-            elif (ask := self._aux_reads.pop(completion.ticket, None)) is not None:
-                self._report_aux(ask, completion.error)
+            if owner is not None and (copy := self.copies.get(owner[0])) is not None:
+                self._complete(copy, copy.moving[owner[1]], completion)
+            elif (order := self._aux_reads.pop(completion.ticket, None)) is not None:
+                self._report_aux(order, completion.error)
         self._offer_again(at_once=has_completed)
         self._summer.work()
 
-    def _post(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        moving = leg.moving[spans[0].number] = _Moving(spans)
+    # Copies.
+
+    def _close_copy(self, copy_id: CopyId) -> None:
+        copy = self.copies.get(copy_id)
+        if copy is not None and copy.is_drained:
+            del self.copies[copy_id]
+
+    def _move_spans(self, order: MoveSpans) -> None:
+        copy = self.copies.get(order.copy)
+        if copy is None:
+            self._report(CopyFailed(order.copy, self.rank, "the copy is not open"))
+            return
+        new = tuple(span for span in order.spans if span.number not in copy.known)
+        copy.known |= {span.number for span in new}
+        for together in _neighbours(new):
+            if copy.state is CopyState.OPEN:
+                self._post(copy, order.source_blocks, together)
+
+    def _stop_copy(self, copy_id: CopyId) -> None:
+        copy = self.copies.get(copy_id)
+        if copy is None:
+            # It failed, and that report is still on its way: the coordinator waits for an answer to this order all the same.
+            self._report(CopyStopped(copy_id, self.rank))
+            return
+        self._step(copy, CopyEvent.STOP)
+        self._settle(copy)
+
+    def _post(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
+        moving = copy.moving[spans[0].number] = _Moving(spans)
         try:
-            plans = self._plan(leg, source_blocks, spans)
-            parts = [(peer, Part(leg.start.leg, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
+            plans = self._plan(copy, source_blocks, spans)
+            parts = [(peer, Part(copy.order.copy, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
             moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
-            self._fail(leg, str(error))
+            self._fail(copy, str(error))
         except Exception as error:
-            self._fail(leg, f"{type(error).__name__}: {error}")
+            self._fail(copy, f"{type(error).__name__}: {error}")
             raise
         else:
             for peer, part in parts:
-                if leg.state is LegState.OPEN:
+                if copy.state is CopyState.OPEN:
                     self._backlog.add(peer, part, self._clock())
-        self._finish(leg, moving)
+        self._finish(copy, moving)
 
     def _post_part(self, peer: PeerRank, part: Part) -> None:
-        """Post one batch; raises QueueFull. Another error fails the leg, and what is left of that is not posted."""
-        leg = self.legs.get(part.leg)
-        moving = None if leg is None else leg.moving.get(part.span)
-        if leg is None or moving is None or leg.state is not LegState.OPEN:
+        """Post one batch; raises QueueFull. Another error fails the copy, and what is left of it is not posted."""
+        copy = self.copies.get(part.copy)
+        moving = None if copy is None else copy.moving.get(part.span)
+        if copy is None or moving is None or copy.state is not CopyState.OPEN:
             return
-        reads = leg.start.executor is Executor.TARGET_READS
-        batch = Batch(peer, Direction.READ if reads else Direction.WRITE, part.runs, leg.start.epoch)
+        reads = copy.order.executor is Executor.TARGET_READS
+        batch = Batch(peer, Direction.READ if reads else Direction.WRITE, part.runs, copy.order.epoch)
         try:
-            ticket = self.start(part.leg, batch)
+            ticket = self.start(part.copy, batch)
         except QueueFull:
             raise
         except KVBatonError as error:
-            self._fail(leg, str(error))
+            self._fail(copy, str(error))
             return
         except Exception as error:
-            self._fail(leg, f"{type(error).__name__}: {error}")
+            self._fail(copy, f"{type(error).__name__}: {error}")
             raise
         self.runs_total += len(part.runs)
         moving.unposted -= 1
         moving.open.add(ticket)
-        self._owners[ticket] = (part.leg, part.span)
-        self._step(leg, LegEvent.POSTED)
+        self._owners[ticket] = (part.copy, part.span)
+        self._step(copy, CopyEvent.POSTED)
 
-    def start(self, leg_id: LegId, batch: Batch) -> Ticket:
-        """Hand one batch of a leg to the transport."""
-        del leg_id
+    def start(self, copy_id: CopyId, batch: Batch) -> Ticket:
+        """Hand one batch of a copy to the transport."""
+        del copy_id
         return self._transport.post(batch)
 
     def _offer_again(self, *, at_once: bool) -> None:
-        for leg_id, reason in self._backlog.offer_again(self._clock(), at_once=at_once):
-            if (leg := self.legs.get(leg_id)) is not None:
-                self._fail(leg, reason)
+        for copy_id, reason in self._backlog.offer_again(self._clock(), at_once=at_once):
+            if (copy := self.copies.get(copy_id)) is not None:
+                self._fail(copy, reason)
 
-    def _fail(self, leg: _Leg, reason: str) -> None:
-        leg.error = leg.error or reason
-        self._step(leg, LegEvent.ERROR)
-        self._settle(leg)
+    def _fail(self, copy: _Copy, reason: str) -> None:
+        copy.error = copy.error or reason
+        self._step(copy, CopyEvent.ERROR)
+        self._settle(copy)
 
-    def _plan(self, leg: _Leg, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+    def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
         """The runs of spans by peer; what is the same for all layers is worked out once for those that follow each other."""
-        start = leg.start
-        known = self._routes.get(start.peer)
+        order = copy.order
+        known = self._routes.get(order.peer)
         if known is None:
-            raise TransportError(self._unreachable.get(start.peer, f"{start.peer} is not connected"))
-        routes = known.reads if start.executor is Executor.TARGET_READS else known.writes
-        first, end = max(spans[0].first_token, start.cached_tokens), spans[0].end_token
-        if leg.plan_of != (source_blocks, first, end):
-            leg.plans = tuple(
-                plan_blocks(route.pair, source_blocks, start.target_blocks, first, end, start.total_tokens) for route in routes
+            raise TransportError(self._unreachable.get(order.peer, f"{order.peer} is not connected"))
+        routes = known.reads if order.executor is Executor.TARGET_READS else known.writes
+        first, end = max(spans[0].first_token, order.cached_tokens), spans[0].end_token
+        if copy.plan_of != (source_blocks, first, end):
+            copy.plans = tuple(
+                plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
             )
-            leg.plan_of = (source_blocks, first, end)
+            copy.plan_of = (source_blocks, first, end)
         layers = range(spans[0].first_layer, spans[-1].end_layer)
-        return [(route.peer, plan_layers(route.pair, plan, layers)) for route, plan in zip(routes, leg.plans, strict=True)]
+        return [(route.peer, plan_layers(route.pair, plan, layers)) for route, plan in zip(routes, copy.plans, strict=True)]
 
-    def _complete(self, leg: _Leg, moving: _Moving, completion: Completion) -> None:
+    def _complete(self, copy: _Copy, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)
         moving.moved += completion.moved_bytes
         if completion.error:
-            leg.error = leg.error or completion.error
-            self._step(leg, LegEvent.ERROR)
-        self._finish(leg, moving)
+            copy.error = copy.error or completion.error
+            self._step(copy, CopyEvent.ERROR)
+        self._finish(copy, moving)
 
-    def _finish(self, leg: _Leg, moving: _Moving) -> None:
-        if not moving.open and not moving.unposted:
-            leg.moving.pop(moving.spans[0].number, None)
-            if leg.state is LegState.OPEN and moving.moved != moving.planned:
-                leg.error = (
-                    f"{moving.moved} of {moving.planned} bytes of span {moving.spans[0].number} were moved without an error"
-                )
-                self._step(leg, LegEvent.ERROR)
-            row = self.table.step(leg.state, LegEvent.MOVED)
-            if row is not None and LegEffect.REPORT_MOVED in row.effects:
-                self._report_moved(leg, moving)
-        self._settle(leg)
+    def _finish(self, copy: _Copy, moving: _Moving) -> None:
+        """Nothing of these spans is in flight: they are moved, unless bytes are missing that no completion complained of."""
+        if moving.is_drained:
+            number = moving.spans[0].number
+            copy.moving.pop(number, None)
+            if copy.state is CopyState.OPEN and moving.moved != moving.planned:
+                copy.error = f"{moving.moved} of {moving.planned} bytes of span {number} were moved without an error"
+                self._step(copy, CopyEvent.ERROR)
+            self._step(copy, CopyEvent.MOVED, moving)
+        self._settle(copy)
 
-    def _report_moved(self, leg: _Leg, moving: _Moving) -> None:
-        """Tell of each span; the bytes of spans that were moved as one are shared out evenly."""
+    def _settle(self, copy: _Copy) -> None:
+        if copy.is_drained and copy.state in (CopyState.BROKEN, CopyState.STOPPING):
+            self._step(copy, CopyEvent.DRAINED)
+
+    def _step(self, copy: _Copy, event: CopyEvent, moving: _Moving | None = None) -> None:
+        """Step the machine and perform the effects of its row, in order; `moving` is what MOVED is about."""
+        row = self.table.step(copy.state, event)
+        if row is None:
+            return
+        copy.state = row.state
+        for effect in row.effects:
+            self._perform(effect, copy, moving)
+
+    def _perform(self, effect: CopyEffect, copy: _Copy, moving: _Moving | None) -> None:
+        copy_id = copy.order.copy
+        match effect:
+            case CopyEffect.REPORT_MOVED:
+                if moving is not None:
+                    self._report_moved(copy_id, moving)
+            case CopyEffect.CANCEL_POSTED:
+                for each in copy.moving.values():
+                    each.unposted = 0
+                    for ticket in tuple(each.open):
+                        self._transport.cancel(ticket)
+            case CopyEffect.REPORT_FAILED:
+                del self.copies[copy_id]
+                self._report(CopyFailed(copy_id, self.rank, copy.error))
+            case CopyEffect.REPORT_STOPPED:
+                del self.copies[copy_id]
+                self._report(CopyStopped(copy_id, self.rank))
+            case _:
+                assert_never(effect)
+
+    def _report_moved(self, copy_id: CopyId, moving: _Moving) -> None:
+        """Report each span; the bytes of spans that were moved as one are shared out evenly."""
         count = len(moving.spans)
         for index, span in enumerate(moving.spans):
             planned, moved = (total * (index + 1) // count - total * index // count for total in (moving.planned, moving.moved))
-            self._report(LegMoved(leg.start.leg, self.rank, span.number, planned, moved))
-
-    def _settle(self, leg: _Leg) -> None:
-        if leg.is_drained and leg.state in (LegState.BROKEN, LegState.STOPPING):
-            self._step(leg, LegEvent.DRAINED)
-
-    def _step(self, leg: _Leg, event: LegEvent) -> None:
-        row = self.table.step(leg.state, event)
-        if row is None:
-            return
-        leg.state = row.state
-        for effect in row.effects:
-            self._perform(leg, effect)
-
-    def _perform(self, leg: _Leg, effect: LegEffect) -> None:
-        leg_id = leg.start.leg
-        match effect:
-            case LegEffect.CANCEL_POSTED:
-                for moving in leg.moving.values():
-                    moving.unposted = 0
-                    for ticket in tuple(moving.open):
-                        self._transport.cancel(ticket)
-            case LegEffect.REPORT_FAILED:
-                del self.legs[leg_id]
-                self._report(LegFailed(leg_id, self.rank, leg.error))
-            case LegEffect.REPORT_STOPPED:
-                del self.legs[leg_id]
-                self._report(LegStopped(leg_id, self.rank))
-            case LegEffect.REPORT_MOVED:
-                pass
+            self._report(SpanMoved(copy_id, self.rank, span.number, planned, moved))
 
 
 def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:

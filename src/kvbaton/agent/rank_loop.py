@@ -1,4 +1,4 @@
-"""The agent of one rank in a process of its own: a thread that obeys its coordinator's orders and reports back."""
+"""The agent of one rank in a process of its own: a thread that carries out its coordinator's orders and reports back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
-from kvbaton.agent.ports import RankReport
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import Reports, carry_out, decode_order, encode_reports
+from kvbaton.agent.rank_orders import RankReport, Reports, decode_order, encode_reports
 from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.layout import Layout
 from kvbaton.errors import KVBatonError
@@ -42,7 +41,7 @@ class RankLoop:
         instance: Sequence[Layout],
         transport: Transport,
         channel: Channel,
-        patience_s: float,
+        transfer_timeout: float,
         memory: memoryview,
         *,
         unfenced_writes: bool = False,
@@ -56,7 +55,7 @@ class RankLoop:
             transport,
             self._reports.append,
             clock=time.monotonic,
-            patience_s=patience_s,
+            transfer_timeout=transfer_timeout,
             memory=RegionMemory(memory),
             unfenced_writes=unfenced_writes,
             instance=instance,
@@ -104,20 +103,21 @@ class RankLoop:
             frame = self._channel.receive(0.0)
             if frame is None:
                 break
-            self._guarded(partial(carry_out, self.agent, decode_order(frame)))
+            self._guarded(partial(self.agent.handle, decode_order(frame)))
         self._guarded(self.agent.poll)
+        # One frame per turn, after the orders and completions: the coordinator sees all that this turn has changed at once.
         if self._reports:
             frame_out = encode_reports(Reports(self.agent.runs_total, self._reports))
             self._reports.clear()
             self._channel.send(frame_out, _SEND_S)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """One failing order never stops the thread; what it was about fails when it is used."""
+        """One failing order never stops the thread; a copy that needed it fails when it moves something."""
         try:
             work()
         except KVBatonError as error:
             self.errors_total += 1
             log.warning("rank %d: %s", self.agent.rank, error)
-        except Exception:  # whatever it was, the other hand-offs must go on
+        except Exception:  # one bug must not take the other hand-offs of this rank with it
             self.errors_total += 1
-            log.exception("the agent of rank %d goes on after an error of its own", self.agent.rank)
+            log.exception("the agent of rank %d continues after an error of its own", self.agent.rank)

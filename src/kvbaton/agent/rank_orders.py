@@ -1,4 +1,9 @@
-"""What a coordinator says to rank agents that live in other processes of its instance, and what they report: as frames."""
+"""Orders of a coordinator to the rank agents of its instance, and their reports: one struct each, in memory and as frames.
+
+A new order is a struct here, a member of `RankOrder`, and a `case` in `RankAgent.handle`; `Ranks.send` carries it, whether the
+rank lives in this process, in another one, or in the simulator. A new report is a struct here, a member of `RankReport`, and a
+`case` in `Coordinator.on_rank`.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +11,54 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbaton.agent.ports import (
-    AuxRead,
-    LegFailed,
-    LegId,
-    LegMoved,
-    LegOpen,
-    LegStopped,
-    LegSummed,
-    PeerFenced,
-    RankReport,
-    RegionFenced,
-    SumAsk,
-)
-from kvbaton.agent.rank import RankAgent
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Integrity, Span
 from kvbaton.core.timeline import Side
 
 __all__ = [
-    "CloseLeg",
+    "AuxRead",
+    "CloseCopy",
     "Connect",
+    "CopyFailed",
+    "CopyId",
+    "CopyReport",
+    "CopyStopped",
     "Disconnect",
     "DropSums",
-    "Move",
-    "OpenLeg",
-    "Order",
+    "MoveSpans",
+    "OpenCopy",
+    "PeerFenced",
+    "PutAux",
+    "RankOrder",
+    "RankReport",
+    "RankSums",
+    "ReadAux",
+    "RegionFenced",
     "Reports",
     "ResetRegion",
-    "Revoke",
-    "StopLeg",
+    "RevokePeer",
+    "SpanMoved",
+    "SpanSummed",
+    "StopCopy",
     "SumSpans",
-    "carry_out",
     "decode_order",
     "decode_reports",
     "encode_order",
     "encode_reports",
+    "sums_by_leg",
 ]
+
+
+class CopyId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One copy: one generation of a hand-off, moved under one grant. Each rank that executes it moves the legs of its own.
+
+    All three parts are needed. The key alone may be used again by a later request; the grant alone does not change when the
+    source is preempted and computes the cache anew; and what a rank reports may be about a copy that was stopped since.
+    """
+
+    key: HandoffKey
+    grant: int
+    generation: int
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -52,82 +68,183 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Disconnect(msgspec.Struct, frozen=True, tag=True):
-    """Forget a peer."""
+    """Forget a peer that is gone for good; what is posted to it fails."""
 
     incarnation: Incarnation
 
 
-class Revoke(msgspec.Struct, frozen=True, tag=True):
-    """End a peer's right to touch this rank's memory."""
+class RevokePeer(msgspec.Struct, frozen=True, tag=True):
+    """End a peer's right to write to this rank's memory; PeerFenced follows, where the transport can do that."""
 
     incarnation: Incarnation
     epoch: int
 
 
 class ResetRegion(msgspec.Struct, frozen=True, tag=True):
-    """End everybody's right to touch this rank's memory."""
+    """End the right of every peer to write to this rank's memory; RegionFenced follows, where the transport can do that."""
 
     epoch: int
 
 
-class OpenLeg(msgspec.Struct, frozen=True, tag=True):
-    """Prepare a leg."""
+class OpenCopy(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Prepare a copy; nothing moves yet. The blocks of the source come with each MoveSpans, because they may still grow."""
 
-    start: LegOpen
+    copy: CopyId
+    peer: Incarnation
+    executor: Executor
+    epoch: int
+    target_blocks: BlockLists
+    cached_tokens: int
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
 
 
-class Move(msgspec.Struct, frozen=True, tag=True):
-    """Move spans of a leg."""
+class MoveSpans(msgspec.Struct, frozen=True, tag=True):
+    """Move spans of an open copy; SpanMoved follows for each, or CopyFailed once."""
 
-    leg: LegId
+    copy: CopyId
     source_blocks: BlockLists
     spans: tuple[Span, ...]
 
 
-class CloseLeg(msgspec.Struct, frozen=True, tag=True):
-    """Forget a leg of which nothing is in flight."""
+class StopCopy(msgspec.Struct, frozen=True, tag=True):
+    """Stop a copy; CopyStopped follows once nothing of it is in flight (at once for a copy that is not open)."""
 
-    leg: LegId
-
-
-class StopLeg(msgspec.Struct, frozen=True, tag=True):
-    """Stop a leg."""
-
-    leg: LegId
+    copy: CopyId
 
 
-class SumSpans(msgspec.Struct, frozen=True, tag=True):
-    """Sum spans in the rank's own memory."""
+class CloseCopy(msgspec.Struct, frozen=True, tag=True):
+    """Forget a copy of which nothing is in flight; nothing is reported."""
 
-    ask: SumAsk
+    copy: CopyId
+
+
+class SumSpans(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Sum spans in the rank's own memory; SpanSummed follows for each, unless DropSums comes before."""
+
+    copy: CopyId
+    side: Side
+    blocks: BlockLists
+    spans: tuple[Span, ...]
+    cached_tokens: int
+    integrity: Integrity
+    total_tokens: int | None = None
+    """Of the whole sequence; without it, each span counts as the last."""
+    peer: Incarnation | None = None
+    """Whose ranks hold the other ends; without it, all that the rank holds is summed as one leg of the rank's number."""
 
 
 class DropSums(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for these sums any more."""
+    """The sums of this side of a hand-off are not needed any more."""
 
     side: Side
     key: HandoffKey
 
 
-Order = Connect | Disconnect | Revoke | ResetRegion | OpenLeg | Move | CloseLeg | StopLeg | SumSpans | DropSums
+class PutAux(msgspec.Struct, frozen=True, tag=True):
+    """Write an aux record into a slot of the rank's own memory."""
 
-_decoder = msgspec.msgpack.Decoder(Order)
-_envelopes = msgspec.msgpack.Decoder(tuple[int, list[tuple[str, msgspec.Raw]]])
-_reports: dict[str, msgspec.msgpack.Decoder[RankReport]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind)
-    for kind in (LegMoved, LegFailed, LegStopped, LegSummed, AuxRead, PeerFenced, RegionFenced)
-}
+    offset: int
+    data: bytes
 
 
-def encode_order(order: Order) -> bytes:
-    """An order as a frame."""
-    return msgspec.msgpack.encode(order)
+class ReadAux(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Read the aux record of a hand-off out of the memory of rank 0 of a peer into a slot of ours; AuxRead follows, once."""
+
+    copy: CopyId
+    peer: Incarnation
+    offset: int
+    slot: int
+    size_bytes: int
 
 
-def decode_order(frame: bytes | bytearray) -> Order:
-    """Read an order."""
-    order: Order = _decoder.decode(frame)
-    return order
+RankOrder = (
+    Connect
+    | Disconnect
+    | RevokePeer
+    | ResetRegion
+    | OpenCopy
+    | MoveSpans
+    | StopCopy
+    | CloseCopy
+    | SumSpans
+    | DropSums
+    | PutAux
+    | ReadAux
+)
+
+
+class SpanMoved(msgspec.Struct, frozen=True, tag=True):
+    """Every byte that this rank moves of a span has arrived."""
+
+    copy: CopyId
+    rank: int
+    span: int
+    bytes_planned: int
+    bytes_moved: int
+
+
+class CopyFailed(msgspec.Struct, frozen=True, tag=True):
+    """A copy ended early on this rank; nothing of it is in flight there."""
+
+    copy: CopyId
+    rank: int
+    reason: str
+
+
+class CopyStopped(msgspec.Struct, frozen=True, tag=True):
+    """A copy that was to stop has stopped on this rank; nothing of it is in flight there."""
+
+    copy: CopyId
+    rank: int
+
+
+class SpanSummed(msgspec.Struct, frozen=True, tag=True):
+    """One span was summed on one rank: (number, checksum) of each of its legs with the ranks of the peer, or why not."""
+
+    copy: CopyId
+    side: Side
+    rank: int
+    span: int
+    sums: tuple[tuple[int, int], ...]
+    error: str = ""
+
+
+class AuxRead(msgspec.Struct, frozen=True, tag=True):
+    """The aux record that was read, or why none was; the rank does not touch the slot any more."""
+
+    copy: CopyId
+    slot: int
+    data: bytes
+    error: str = ""
+
+
+class PeerFenced(msgspec.Struct, frozen=True, tag=True):
+    """A rank has torn down its session with a peer: under a grant of an epoch before `epoch` that peer cannot write here."""
+
+    peer: Incarnation
+    epoch: int
+    rank: int
+
+
+class RegionFenced(msgspec.Struct, frozen=True, tag=True):
+    """A rank has registered its memory anew: under a grant of an epoch before `epoch` no peer can write here."""
+
+    epoch: int
+    rank: int
+
+
+RankSums = dict[tuple[int, int], tuple[tuple[int, int], ...]]
+"""(rank, span number) -> (leg number, checksum) of every leg of that rank, as reported by SpanSummed."""
+
+
+def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
+    """(leg number, span number) -> checksum."""
+    return {(leg, span): value for (_, span), values in sums.items() for leg, value in values}
+
+
+CopyReport = SpanMoved | CopyFailed | CopyStopped
+RankReport = CopyReport | SpanSummed | AuxRead | PeerFenced | RegionFenced
 
 
 class Reports(NamedTuple):
@@ -137,37 +254,26 @@ class Reports(NamedTuple):
     reports: list[RankReport]
 
 
+_order_decoder = msgspec.msgpack.Decoder(RankOrder)
+_reports_decoder = msgspec.msgpack.Decoder(Reports)
+
+
+def encode_order(order: RankOrder) -> bytes:
+    """An order as a frame."""
+    return msgspec.msgpack.encode(order)
+
+
+def decode_order(frame: bytes | bytearray) -> RankOrder:
+    """Read an order."""
+    order: RankOrder = _order_decoder.decode(frame)
+    return order
+
+
 def encode_reports(reports: Reports) -> bytes:
     """Reports as a frame."""
-    return msgspec.msgpack.encode((reports.runs_total, [(type(report).__name__, report) for report in reports.reports]))
+    return msgspec.msgpack.encode(reports)
 
 
 def decode_reports(frame: bytes | bytearray) -> Reports:
     """Read the reports of one frame."""
-    runs_total, reports = _envelopes.decode(frame)
-    return Reports(runs_total, [_reports[kind].decode(body) for kind, body in reports])
-
-
-def carry_out(agent: RankAgent, order: Order) -> None:
-    """Let a rank agent do what an order says."""
-    match order:
-        case Connect():
-            agent.connect(order.card)
-        case Disconnect():
-            agent.disconnect(order.incarnation)
-        case Revoke():
-            agent.revoke(order.incarnation, order.epoch)
-        case ResetRegion():
-            agent.reset_region(order.epoch)
-        case OpenLeg():
-            agent.open_leg(order.start)
-        case Move():
-            agent.move(order.leg, order.source_blocks, order.spans)
-        case CloseLeg():
-            agent.close_leg(order.leg)
-        case StopLeg():
-            agent.stop_leg(order.leg)
-        case SumSpans():
-            agent.sum_spans(order.ask)
-        case DropSums():
-            agent.drop_sums(order.side, order.key)
+    return _reports_decoder.decode(frame)

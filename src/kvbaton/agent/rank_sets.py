@@ -9,28 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
-from kvbaton.agent.ports import AuxAsk, LegId, LegOpen, RankReport, Ranks, SumAsk
+from kvbaton.agent.ports import Ranks
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import (
-    CloseLeg,
-    Connect,
-    Disconnect,
-    DropSums,
-    Move,
-    OpenLeg,
-    Order,
-    ResetRegion,
-    Revoke,
-    StopLeg,
-    SumSpans,
-    decode_reports,
-    encode_order,
-)
+from kvbaton.agent.rank_orders import RankOrder, RankReport, decode_reports, encode_order
 from kvbaton.agent.summing import RegionMemory
-from kvbaton.core.card import Card
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import Executor
 from kvbaton.core.layout import Layout
-from kvbaton.core.timeline import Side
 from kvbaton.transport.base import Transport
 
 __all__ = ["LocalRanks", "RankSet", "RemoteRanks"]
@@ -42,15 +26,15 @@ _FRAMES_PER_TURN = 256
 
 
 class RankSet(Ranks, Protocol):
-    """What a driver needs of its ranks beside what the coordinator says to them. Nothing here waits for a peer."""
+    """What a driver needs of its ranks beside what the coordinator sends them. Nothing here waits for a peer."""
 
     @property
     def transport_name(self) -> str:
-        """How the bytes of this instance travel."""
+        """The transport that moves the bytes of this instance."""
 
     @property
     def reports(self) -> deque[RankReport]:
-        """What ranks have reported and nobody has taken yet."""
+        """What ranks have reported and the driver has not taken yet."""
 
     @property
     def runs_total(self) -> int:
@@ -68,10 +52,10 @@ class RankSet(Ranks, Protocol):
         """When `poll` should be called again at the latest, whatever wakes us."""
 
     def poll(self) -> None:
-        """Let the ranks go on, and take what they report."""
+        """Let the ranks work, and take what they report."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Close everything. Idempotent."""
 
 
 class LocalRanks:
@@ -84,7 +68,7 @@ class LocalRanks:
         self,
         layout: Layout,
         transport: Transport,
-        patience_s: float,
+        transfer_timeout: float,
         memory: memoryview | None = None,
         *,
         unfenced_writes: bool = False,
@@ -98,7 +82,7 @@ class LocalRanks:
             transport,
             self.reports.append,
             clock=time.monotonic,
-            patience_s=patience_s,
+            transfer_timeout=transfer_timeout,
             memory=region,
             unfenced_writes=unfenced_writes,
         )
@@ -128,7 +112,7 @@ class LocalRanks:
         return [self.agent.next_deadline()]
 
     def poll(self) -> None:
-        """Let the agent go on."""
+        """Let the agent work."""
         self.agent.poll()
 
     def close(self) -> None:
@@ -137,69 +121,29 @@ class LocalRanks:
 
     @property
     def executor(self) -> Executor:
-        """Who copies into this rank's memory."""
+        """Which side copies into this rank's memory."""
         return self.agent.executor
 
-    def connect(self, card: Card) -> None:
-        """Tell the agent."""
-        self.agent.connect(card)
+    @property
+    def holds_aux(self) -> bool:
+        """Whether the agent was given the memory."""
+        return self.agent.holds_aux
 
-    def disconnect(self, incarnation: Incarnation) -> None:
-        """Tell the agent."""
-        self.agent.disconnect(incarnation)
-
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        """Tell the agent."""
-        self.agent.revoke(incarnation, epoch)
-
-    def reset_region(self, epoch: int) -> None:
-        """Tell the agent."""
-        self.agent.reset_region(epoch)
-
-    def open_leg(self, rank: int, start: LegOpen) -> None:
-        """Tell the agent."""
+    def send(self, rank: int, order: RankOrder) -> None:
+        """Have the agent carry it out."""
         del rank
-        self.agent.open_leg(start)
+        self.agent.handle(order)
 
-    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Tell the agent."""
-        del rank
-        self.agent.move(leg, source_blocks, spans)
-
-    def close_leg(self, rank: int, leg: LegId) -> None:
-        """Tell the agent."""
-        del rank
-        self.agent.close_leg(leg)
-
-    def stop_leg(self, rank: int, leg: LegId) -> None:
-        """Tell the agent."""
-        del rank
-        self.agent.stop_leg(leg)
-
-    def sum_spans(self, rank: int, ask: SumAsk) -> None:
-        """Tell the agent."""
-        del rank
-        self.agent.sum_spans(ask)
-
-    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
-        """Tell the agent."""
-        del rank
-        self.agent.drop_sums(side, key)
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        """Tell the agent."""
-        return self.agent.put_aux(offset, data)
-
-    def read_aux(self, ask: AuxAsk) -> None:
-        """Tell the agent."""
-        self.agent.read_aux(ask)
+    def send_all(self, order: RankOrder) -> None:
+        """Have the agent carry it out."""
+        self.agent.handle(order)
 
 
 class RemoteRanks:
-    """Ranks in processes of their own, each at the other end of a channel; `lost` is told when one cannot be reached.
+    """Ranks in processes of their own, each at the other end of a channel; `lost` is called when one cannot be reached.
 
-    Orders go out at once. While a rank does not take one, what it reports is read meanwhile, so that neither end can wait for
-    the other; one that takes nothing for long is lost, and so is the instance.
+    Orders go out at once. While a rank does not take one, its reports are read: otherwise both ends could have full buffers
+    and wait for each other. A rank that takes nothing for long is lost, and so is the instance.
     """
 
     def __init__(
@@ -245,66 +189,24 @@ class RemoteRanks:
         for channel in self._channels:
             channel.close()
 
-    def connect(self, card: Card) -> None:
-        """Tell every rank; one that cannot reach its peers says so when it is to move something."""
-        self._tell_all(Connect(card))
-
-    def disconnect(self, incarnation: Incarnation) -> None:
-        """Tell every rank."""
-        self._tell_all(Disconnect(incarnation))
-
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        """Tell every rank."""
-        self._tell_all(Revoke(incarnation, epoch))
-
-    def reset_region(self, epoch: int) -> None:
-        """Tell every rank."""
-        self._tell_all(ResetRegion(epoch))
-
-    def open_leg(self, rank: int, start: LegOpen) -> None:
-        """Tell one rank."""
-        self._tell(rank, OpenLeg(start))
-
-    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Tell one rank."""
-        self._tell(rank, Move(leg, source_blocks, spans))
-
-    def close_leg(self, rank: int, leg: LegId) -> None:
-        """Tell one rank."""
-        self._tell(rank, CloseLeg(leg))
-
-    def stop_leg(self, rank: int, leg: LegId) -> None:
-        """Tell one rank."""
-        self._tell(rank, StopLeg(leg))
-
-    def sum_spans(self, rank: int, ask: SumAsk) -> None:
-        """Tell one rank."""
-        self._tell(rank, SumSpans(ask))
-
-    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
-        """Tell one rank."""
-        self._tell(rank, DropSums(side, key))
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        """Aux records of such an instance travel in messages."""
-        del offset, data
+    @property
+    def holds_aux(self) -> bool:
+        """No: aux records of such an instance travel in messages."""
         return False
 
-    def read_aux(self, ask: AuxAsk) -> None:
-        """Never asked: such an instance has no slots for aux records."""
-        del ask
-
-    def _tell_all(self, order: Order) -> None:
-        for rank in range(len(self._channels)):
-            self._tell(rank, order)
-
-    def _tell(self, rank: int, order: Order) -> None:
+    def send(self, rank: int, order: RankOrder) -> None:
+        """Send the order to its process; a rank that cannot be reached is reported by `lost`."""
         channel = self._channels[rank]
         if not self._is_lost:
             try:
                 channel.send(encode_order(order), _SEND_S, meanwhile=lambda: self._take(channel))
             except (ChannelClosed, ChannelStuck) as error:
                 self._lose(error)
+
+    def send_all(self, order: RankOrder) -> None:
+        """Send the order to every process."""
+        for rank in range(len(self._channels)):
+            self.send(rank, order)
 
     def _take(self, channel: Channel) -> bool:
         """Take one frame of reports, if there is one."""

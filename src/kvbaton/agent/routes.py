@@ -1,4 +1,4 @@
-"""Which ranks of a peer one rank meets, and what it exchanges with each; worked out once per pair of cards."""
+"""Which ranks of a peer one rank exchanges bytes with, and which bytes; worked out once per pair of cards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvbaton.core.card import Card
 from kvbaton.core.checks import LegPart
 from kvbaton.core.layout import Layout
-from kvbaton.core.meeting import arrange
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.transport.base import PeerRank
 
@@ -48,7 +48,7 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) 
             pair_layouts(theirs[leg.source], own, leg.share),
             LegPart(leg.share, theirs[leg.source]),
         )
-        for leg in arrange(theirs, instance).of_target(rank)
+        for leg in assign_legs(theirs, instance).of_target(rank)
     )
     writes = tuple(
         Route(
@@ -57,7 +57,7 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) 
             pair_layouts(own, theirs[leg.target], leg.share),
             LegPart(leg.share, theirs[leg.target]),
         )
-        for leg in arrange(instance, theirs).of_source(rank)
+        for leg in assign_legs(instance, theirs).of_source(rank)
     )
     met = {route.peer for route in (*reads, *writes)} | ({peers[0]} if rank == 0 else set())
     return Routes(tuple(peer for peer in peers if peer in met), reads, writes)

@@ -1,52 +1,62 @@
-"""The control channel over ZeroMQ: one bound port for whoever dials us, one connection per address that we dial.
+"""The control channel: one bound port for peers that dial us, one connection per address that we dial, behind a `Door`.
 
-Answers travel back over the connection that the question came in on, so a source never has to trust an address. Every
-socket belongs to the driver's thread. Sends never wait: what does not fit into a queue is dropped and counted, and the
-logic asks again.
+Answers travel back over the connection on which the question arrived, so a source never has to trust an address. Every socket
+belongs to the driver's thread. Sends never wait: what does not fit into a queue is dropped and counted; the logic asks again.
 
-Frames are sealed with the cluster key if there is one, and only peers that `Trust` admits are dialled or heard. Whoever
-sends what we do not take is told so once per frame, sealed with our own key: a peer with another key cannot read that, but
-what it cannot read tells it as much. What arrives unreadable over a connection that we dialled, and an address that we must
-not dial, are handed out by `refusals`, so that whoever waits for that peer need not wait for a deadline.
+With a cluster key, a connection is used only after both ends have proved that they have it (`wire/door.py`). The first message
+binds an incarnation to the connection: another one on the same connection is refused, so that a peer speaks for itself alone.
+A peer is answered over the connection on which its last message arrived. With a key no recorded message opens, so that nothing
+but the peer itself moves that; without one, nothing shows who a sender is.
+
+A peer that sends what we do not take is sent the reason. What arrives unreadable over a connection that we dialled, and an
+address that we must not dial, are returned by `refusals`, so that a request that waits for that peer need not wait for a
+deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited, learns
+the address nothing but a nonce, and ends soon after the last request has asked for it.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import math
-from collections import Counter, OrderedDict
+import re
+import socket
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
-
-import zmq
 
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import SEAL_BYTES, Seal, Way
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Message, Refused, decode, encode
 from kvbaton.errors import ConfigError, ProtocolError
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
+from kvbaton.wire.log_limit import LogLimit, shown
+from kvbaton.wire.lookup import Lookups
 
 __all__ = ["FRAMES_PER_TURN", "ControlSockets", "Dropped"]
 
 log = logging.getLogger(__name__)
 
-_MAX_DIALLED = 256
-"""Each connection takes two file descriptors, and libzmq ends the process when it finds none left."""
-
-_MAX_ROUTES = 2048
-_UNSENT_FRAMES = 10_000
-_UNREAD_FRAMES = 256
 FRAMES_PER_TURN = 256
-"""Frames that are read from one socket before everything else has its turn."""
+"""Frames that are read from one connection before everything else has its turn; a few more where they arrived together."""
 
+_MAX_DIALLED = 256
+_MAX_UNPROVEN_PER_HOST = 32
+_MAX_QUEUED_FRAMES = 1000
+_MAX_QUEUED_UNPROVEN = 8
+_MAX_QUEUED_BYTES = 16 << 20
+_DIALS_PER_S = 50.0
+_DIAL_BURST = 100.0
+_DIAL_LIFE_S = 10.0
+_FIRST_RETRY_S = 0.05
+_LONGEST_RETRY_S = 1.0
+_LINGER_S = 0.2
 _MAX_REASON = 1000
-_MAX_RECEIVED_BYTES = 4 * MAX_FRAME_BYTES
-"""Frames up to here are taken off the wire, so that those that are too large are counted; larger ones end the connection."""
+_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?\.?")
 
 
 class Dropped(enum.StrEnum):
-    """Why a frame was not sent or not taken."""
+    """Why a frame was not sent or not taken, or a connection was ended with what it sent."""
 
     NO_ROUTE = "no route"
     NOT_SENT = "not sent"
@@ -55,224 +65,307 @@ class Dropped(enum.StrEnum):
     NOT_ALLOWED = "not on the allow-list"
     NOT_AUTHENTICATED = "not authenticated"
     NOT_A_MESSAGE = "not a message"
+    OTHER_SENDER = "another incarnation on the same connection"
+    SILENT = "no handshake in time"
+    STALLED = "a frame that was not finished in time"
+    NO_ROOM = "no room for the connection"
+
+
+_DROPPED_BY_END = {
+    EndCause.NOT_ALLOWED: Dropped.NOT_ALLOWED,
+    EndCause.NOT_ZMTP: Dropped.NOT_A_MESSAGE,
+    EndCause.TOO_LONG: Dropped.NOT_A_MESSAGE,
+    EndCause.TOO_MANY_PARTS: Dropped.WRONG_FRAMES,
+    EndCause.NOT_AUTHENTICATED: Dropped.NOT_AUTHENTICATED,
+    EndCause.SILENT: Dropped.SILENT,
+    EndCause.STALLED: Dropped.STALLED,
+    EndCause.NO_ROOM: Dropped.NO_ROOM,
+}
+_NO_PEER = (EndCause.NOT_ZMTP, EndCause.TOO_LONG, EndCause.TOO_MANY_PARTS, EndCause.NOT_AUTHENTICATED)
+
+
+class _Dialled:
+    """An address that we dial: its connection, if there is one now, and the frames that wait for it to open."""
+
+    __slots__ = ("address", "asked_at", "connection", "frames", "incarnation", "retry_at", "retry_s")
+
+    def __init__(self, address: ControlAddress, now: float) -> None:
+        self.address = address
+        self.connection: PeerConnection | None = None
+        self.frames: deque[bytes] = deque()
+        self.incarnation: Incarnation | None = None
+        self.asked_at = self.retry_at = now
+        self.retry_s = _FIRST_RETRY_S
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a peer of ours has answered there."""
+        return self.incarnation is not None
 
 
 class ControlSockets:
     """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there."""
 
-    def __init__(self, me: Incarnation, host: str, port: int, trust: Trust | None = None) -> None:
+    def __init__(
+        self, me: Incarnation, host: str, port: int, trust: Trust | None = None, limits: DoorLimits | None = None
+    ) -> None:
         self._me = me
         self._trust = trust or Trust()
         self._trust.check_bind(host)
-        self._seal = Seal(self._trust.key)
-        self._context = zmq.Context()
-        self._bound = self._socket(zmq.ROUTER)
-        self._bound.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
-        self.address = self._bind(host, port)
-        self._dialled: OrderedDict[ControlAddress, zmq.Socket[bytes]] = OrderedDict()
-        self._proven: set[ControlAddress] = set()
-        self._routes: OrderedDict[Incarnation, bytes | ControlAddress] = OrderedDict()
+        self.address = ControlAddress.of(host, port)
+        bound = _bind(host, port)
+        self._limits = limits or DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES)
+        self._door = Door(
+            self._limits,
+            self._on_end,
+            key=self._trust.key,
+            on_open=self._on_open,
+            refusal=self._refusal,
+        )
+        self._door.listen(bound)
+        self._lookups = Lookups()
+        self._dialled: OrderedDict[ControlAddress, _Dialled] = OrderedDict()
+        self._routes: dict[Incarnation, PeerConnection | _Dialled] = {}
         self._refusals: dict[ControlAddress, str] = {}
-        self._poller: zmq.Poller | None = None
-        self._wakeups: list[int] = []
+        self._queued_bytes = 0
+        self._tokens, self._tokens_at = _DIAL_BURST, time.monotonic()
+        self._log_limit = LogLimit(every_s=1.0)
         self.dropped_total: Counter[str] = Counter(dict.fromkeys(Dropped, 0))
 
     def dial(self, address: ControlAddress, message: Message) -> None:
-        """Send to whoever answers at `address`; connects first if need be. Where that is forbidden, `refusals` tells."""
+        """Send to the peer that answers at `address`; connects first if need be. Where that is forbidden, see `refusals`."""
         refusal = self._trust.dial_refusal(address.host)
+        if refusal is None and ":" not in address.host and not _HOST_NAME.fullmatch(address.host):
+            refusal = f"{address} cannot be dialled: Invalid argument"
         if refusal is not None:
             self._drop(Dropped.NOT_DIALLED, refusal)
             self._refuse(address, refusal)
             return
-        socket = self._connected(address)
-        if socket is not None:
-            self._send(socket, [self._sealed("", message, Way.TO_LISTENER)])
+        dialled = self._dialled.get(address) or self._add(address)
+        dialled.asked_at = time.monotonic()
+        self._send_to(dialled, encode(self._me, "", message))
 
     def send(self, peer: Incarnation, message: Message) -> None:
-        """Send to a peer over the connection it was last heard on."""
+        """Send to a peer over the connection that it is bound to."""
         route = self._routes.get(peer)
-        if isinstance(route, bytes):
-            self._send(self._bound, [route, self._sealed(peer, message, Way.TO_DIALLER)])
-        elif route is not None and (socket := self._connected(route)) is not None:
-            self._send(socket, [self._sealed(peer, message, Way.TO_LISTENER)])
-        else:
+        if route is None:
             self.dropped_total[Dropped.NO_ROUTE] += 1
+        elif isinstance(route, PeerConnection):
+            self._send(route, encode(self._me, peer, message))
+        else:
+            self._send_to(route, encode(self._me, peer, message))
 
     def wait(self, timeout_s: float, wakeups: list[int]) -> bool:
         """Wait until a frame or one of the file descriptors `wakeups` is ready, at most `timeout_s`; whether anything is."""
         if self._refusals:
+            self._door.flush()
             return True
-        if self._poller is None or self._wakeups != wakeups:
-            self._poller, self._wakeups = zmq.Poller(), wakeups
-            for watched in (self._bound, *self._dialled.values(), *wakeups):
-                self._poller.register(watched, zmq.POLLIN)
-        return bool(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        self._door.watch([self._lookups.fd, *wakeups])
+        return self._door.wait(min(timeout_s, self._reconnect()))
 
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
-        """Read what has arrived, a bounded number of frames per socket; what is no message of a peer is dropped and counted."""
-        for parts in self._frames(self._bound):
-            envelope = self._heard(parts)
+        """Read what has arrived, so many frames per connection; what is no message of a peer is dropped and counted."""
+        for connection, parts in self._door.receive():
+            envelope = self._read(connection, parts)
             if envelope is not None:
-                self._learn_route(envelope.sender, parts[0].bytes)
-                yield envelope, None
-        for address, socket in list(self._dialled.items()):
-            for parts in self._frames(socket):
-                envelope = self._answered(address, parts)
-                if envelope is not None:
-                    self._proven.add(address)
-                    self._learn_route(envelope.sender, address)
-                    yield envelope, address
+                tag = connection.tag
+                yield envelope, tag.address if isinstance(tag, _Dialled) else None
 
     def refusals(self) -> list[tuple[ControlAddress, str]]:
         """Take the addresses that turned out to be no peers of ours since the last call, each with the reason.
 
-        Where no peer of ours ever answered we hang up; else libzmq would connect there again and again, for good.
+        Where no peer of ours ever answered we hang up, so that nothing connects there again by itself.
         """
         refusals = list(self._refusals.items())
         self._refusals.clear()
         for address, _ in refusals:
-            if address in self._dialled and address not in self._proven:
-                self._hang_up(address)
+            dialled = self._dialled.get(address)
+            if dialled is not None and not dialled.is_proven:
+                self._hang_up(dialled)
         return refusals
 
     def close(self) -> None:
         """Close every socket; unsent frames get a moment to leave. Idempotent."""
-        for socket in (self._bound, *self._dialled.values()):
-            socket.close(linger=200)
-        self._context.term()
+        self._door.close(_LINGER_S)
+        self._lookups.close()
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, _UNSENT_FRAMES)
-        socket.setsockopt(zmq.RCVHWM, _UNREAD_FRAMES)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
-        return socket
+    # Connections that we dial.
 
-    def _bind(self, host: str, port: int) -> ControlAddress:
-        address = ControlAddress.of(host, port)
+    def _add(self, address: ControlAddress) -> _Dialled:
+        unproven = [each for each in self._dialled.values() if not each.is_proven]
+        same_host = [each for each in unproven if each.address.host == address.host]
+        if len(same_host) >= _MAX_UNPROVEN_PER_HOST:
+            self._hang_up(same_host[0])
+        elif len(self._dialled) >= min(_MAX_DIALLED, self._limits.known // 2):
+            # Addresses at which no peer of ours ever answered give way first.
+            self._hang_up(unproven[0] if unproven else next(iter(self._dialled.values())))
+        dialled = self._dialled[address] = _Dialled(address, time.monotonic())
+        return dialled
+
+    def _send_to(self, dialled: _Dialled, frame: bytes) -> None:
+        connection = dialled.connection
+        if connection is not None and connection.is_open:
+            self._send(connection, frame)
+            return
+        if not dialled.is_proven and len(dialled.frames) >= _MAX_QUEUED_UNPROVEN:
+            # A question that is repeated replaces the oldest copy of itself.
+            self._queued_bytes -= len(dialled.frames.popleft())
+        if len(dialled.frames) >= _MAX_QUEUED_FRAMES or self._queued_bytes + len(frame) > _MAX_QUEUED_BYTES:
+            self._drop(Dropped.NOT_SENT, f"too much waits for {dialled.address}")
+            return
+        dialled.frames.append(frame)
+        self._queued_bytes += len(frame)
+        if connection is None and dialled.retry_at <= time.monotonic():
+            self._connect(dialled)
+
+    def _reconnect(self) -> float:
+        """Connect where frames wait for it; for how long nothing of that is due."""
+        self._lookups.clear()
+        now, due = time.monotonic(), float("inf")
+        if not self._queued_bytes:
+            return due
+        for dialled in list(self._dialled.values()):
+            if dialled.connection is not None or not dialled.frames:
+                continue
+            if now - dialled.asked_at > _DIAL_LIFE_S and not dialled.is_proven:
+                self._hang_up(dialled)
+                continue
+            if dialled.retry_at <= now:
+                self._connect(dialled)
+            if dialled.connection is None:
+                due = min(due, dialled.retry_at - now)
+        return due
+
+    def _connect(self, dialled: _Dialled) -> None:
+        """Begin to connect, unless too many dials were begun just now; a name is looked up first."""
+        now = time.monotonic()
+        self._tokens = min(_DIAL_BURST, self._tokens + (now - self._tokens_at) * _DIALS_PER_S)
+        self._tokens_at = now
+        dialled.retry_at = now + dialled.retry_s
+        if not dialled.is_proven and self._tokens < 1.0:
+            return
+        found = self._lookups.find(dialled.address.host, dialled.address.handshake)
+        if found is None:
+            dialled.retry_at = now + _FIRST_RETRY_S
+            return
+        self._tokens -= not dialled.is_proven
+        dialled.retry_s = min(2 * dialled.retry_s, _LONGEST_RETRY_S)
+        if found.error:
+            self._drop(Dropped.NOT_DIALLED, f"{dialled.address}: {found.error}")
+            return
         try:
-            self._bound.bind(address.zmq_url)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"control port {port} on {host}: {error.strerror}; choose another with --control-port") from error
-        return address
+            dialled.connection = self._door.dial(found.family, found.address, str(dialled.address))
+        except OSError as error:
+            self._drop(Dropped.NOT_DIALLED, f"{dialled.address}: {error.strerror}")
+            return
+        dialled.connection.tag = dialled
 
-    def _connected(self, address: ControlAddress) -> zmq.Socket[bytes] | None:
-        """The connection to `address`, made anew if it had to make room; None, and told by `refusals`, if there can be none."""
-        try:
-            socket = self._dialled.get(address) or self._connect(address)
-        except zmq.ZMQError as error:
-            self._drop(Dropped.NOT_DIALLED, error.strerror)
-            self._refuse(address, f"{address} cannot be dialled: {error.strerror}")
+    def _on_open(self, connection: PeerConnection) -> None:
+        """A dialled connection may be used: what has waited for it is sent."""
+        dialled = connection.tag
+        if not isinstance(dialled, _Dialled):
+            return
+        dialled.retry_s = _FIRST_RETRY_S
+        while dialled.frames:
+            frame = dialled.frames.popleft()
+            self._queued_bytes -= len(frame)
+            self._send(connection, frame)
+
+    def _hang_up(self, dialled: _Dialled) -> None:
+        self._dialled.pop(dialled.address, None)
+        self._queued_bytes -= sum(map(len, dialled.frames))
+        dialled.frames.clear()
+        if dialled.connection is not None:
+            self._door.finish(dialled.connection, EndCause.CLOSED)
+        if dialled.incarnation is not None and self._routes.get(dialled.incarnation) is dialled:
+            self._reroute(dialled.incarnation)
+
+    # Every connection.
+
+    def _send(self, connection: PeerConnection, frame: bytes) -> None:
+        if not self._door.send(connection, frame):
+            self._drop(Dropped.NOT_SENT, f"{connection.name} takes nothing")
+
+    def _on_end(self, connection: PeerConnection, cause: EndCause, detail: str) -> None:
+        dropped = _DROPPED_BY_END.get(cause)
+        if dropped is not None:
+            self._drop(dropped, f"{connection.name}: {detail}")
+        dialled = connection.tag
+        if isinstance(dialled, _Dialled):
+            dialled.connection = None
+            dialled.retry_at = time.monotonic() + dialled.retry_s
+            if cause in _NO_PEER:
+                self._refuse(dialled.address, f"what answers at {dialled.address} is no peer of ours: {detail}")
+            elif cause is EndCause.REFUSED:
+                self._refuse(dialled.address, f"refused by {dialled.address}: {shown(detail)}")
+        elif connection.identity and self._routes.get(Incarnation(connection.identity)) is connection:
+            self._reroute(Incarnation(connection.identity))
+
+    def _reroute(self, incarnation: Incarnation) -> None:
+        """The route of a peer has ended: it may have another connection."""
+        self._routes.pop(incarnation, None)
+        others = [each for each in self._door.known if each.identity == incarnation]
+        if others:
+            tag = others[-1].tag
+            self._routes[incarnation] = tag if isinstance(tag, _Dialled) else others[-1]
+
+    def _read(self, connection: PeerConnection, parts: list[bytes]) -> Envelope | None:
+        """The envelope in a message, if the peer may send it; else the peer is sent the reason."""
+        if len(parts) != 1:
+            self._not_understood(connection, Dropped.WRONG_FRAMES, f"a message of {len(parts)} frames; ours have one")
             return None
-        self._dialled.move_to_end(address)
-        return socket
-
-    def _connect(self, address: ControlAddress) -> zmq.Socket[bytes]:
-        if len(self._dialled) >= _MAX_DIALLED:
-            self._hang_up(self._least_needed())
-        socket = self._socket(zmq.DEALER)
-        socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:
-            socket.connect(address.zmq_url)
-        except zmq.ZMQError:
-            socket.close()
-            raise
-        self._dialled[address] = socket
-        self._poller = None
-        return socket
-
-    def _least_needed(self) -> ControlAddress:
-        """The oldest connection; addresses at which nobody of ours ever answered come first."""
-        return next((address for address in self._dialled if address not in self._proven), next(iter(self._dialled)))
-
-    def _hang_up(self, address: ControlAddress) -> None:
-        self._proven.discard(address)
-        self._poller = None
-        self._dialled.pop(address).close(linger=0)
-
-    def _sealed(self, recipient: str, message: Message, way: Way) -> bytes:
-        return self._seal.seal(encode(self._me, recipient, message), way)
-
-    def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        try:
-            socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self._drop(Dropped.NOT_SENT, error.strerror)
-
-    def _frames(self, socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-        for _ in range(FRAMES_PER_TURN):
-            if socket.closed:
-                return
-            try:
-                yield socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-
-    def _heard(self, parts: list[zmq.Frame]) -> Envelope | None:
-        """What somebody who dialled us says; whoever is not understood is told so."""
-        if len(parts) != 2:
-            self._drop(Dropped.WRONG_FRAMES, f"{len(parts)} frames")
+            envelope = decode(parts[0])
+        except ProtocolError as error:
+            self._not_understood(connection, Dropped.NOT_A_MESSAGE, str(error))
             return None
-        speaker = self._speaker(parts[1])
-        if not self._trust.hears(speaker):
-            reason = f"{speaker or 'your address'} is not on the allow-list here"
-            self._drop(Dropped.NOT_ALLOWED, reason)
-        else:
-            envelope, reason = self._read(parts[1], Way.TO_LISTENER)
-            if envelope is not None:
-                return envelope
-        self._send(self._bound, [parts[0].bytes, self._sealed("", Refused(reason[:_MAX_REASON]), Way.TO_DIALLER)])
-        return None
-
-    def _answered(self, address: ControlAddress, parts: list[zmq.Frame]) -> Envelope | None:
-        """What the peer that we dialled says; one that is not understood is none."""
-        if len(parts) == 1:
-            envelope, reason = self._read(parts[0], Way.TO_DIALLER)
-        else:
-            envelope, reason = None, f"a message of {len(parts)} frames; ours have one"
-            self._drop(Dropped.WRONG_FRAMES, f"{len(parts)} frames from {address}")
-        if envelope is None:
-            self._refuse(address, f"what answers at {address} is no peer of ours: {reason}")
+        sender = envelope.sender
+        if connection.identity != sender:
+            if connection.identity or sender == self._me:
+                reason = f"{shown(sender)} is not the incarnation that this connection belongs to"
+                self._not_understood(connection, Dropped.OTHER_SENDER, reason)
+                return None
+            self._bind_to(connection, sender)
+        tag = connection.tag
+        self._routes[sender] = tag if isinstance(tag, _Dialled) else connection
         return envelope
 
-    def _read(self, frame: zmq.Frame, way: Way) -> tuple[Envelope | None, str]:
-        """The envelope in a frame, or None and what is wrong with it."""
-        cause = Dropped.NOT_A_MESSAGE
-        try:
-            if len(frame) > MAX_FRAME_BYTES + SEAL_BYTES:
-                raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are read")
-            cause = Dropped.NOT_AUTHENTICATED
-            content = self._seal.open(frame.bytes, way)
-            cause = Dropped.NOT_A_MESSAGE
-            return decode(content), ""
-        except ProtocolError as error:
-            self._drop(cause, str(error))
-            return None, str(error)
+    def _bind_to(self, connection: PeerConnection, sender: Incarnation) -> None:
+        """The first message of a connection names the only incarnation that may use it."""
+        connection.identity = sender
+        self._door.admit(connection)
+        dialled = connection.tag
+        if isinstance(dialled, _Dialled):
+            before, dialled.incarnation = dialled.incarnation, sender
+            if before is not None and before != sender and self._routes.get(before) is dialled:
+                self._reroute(before)
 
-    def _speaker(self, frame: zmq.Frame) -> str:
-        """From which address a frame came; looked up only where that matters, and empty where it cannot be known."""
-        if self._trust.allowed is None:
-            return ""
-        try:
-            return str(frame.get("Peer-Address"))
-        except zmq.ZMQError:
-            return ""
+    def _not_understood(self, connection: PeerConnection, cause: Dropped, reason: str) -> None:
+        self._drop(cause, f"{connection.name}: {reason}")
+        if isinstance(connection.tag, _Dialled):
+            address = connection.tag.address
+            self._refuse(address, f"what answers at {address} is no peer of ours: {reason}")
+        else:
+            self._door.send(connection, encode(self._me, "", Refused(reason[:_MAX_REASON])))
+
+    def _refusal(self, host: str) -> str:
+        """Why a peer at this IP address is not let in."""
+        return "" if self._trust.accepts_from(host) else f"{host} is not on the allow-list here"
 
     def _refuse(self, address: ControlAddress, reason: str) -> None:
         if len(self._refusals) < _MAX_DIALLED:
             self._refusals[address] = reason
 
-    def _learn_route(self, sender: Incarnation, route: bytes | ControlAddress) -> None:
-        self._routes[sender] = route
-        self._routes.move_to_end(sender)
-        while len(self._routes) > _MAX_ROUTES:
-            self._routes.popitem(last=False)
-
     def _drop(self, cause: Dropped, detail: str) -> None:
         self.dropped_total[cause] += 1
-        if self.dropped_total[cause].bit_count() == 1:
-            log.warning("control channel: dropped (%s, %d so far): %s", cause, self.dropped_total[cause], detail)
+        held_back = self._log_limit.allow(cause, time.monotonic())
+        if held_back is not None:
+            log.warning("control channel: dropped (%s, %d so far): %s", cause, self.dropped_total[cause], shown(detail))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return listen_on(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"control port {port} on {host}: {reason}; choose another with --control-port") from error

@@ -1,18 +1,72 @@
-"""The source half of a coordinator: announces what is computed, keeps it under a lease, confirms it, gives it back once."""
+"""The source side of hand-offs: announces what is computed, keeps it under a lease, confirms it, and returns it once.
+
+Theory of operation
+===================
+
+One hand-off is one `SourceRecord`: a state of the table `SOURCE` (core/lifecycle.py), and the counts and lists beside it.
+Calls of the engine, messages of the target, reports of ranks and alarms become events for `step`, which performs the effects
+of the row in order; `_settle` then raises the events that follow from counts. The rules of generations, confirmations, grant
+numbers and quarantine are explained from the other end in agent/target.py. What this side adds:
+
+**Order of arrival.** Engine and target learn of a request independently, so the grant may come before the engine's own call
+(PARKED), after it (QUEUED, then STREAMING), or after the whole prefill (HELD, then SERVING). A hand-off belongs to the first
+target that shows up for it with the same prompt; a transfer id alone proves nothing, because clients choose it.
+
+**The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
+do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
+confirms nothing. There is no lease while a request is QUEUED: it has no grant, and computes at the engine's own pace.
+
+**Retraction.** The engine preempts a prefill by `retract`. STREAMING becomes RETRACTING: the copies that this side executes
+are stopped, spans and sums are forgotten, a new generation number is taken, and `Retracted` is sent. When no copy of ours is
+in flight the engine gets `Drained` and may overwrite the blocks. Reads of the target are not waited for: whatever they read
+is of a generation that is never confirmed again. A side that writes must wait, because a write that is still in flight would
+carry bytes of the next request into blocks of this one.
+
+**Confirmation.** Where the target reads, it asks, and `Confirmed` is sent if the generation it has read is the one that the
+blocks hold now. Where this side writes, it confirms by itself, after the last byte of every rank. With checksums, not before
+every span is summed: a sum that is taken later could be of other bytes.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbaton.agent.engine_port import Offer, SourceEnded
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegReport, LegStopped, LegSummed
-from kvbaton.agent.records import Declined, SourceRecord
-from kvbaton.agent.source_effects import SourceEffects
+from kvbaton.agent.declined import DeclinedRequests
+from kvbaton.agent.engine_port import Drained, Granted, Offer, SourceEnded
+from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
+from kvbaton.agent.rank_orders import (
+    CloseCopy,
+    CopyFailed,
+    CopyId,
+    CopyReport,
+    CopyStopped,
+    DropSums,
+    MoveSpans,
+    OpenCopy,
+    PutAux,
+    RankSums,
+    SpanMoved,
+    SpanSummed,
+    StopCopy,
+    SumSpans,
+    sums_by_leg,
+)
+from kvbaton.agent.timers import Timers
+from kvbaton.config import Limits
+from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pack_aux, point_at
+from kvbaton.core.bounded import BoundedMap
+from kvbaton.core.checks import SpanSum
+from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import (
+    Aux,
     AuxWay,
     BlockLists,
+    Executor,
     HandoffKey,
     Incarnation,
     Integrity,
@@ -22,25 +76,32 @@ from kvbaton.core.handoff import (
     key_problem,
     span_problem,
 )
-from kvbaton.core.lifecycle import SourceEvent, SourceState
+from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceEvent, SourceState, SourceTable
 from kvbaton.core.messages import (
     MAX_REASON,
+    Announced,
+    AuxSent,
     ConfirmAsk,
+    Confirmed,
     Grant,
     Heartbeat,
+    Message,
     Over,
+    Prefilled,
     Refused,
     Release,
     Retracted,
     Stop,
     Stopped,
 )
-from kvbaton.core.timeline import Stage
+from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 
 __all__ = ["SourceRecord", "SourceSide"]
 
+log = logging.getLogger(__name__)
+
+_MAX_ENDS = 4096
 _MAX_PARKED = 4096
-_MAX_TAKEN = 1024
 _QUIET = {
     Outcome.FAILED: SourceEvent.QUIET_FAILED,
     Outcome.CANCELLED: SourceEvent.QUIET_CANCELLED,
@@ -48,10 +109,290 @@ _QUIET = {
 }
 
 
-class SourceSide(SourceEffects):
-    """All live hand-offs that this instance is the source of. A hand-off belongs to the first target that speaks for it."""
+@dataclass(slots=True)
+class SourceRecord:
+    """One live hand-off as its source knows it: the state, and the counts and lists beside it."""
 
-    # What the engine says.
+    key: HandoffKey
+    state: SourceState
+    lease_until: float
+    generation: int = 0
+    prompt: str = ""
+    is_expected: bool = True
+    """Whether the engine has asked for it; false while a grant is parked."""
+    blocks: BlockLists = ()
+    spans: list[Span] = field(default_factory=list)
+    announced: int = 0
+    """How many of the spans were sent to the target; likewise moved by us, and given to the ranks to sum."""
+    moving: int = 0
+    summing: int = 0
+    offer: Offer | None = None
+    held_since: float = 0.0
+    target: Incarnation | None = None
+    grant: Grant | None = None
+    open_copies: dict[int, CopyId] = field(default_factory=dict)
+    """By rank: the copy that it has open, which may be that of an earlier generation while we are RETRACTING."""
+    moved: dict[int, set[int]] = field(default_factory=dict)
+    sums: RankSums = field(default_factory=dict)
+    is_asked: bool = False
+    """Whether the target has asked for a confirmation that waits for the last checksum."""
+    aux_pointer: AuxPointer | None = None
+    is_confirmed: bool = False
+    verdict: Outcome = Outcome.FAILED
+    """How it will end, fixed by whatever ended it first."""
+    reason: str = ""
+    stop_asked: bool = False
+
+    @property
+    def grant_number(self) -> int:
+        """The number of the grant in hand; 0 without one."""
+        return 0 if self.grant is None else self.grant.grant
+
+    @property
+    def copy(self) -> CopyId:
+        """The copy of this generation, as the ranks know it."""
+        return CopyId(self.key, self.grant_number, self.generation)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this side executes the copies."""
+        return self.grant is not None and self.grant.executor is Executor.SOURCE_WRITES
+
+    @property
+    def integrity(self) -> Integrity:
+        """How much the target has asked to be summed."""
+        return Integrity.OFF if self.grant is None else self.grant.integrity
+
+
+class SourceSide:
+    """All live hand-offs that this instance is the source of."""
+
+    table: SourceTable = SOURCE
+
+    def __init__(
+        self,
+        ranks_count: int,
+        limits: Limits,
+        clock: Clock,
+        control: Control,
+        ranks: Ranks,
+        engine: EnginePort,
+        observe: Observer = no_observer,
+        aux_area: AuxArea | None = None,
+    ) -> None:
+        self._observe = observe
+        self._ranks_count = ranks_count
+        self._limits = limits
+        self._clock = clock
+        self._control = control
+        self._ranks = ranks
+        self._engine = engine
+        self.live: dict[HandoffKey, SourceRecord] = {}
+        self._windows = GrantWindows()
+        self._ended: BoundedMap[tuple[Incarnation | None, HandoffKey, int], Over] = BoundedMap(_MAX_ENDS)
+        self._declined = DeclinedRequests()
+        self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
+        self.aux_slots = AuxSlots(aux_area)
+        self._generation = 0
+        self._parked = 0
+        self.late_total: Counter[str] = Counter()
+        self.failures_total: Counter[str] = Counter()
+        self.aux_fallbacks_total: Counter[str] = Counter()
+        self.effects: dict[SourceEffect, Callable[[SourceRecord], None]] = {
+            SourceEffect.EXTEND_LEASE: self.extend_lease,
+            SourceEffect.NOTIFY_GRANTED: self.notify_granted,
+            SourceEffect.ANNOUNCE: self.announce,
+            SourceEffect.SEND_PREFILLED: self.send_prefilled,
+            SourceEffect.NEW_GENERATION: self.new_generation,
+            SourceEffect.SEND_RETRACTED: self.send_retracted,
+            SourceEffect.NOTIFY_DRAINED: self.notify_drained,
+            SourceEffect.SEND_CONFIRMATION: self.send_confirmation,
+            SourceEffect.REPEAT_CONFIRMATION: self.repeat_confirmation,
+            SourceEffect.STOP_COPY: self.stop_copy,
+            SourceEffect.SEND_END: self.send_end,
+            SourceEffect.RETURN_BLOCKS: self.return_blocks,
+        }
+
+    # The state machine.
+
+    def step(self, record: SourceRecord, event: SourceEvent) -> None:
+        """Step the machine and perform the effects of its row, in order; a late event is counted."""
+        row = self.table.step(record.state, event)
+        if row is None:
+            self.late_total[event] += 1
+            return
+        if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
+            self._parked -= 1
+        # Before the effects: RETURN_BLOCKS reads the outcome from the state.
+        record.state = row.state
+        for effect in row.effects:
+            self.effects[effect](record)
+        self._watch(record)
+
+    def _settle(self, record: SourceRecord) -> None:
+        """Raise the events that follow from counts: everything is moved and summed, or nothing is in flight."""
+        if record.state is SourceState.SERVING and self._is_summed(record):
+            if record.writes and not record.is_confirmed and self._is_moved(record):
+                self.step(record, SourceEvent.WRITTEN)
+            elif record.is_asked and not record.writes:
+                record.is_asked = False
+                self.step(record, SourceEvent.CONFIRM_ASKED)
+        elif record.open_copies:
+            return
+        elif record.state is SourceState.RETRACTING:
+            self.step(record, SourceEvent.QUIET)
+        elif record.state is SourceState.STOPPING:
+            self.step(record, _QUIET[record.verdict])
+
+    def _end_by(self, record: SourceRecord, event: SourceEvent, verdict: Outcome, reason: str) -> None:
+        """Begin an end without delivery. The first one decides the outcome; what comes while it stops is late."""
+        if record.state is SourceState.STOPPING:
+            self.late_total[event] += 1
+            return
+        record.verdict, record.reason = verdict, reason[:MAX_REASON]
+        self.failures_total[event] += 1
+        self.step(record, event)
+        self._settle(record)
+
+    # The effects of the table.
+
+    def extend_lease(self, record: SourceRecord) -> None:
+        """The target is alive: count its silence from now."""
+        record.lease_until = self._clock() + self._limits.defer_timeout
+
+    def notify_granted(self, record: SourceRecord) -> None:
+        """The engine may start it now, however full its pool is (`may_start_prefill`)."""
+        self._note(record, Stage.GRANTED)
+        self._engine(Granted(record.key))
+
+    def announce(self, record: SourceRecord) -> None:
+        """Announce what is new, have our ranks move it if the copy is ours to execute, and sum it if the grant asks for that.
+
+        Each of the three has a count of its own: a repeated grant announces everything again (an announcement may be lost), but
+        what was moved or summed is not moved or summed twice.
+        """
+        grant = record.grant
+        if grant is None:
+            return
+        new = tuple(record.spans[record.announced :])
+        if new:
+            record.announced = len(record.spans)
+            for span in new:
+                self._note(record, Stage.ANNOUNCED, span)
+            announced = Announced(
+                key=record.key,
+                grant=grant.grant,
+                generation=record.generation,
+                blocks=() if record.writes else record.blocks,
+                spans=new,
+            )
+            self._send(record, announced)
+        if record.writes and (unmoved := tuple(record.spans[record.moving :])):
+            self._open_copy(record, grant)
+            record.moving = len(record.spans)
+            self._ranks.send_all(MoveSpans(record.copy, record.blocks, unmoved))
+        if grant.integrity is not Integrity.OFF and (unsummed := tuple(record.spans[record.summing :])):
+            record.summing = len(record.spans)
+            order = SumSpans(
+                copy=record.copy,
+                side=Side.SOURCE,
+                blocks=record.blocks,
+                spans=unsummed,
+                cached_tokens=grant.cached_tokens,
+                integrity=grant.integrity,
+                total_tokens=grant.tokens or None,
+                peer=record.target,
+            )
+            self._ranks.send_all(order)
+
+    def send_prefilled(self, record: SourceRecord) -> None:
+        """Notify the target that nothing more will be announced, and send it the aux record."""
+        if record.offer is None:
+            return
+        prefilled = Prefilled(
+            key=record.key,
+            grant=record.grant_number,
+            generation=record.generation,
+            span_count=len(record.spans),
+            tokens=record.offer.tokens,
+            held_s=max(0.0, self._clock() - record.held_since),
+        )
+        self._send(record, prefilled)
+        pointer = self._point_at_aux(record, record.offer.aux)
+        aux = None if pointer else record.offer.aux
+        self._send(record, AuxSent(key=record.key, grant=record.grant_number, aux=aux, pointer=pointer))
+
+    def new_generation(self, record: SourceRecord) -> None:
+        """What was announced is void; copies of the old generation, if any, are being stopped and stay in `open_copies`."""
+        self._generation += 1
+        record.generation = self._generation
+        record.spans.clear()
+        record.announced = record.moving = 0
+        record.moved.clear()
+        record.is_confirmed = False
+        self._drop_sums(record)
+
+    def send_retracted(self, record: SourceRecord) -> None:
+        """Notify the target which generation counts now."""
+        self._note(record, Stage.RETRACTED)
+        self._send(record, Retracted(record.key, record.grant_number, record.generation))
+
+    def notify_drained(self, record: SourceRecord) -> None:
+        """The engine may overwrite the blocks of the old generation."""
+        record.blocks = ()
+        self._engine(Drained(record.key))
+
+    def send_confirmation(self, record: SourceRecord) -> None:
+        """Confirm that the blocks hold this generation, now that the last byte was moved."""
+        record.is_confirmed = True
+        self._note(record, Stage.CONFIRMED)
+        sums = tuple(SpanSum(leg, span, value) for (leg, span), value in sorted(sums_by_leg(record.sums).items()))
+        confirmed = Confirmed(
+            key=record.key,
+            grant=record.grant_number,
+            generation=record.generation,
+            span_count=len(record.spans),
+            sums=sums,
+        )
+        self._send(record, confirmed)
+
+    def repeat_confirmation(self, record: SourceRecord) -> None:
+        """A target that repeats its grant has missed something. It never asks a source that writes, so confirm it again."""
+        if record.is_confirmed and record.writes:
+            self.send_confirmation(record)
+
+    def stop_copy(self, record: SourceRecord) -> None:
+        """Have every rank stop what it has open, a generation that is being retracted included."""
+        for rank, copy in tuple(record.open_copies.items()):
+            self._ranks.send(rank, StopCopy(copy))
+
+    def send_end(self, record: SourceRecord) -> None:
+        """Notify the target of the end here. Both messages promise that its blocks will not be touched: we are quiet."""
+        number = record.grant_number
+        if record.stop_asked:
+            self._send(record, Stopped(record.key, number))
+        else:
+            self._send(record, Over(key=record.key, grant=number, outcome=record.verdict, reason=record.reason))
+
+    def return_blocks(self, record: SourceRecord) -> None:
+        """The end: forget the record, remember how it ended, and give the engine its blocks back."""
+        del self.live[record.key]
+        self._timers.drop(record.key)
+        self._drop_sums(record)
+        if record.aux_pointer is not None:
+            self.aux_slots.give(record.aux_pointer.offset)
+        outcome, number = Outcome(record.state.value), record.grant_number
+        end = Over(key=record.key, grant=number, outcome=outcome, reason=record.reason)
+        self._ended[record.target, record.key, number] = end
+        for rank, copy in record.open_copies.items():
+            self._ranks.send(rank, CloseCopy(copy))
+        self._note(record, Stage.ENDED, outcome=outcome)
+        if outcome is not Outcome.DELIVERED:
+            log.warning("hand-off %s: source %s: %s", record.key, outcome, record.reason or "no reason given")
+        if record.is_expected:
+            self._engine(SourceEnded(record.key, outcome, record.reason))
+
+    # Calls of the engine.
 
     def expect(self, key: HandoffKey, prompt: str) -> None:
         """The engine will prefill `key`; a grant for the same prompt that came earlier is taken up."""
@@ -59,11 +400,11 @@ class SourceSide(SourceEffects):
             self._engine(SourceEnded(key, Outcome.FAILED, problem))
             return
         record = self.live.get(key)
-        if record is not None and record.state is SourceState.PARKED and not self.same_prompt(record, prompt):
+        if record is not None and record.state is SourceState.PARKED and not self.is_same_prompt(record, prompt):
             self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "the source has another prompt of that transfer id")
             record = None
-        if record is None and (declined := self._taken_as_declined(key, prompt)) is not None:
-            self._engine(SourceEnded(key, Outcome.CANCELLED, declined.reason))
+        if record is None and (reason := self._declined.use_up(key, prompt, self._clock())) is not None:
+            self._engine(SourceEnded(key, Outcome.CANCELLED, reason))
         elif record is None:
             self.live[key] = self._new_record(key, SourceState.QUEUED)
             self.live[key].prompt = prompt
@@ -73,10 +414,6 @@ class SourceSide(SourceEffects):
         else:
             self._engine(SourceEnded(key, Outcome.FAILED, f"hand-off {key} is live already"))
 
-    def same_prompt(self, record: SourceRecord, prompt: str) -> bool:
-        """Whether a hand-off is about this very prompt; a transfer id alone proves nothing."""
-        return record.prompt == prompt
-
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """The engine has computed spans; they are announced as soon as there is a grant."""
         record = self._expected(key)
@@ -84,7 +421,7 @@ class SourceSide(SourceEffects):
             self.late_total["spans"] += 1
             return
         if record.offer is not None:
-            reason = f"the engine told of {len(spans)} more spans after it had offered the whole cache"
+            reason = f"the engine reported {len(spans)} more spans after it had offered the whole cache"
             self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, reason)
             return
         record.blocks = blocks
@@ -92,7 +429,7 @@ class SourceSide(SourceEffects):
         self.step(record, SourceEvent.SPAN_READY)
 
     def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
-        """The prefill is complete. `whole` makes the one span of a cache of which no spans were told before."""
+        """The prefill is complete. `whole` makes the one span of a cache of which no spans were reported before."""
         record = self._expected(offer.key)
         if record is None or self.table.step(record.state, SourceEvent.PREFILLED) is None:
             self.late_total["offer"] += 1
@@ -111,7 +448,7 @@ class SourceSide(SourceEffects):
         self._settle(record)
 
     def retract(self, key: HandoffKey) -> None:
-        """The engine needs the blocks for something else; it is told when they are free."""
+        """The engine needs the blocks for something else; `Drained` follows when no copy of ours uses them."""
         record = self._expected(key)
         if record is None:
             self.late_total["retract"] += 1
@@ -120,27 +457,18 @@ class SourceSide(SourceEffects):
         self._settle(record)
 
     def cancel(self, key: HandoffKey, reason: str) -> None:
-        """The engine gives it up."""
+        """The engine cancels a hand-off."""
         if (record := self.live.get(key)) is not None:
             self._end_by(record, SourceEvent.ABORTED, Outcome.CANCELLED, reason)
 
-    def stop(self, reason: str) -> None:
-        """Give everything up."""
-        for key in list(self.live):
-            self.cancel(key, reason)
-
-    # What the target says.
+    # Messages of the target.
 
     def on_grant(self, sender: Incarnation, grant: Grant) -> None:
         """A target has blocks. A number counts once; the same number again only repeats what was announced."""
-        self._is_wanted_again(grant.key)
+        self._declined.withdraw(grant.key)
         record = self.live.get(grant.key)
         if record is not None and record.target == sender and record.grant_number == grant.grant:
-            record.announced = 0
-            if grant.aux_way is AuxWay.CONTROL and record.grant is not None:
-                record.grant = msgspec.structs.replace(record.grant, aux_way=grant.aux_way)
-            self.step(record, SourceEvent.GRANTED)
-            self._confirm_again(record)
+            self._repeat(record, grant)
         elif not self.use_grant(sender, grant):
             self.late_total["grant"] += 1
             if (end := self._end_of(sender, grant.key, grant.grant)) is not None:
@@ -149,35 +477,45 @@ class SourceSide(SourceEffects):
                 self._refuse(sender, grant, "this grant was used before", stale=True)
         elif record is None:
             self._park(sender, grant)
-        elif not self.same_prompt(record, grant.prompt):
+        elif not self.is_same_prompt(record, grant.prompt):
             self._refuse(sender, grant, "the source has another prompt of that transfer id")
             if record.grant is None and record.target == sender:
+                # A heartbeat had claimed it for this target, by the transfer id alone. Its real target is another one.
                 record.target = None
         elif record.grant is None and record.target in (None, sender):
             record.target, record.grant = sender, grant
             self.step(record, SourceEvent.GRANTED)
             self._settle(record)
         elif record.target == sender:
+            # One grant at a time: a new number means that the target has ended the old one, and that its Stop was lost.
             self._refuse(sender, grant, "an earlier grant for it was given up")
             self._end_by(record, SourceEvent.STOP_ASKED, Outcome.FAILED, "the target granted it anew")
         else:
             self._refuse(sender, grant, "it belongs to another target")
+
+    def _repeat(self, record: SourceRecord, grant: Grant) -> None:
+        """The grant in hand came again: something that we sent is lost, so everything is sent again."""
+        record.announced = 0
+        if grant.aux_way is AuxWay.CONTROL and record.grant is not None:
+            # The target could not read the aux record out of our memory; now it goes in a message.
+            record.grant = msgspec.structs.replace(record.grant, aux_way=grant.aux_way)
+        self.step(record, SourceEvent.GRANTED)
 
     def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
         """Use the number of a grant up; false when that was done before."""
         return self._windows.use(sender, grant.grant)
 
     def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
-        """A target has read everything: confirm that the blocks never changed, or say that they did."""
+        """A target has read everything: confirm that the blocks never changed, or that they did."""
         record = self._owned(sender, ask.key, ask.grant)
         if record is None:
             self._control.send(sender, self._over(sender, ask.key, ask.grant))
         elif not self.still_holds(record, ask):
             self._control.send(sender, Retracted(ask.key, ask.grant, record.generation))
-        elif record.state is SourceState.SERVING and not self._all_summed(record):
+        elif record.state is SourceState.SERVING and not self._is_summed(record):
             record.is_asked = True
-            self.step(record, SourceEvent.HEARD)
-        elif not record.writes or self._all_moved(record):
+            self.step(record, SourceEvent.PEER_ALIVE)
+        elif not record.writes or self._is_moved(record):
             self.step(record, SourceEvent.CONFIRM_ASKED)
 
     def still_holds(self, record: SourceRecord, ask: ConfirmAsk) -> bool:
@@ -185,7 +523,7 @@ class SourceSide(SourceEffects):
         return record.generation == ask.generation
 
     def on_release(self, sender: Incarnation, release: Release) -> None:
-        """The target has delivered."""
+        """The target has delivered. What was not confirmed cannot be delivered: such a release is about something else."""
         record = self._owned(sender, release.key, release.grant)
         if record is None or not record.is_confirmed:
             self.late_total["release"] += 1
@@ -193,106 +531,113 @@ class SourceSide(SourceEffects):
             self.step(record, SourceEvent.RELEASED)
 
     def on_stop(self, sender: Incarnation, stop: Stop) -> None:
-        """The target has ended without delivery; a grant of that number that is still on its way is void."""
+        """The target has ended without delivery; a grant of that number that is still on its way is void.
+
+        Stop and Grant may overtake each other. Using the number up here makes the late grant stale, so that it cannot start a
+        hand-off into blocks which the target takes back as soon as it has our answer.
+        """
         if not stop.grant and not stop.prompt:
             self._stop_whole(sender, stop)
             return
-        is_unheard = stop.grant > 0 and self._windows.use(sender, stop.grant)
+        overtook_grant = stop.grant > 0 and self._windows.use(sender, stop.grant)
         record = self.live.get(stop.key)
-        if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, is_unheard):
+        if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, overtook_grant):
             if record is None and not stop.grant:
                 self._remember_declined(sender, stop)
             self._control.send(sender, Stopped(stop.key, stop.grant))
             return
         record.stop_asked = True
         record.target = sender
-        self._end_by(record, SourceEvent.STOP_ASKED, _end_here(stop.outcome), f"the target {stop.outcome}: {stop.reason}")
+        self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), _reason_of(stop))
 
     def _stop_whole(self, sender: Incarnation, stop: Stop) -> None:
-        """A target has refused a request as a whole: nobody comes for anything of its transfer id, now or later.
+        """A target has refused a request as a whole: it fetches nothing of its transfer id, now or later.
 
-        What has ended here before is no news: it is what came of that request, not what a later one of the same id is about.
+        What has ended here before is left out: it belongs to an earlier request of the same id, not to one that is yet to come.
         """
-        transfer_id, reason = stop.key.transfer_id, f"the target {stop.outcome}: {stop.reason}"
-        earlier, verdict = self._declined_whole.get(transfer_id), _end_here(stop.outcome)
-        taken = set() if earlier is None or earlier.until < self._clock() else earlier.taken
-        taken |= {key for _, key, _ in self._ended if key.transfer_id == transfer_id}
-        declined = Declined("", reason, self._clock() + self._limits.defer_timeout, taken)
-        self._declined_whole.add(transfer_id, declined)
-        for record in [record for key, record in self.live.items() if key.transfer_id == transfer_id]:
-            if record.target in (None, sender) and self._is_stopped_by(record, stop, is_unheard=False):
-                declined.taken.add(record.key)
-                self._end_by(record, SourceEvent.STOP_ASKED, verdict, reason)
+        transfer_id, reason = stop.key.transfer_id, _reason_of(stop)
+        stopped = [
+            record
+            for key, record in self.live.items()
+            if key.transfer_id == transfer_id
+            and record.target in (None, sender)
+            and self._is_stopped_by(record, stop, overtook_grant=False)
+        ]
+        over = {key for _, key, _ in self._ended if key.transfer_id == transfer_id}
+        now = self._clock()
+        self._declined.add_whole(
+            transfer_id,
+            reason,
+            until=now + self._limits.defer_timeout,
+            now=now,
+            except_for=over | {record.key for record in stopped},
+        )
+        for record in stopped:
+            self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), reason)
         self._control.send(sender, Stopped(stop.key, 0))
 
     def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
-        """A target is alive; what it waits for lives on, what is over here is told again."""
+        """A target is alive; what it waits for lives on, and about what is over here it is notified again."""
         for key, grant in heartbeat.live:
             record = self.live.get(key)
-            if record is not None and record.target in (None, sender) and self._speaks_of(record, grant):
+            if record is not None and record.target in (None, sender) and self._is_about(record, grant):
                 record.target = sender
-                self.step(record, SourceEvent.HEARD)
-            elif record is None and self._is_wanted_again(key):
+                self.step(record, SourceEvent.PEER_ALIVE)
+            elif record is None and self._declined.withdraw(key):
+                # The engine has not asked for it yet; how an earlier hand-off of this key ended is no answer to this one.
                 continue
             elif record is None and (end := self._end_of(sender, key, grant)) is not None:
                 self._control.send(sender, end)
 
     def on_peer_gone(self, target: Incarnation, reason: str) -> None:
-        """A target is provably gone: what it had goes back."""
+        """A target is provably gone: what was held for it goes back."""
         for record in [record for record in self.live.values() if record.target == target]:
             self._end_by(record, SourceEvent.PEER_GONE, Outcome.FAILED, reason)
 
-    # What the ranks and the clock say.
+    # Reports of the ranks.
 
-    def on_leg(self, report: LegReport) -> None:
-        """A rank tells what became of its leg."""
-        record = self.live.get(report.leg.key)
-        if record is None or record.open_legs.get(report.rank) != report.leg:
-            self.late_total["leg"] += 1
+    def on_copy(self, report: CopyReport) -> None:
+        """A rank reports about its part of a copy."""
+        record = self.live.get(report.copy.key)
+        if record is None or record.open_copies.get(report.rank) != report.copy:
+            self.late_total["copy"] += 1
             return
         match report:
-            case LegMoved():
-                if report.leg.generation == record.generation:
+            case SpanMoved():
+                if report.copy.generation == record.generation:
                     record.moved.setdefault(report.rank, set()).add(report.span)
-            case LegStopped():
-                del record.open_legs[report.rank]
-            case LegFailed():
-                del record.open_legs[report.rank]
-                self._end_by(record, SourceEvent.LEG_FAILED, Outcome.FAILED, report.reason)
+            case CopyStopped():
+                del record.open_copies[report.rank]
+            case CopyFailed():
+                del record.open_copies[report.rank]
+                self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
 
-    def on_summed(self, report: LegSummed) -> None:
+    def on_summed(self, report: SpanSummed) -> None:
         """A rank has summed a span; without all sums nothing is confirmed."""
-        record = self.live.get(report.leg.key)
-        if record is None or not record.summing or report.leg != record.leg:
+        record = self.live.get(report.copy.key)
+        if record is None or not record.summing or report.copy != record.copy:
             self.late_total["summed"] += 1
         elif report.error:
-            self._end_by(record, SourceEvent.LEG_FAILED, Outcome.FAILED, report.error)
+            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
         else:
             record.sums[report.rank, report.span] = report.sums
             self._settle(record)
 
-    def owns_leg(self, leg: LegId) -> bool:
-        """Whether a leg moves something out of here by our own hand."""
-        record = self.live.get(leg.key)
-        return record is not None and leg in record.open_legs.values()
+    def owns_copy(self, copy: CopyId) -> bool:
+        """Whether this side executes a copy. One instance may be source and target of hand-offs at the same time."""
+        record = self.live.get(copy.key)
+        return record is not None and copy in record.open_copies.values()
+
+    # Time.
 
     def tick(self) -> None:
         """End what has had no sign of life from its target for too long."""
-        now = self._clock()
-        for key in self._alarms.ring(now):
-            try:
-                self._look_at(self.live[key], now)
-            except BaseException:
-                self._alarms.set(key, now + self._limits.retry)
-                raise
+        self._timers.tick()
 
-    def _look_at(self, record: SourceRecord, now: float) -> None:
-        if self._has_lease(record) and record.lease_until <= now:
-            reason = f"no word from the target for {self._limits.defer_timeout:g} s while {record.state}"
-            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
-        else:
-            self._watch(record)
+    def next_deadline(self) -> float | None:
+        """When `tick` next has something to do; may be early."""
+        return self._timers.next_deadline()
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
         """The heartbeats that are due to targets that wait for something of ours."""
@@ -300,41 +645,80 @@ class SourceSide(SourceEffects):
         for record in self.live.values():
             if record.target is not None and record.state not in (SourceState.PARKED, SourceState.STOPPING):
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
-        return {target: Heartbeat(True, tuple(live)) for target, live in lists.items()}
-
-    def next_deadline(self) -> float | None:
-        """When something here will want to be looked at; may be early."""
-        return self._alarms.next()
+        return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
     def peers(self) -> set[Incarnation]:
         """Targets that have something of ours."""
         return {record.target for record in self.live.values() if record.target is not None}
 
+    def _look_at(self, record: SourceRecord, now: float) -> None:
+        if self._has_lease(record) and record.lease_until <= now:
+            reason = f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
+            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
+        else:
+            self._watch(record)
+
+    def _watch(self, record: SourceRecord) -> None:
+        """Set the alarm for the end of the lease."""
+        if self._has_lease(record) and self.live.get(record.key) is record:
+            self._timers.set(record.key, record.lease_until)
+
+    def _has_lease(self, record: SourceRecord) -> bool:
+        return record.state not in (SourceState.QUEUED, SourceState.STOPPING)
+
+    # Checks: pure questions about the counts of a record.
+
+    def is_same_prompt(self, record: SourceRecord, prompt: str) -> bool:
+        """Whether a hand-off is about this very prompt; a transfer id alone proves nothing."""
+        return record.prompt == prompt
+
+    def _is_moved(self, record: SourceRecord) -> bool:
+        numbers = {span.number for span in record.spans}
+        return all(record.moved.get(rank, set()) >= numbers for rank in range(self._ranks_count))
+
+    def _is_summed(self, record: SourceRecord) -> bool:
+        return record.integrity is Integrity.OFF or len(record.sums) == self._ranks_count * len(record.spans)
+
+    def _is_about(self, record: SourceRecord, grant: int) -> bool:
+        """Whether a target that waits with `grant` waits for this; its grant may still be on its way, or not yet made."""
+        return grant == 0 or record.grant is None or record.grant_number == grant
+
+    def _is_stopped_by(self, record: SourceRecord, stop: Stop, overtook_grant: bool) -> bool:
+        """Whether a stop is about this record: it holds the grant, or would have, had the stop not overtaken the grant.
+
+        Without a grant it is about whatever of the same prompt has none, or still waits for the engine.
+        """
+        if stop.grant:
+            return record.grant_number == stop.grant or (record.grant is None and overtook_grant)
+        is_early = record.grant is None or record.state is SourceState.PARKED
+        return is_early and (not stop.prompt or self.is_same_prompt(record, stop.prompt))
+
     # Helpers.
 
-    def step(self, record: SourceRecord, event: SourceEvent) -> None:
-        """Step the machine and perform what its row says; a late event is counted."""
-        row = self.table.step(record.state, event)
-        if row is None:
-            self.late_total[event] += 1
-            return
-        if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
-            self._parked -= 1
-        record.state = row.state
-        for effect in row.effects:
-            self.effects[effect](record)
-        self._watch(record)
+    def _send(self, record: SourceRecord, message: Message) -> None:
+        if record.target is not None:
+            self._control.send(record.target, message)
+
+    def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
+        text = record.reason if outcome is not None else ""
+        self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
+        # One counter for all hand-offs, so that a key which is used again never sees a generation of its earlier life.
         self._generation += 1
         return SourceRecord(key, state, self._clock() + self._limits.defer_timeout, self._generation)
 
-    def _watch(self, record: SourceRecord) -> None:
-        if self._has_lease(record) and self.live.get(record.key) is record:
-            self._alarms.set(record.key, record.lease_until)
+    def _expected(self, key: HandoffKey) -> SourceRecord | None:
+        """The live hand-off that a call of the engine is about; a grant that is parked is not known to the engine yet."""
+        record = self.live.get(key)
+        return record if record is not None and record.is_expected else None
+
+    def _owned(self, sender: Incarnation, key: HandoffKey, grant: int) -> SourceRecord | None:
+        record = self.live.get(key)
+        return record if record is not None and record.target == sender and record.grant_number == grant else None
 
     def _park(self, sender: Incarnation, grant: Grant) -> None:
-        """A grant for something that the engine does not know (yet)."""
+        """A grant for something that the engine does not know (yet). In pull the prefill came first, so it is over."""
         if grant.mode is Mode.PULL:
             self._refuse(sender, grant, "it is not held here (any more)")
         elif self._parked >= _MAX_PARKED:
@@ -348,55 +732,14 @@ class SourceSide(SourceEffects):
             self._watch(record)
 
     def _refuse(self, sender: Incarnation, grant: Grant, reason: str, *, stale: bool = False) -> None:
-        self._control.send(sender, Refused(f"hand-off {grant.key}: {reason}", grant.key, grant.grant, stale))
-
-    def _owned(self, sender: Incarnation, key: HandoffKey, grant: int) -> SourceRecord | None:
-        record = self.live.get(key)
-        return record if record is not None and record.target == sender and record.grant_number == grant else None
-
-    def _speaks_of(self, record: SourceRecord, grant: int) -> bool:
-        """Whether a target that waits with `grant` waits for this; its grant may still be on its way, or not yet made."""
-        return grant == 0 or record.grant is None or record.grant_number == grant
-
-    def _expected(self, key: HandoffKey) -> SourceRecord | None:
-        """The live hand-off that the engine speaks of; a grant that waits for its prefill is none of its business yet."""
-        record = self.live.get(key)
-        return record if record is not None and record.is_expected else None
-
-    def _is_stopped_by(self, record: SourceRecord, stop: Stop, is_unheard: bool) -> bool:
-        """Whether a stop is about this record: it holds the grant, or would have, had it not been overtaken.
-
-        Without a grant it is about whatever of the same prompt has none, or still waits for the engine.
-        """
-        if stop.grant:
-            return record.grant_number == stop.grant or (record.grant is None and is_unheard)
-        is_early = record.grant is None or record.state is SourceState.PARKED
-        return is_early and (not stop.prompt or self.same_prompt(record, stop.prompt))
+        refused = Refused(reason=f"hand-off {grant.key}: {reason}", key=grant.key, grant=grant.grant, stale=stale)
+        self._control.send(sender, refused)
 
     def _remember_declined(self, sender: Incarnation, stop: Stop) -> None:
-        """The engine may still be asked for it; what has ended here before is no news."""
+        """The engine may still be asked for it; what has ended here before needs no memory of that."""
         if self._end_of(sender, stop.key, 0) is None:
             until = self._clock() + self._limits.defer_timeout
-            self._declined.add(stop.key, Declined(stop.prompt, f"the target {stop.outcome}: {stop.reason}", until))
-
-    def _taken_as_declined(self, key: HandoffKey, prompt: str) -> Declined | None:
-        """The word of a target that will not come for this, which is used up with it."""
-        now, declined, whole = self._clock(), self._declined.get(key), self._declined_whole.get(key.transfer_id)
-        if declined is not None and declined.prompt == prompt and now <= declined.until:
-            self._declined.discard(key)
-            return declined
-        if whole is not None and key not in whole.taken and now <= whole.until and len(whole.taken) < _MAX_TAKEN:
-            whole.taken.add(key)
-            return whole
-        return None
-
-    def _is_wanted_again(self, key: HandoffKey) -> bool:
-        """Whether a target comes after all for what was declined; what it declined does not count for this any more."""
-        declined, whole = self._declined.get(key), self._declined_whole.get(key.transfer_id)
-        self._declined.discard(key)
-        if whole is not None and len(whole.taken) < _MAX_TAKEN:
-            whole.taken.add(key)
-        return declined is not None or whole is not None
+            self._declined.add(stop.key, stop.prompt, _reason_of(stop), until)
 
     def _end_of(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over | None:
         """How it ended for this target, or before there was any."""
@@ -404,47 +747,49 @@ class SourceSide(SourceEffects):
 
     def _over(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over:
         end = self._end_of(sender, key, grant)
-        return end or Over(key, grant, Outcome.FAILED, f"hand-off {key} is not held here (any more)")
+        reason = f"hand-off {key} is not held here (any more)"
+        return end or Over(key=key, grant=grant, outcome=Outcome.FAILED, reason=reason)
 
-    def _has_lease(self, record: SourceRecord) -> bool:
-        return record.state not in (SourceState.QUEUED, SourceState.STOPPING)
-
-    def _end_by(self, record: SourceRecord, event: SourceEvent, verdict: Outcome, reason: str) -> None:
-        if record.state is SourceState.STOPPING:
-            self.late_total[event] += 1
+    def _open_copy(self, record: SourceRecord, grant: Grant) -> None:
+        if record.open_copies or record.target is None:
             return
-        record.verdict, record.reason = verdict, reason[:MAX_REASON]
-        self.failures_total[event] += 1
-        self.step(record, event)
-        self._settle(record)
+        record.open_copies = dict.fromkeys(range(self._ranks_count), record.copy)
+        order = OpenCopy(
+            copy=record.copy,
+            peer=record.target,
+            executor=grant.executor,
+            epoch=grant.epoch,
+            target_blocks=grant.blocks,
+            cached_tokens=grant.cached_tokens,
+            total_tokens=grant.tokens or None,
+        )
+        self._ranks.send_all(order)
 
-    def _all_moved(self, record: SourceRecord) -> bool:
-        wanted = {span.number for span in record.spans}
-        return all(record.moved.get(rank, set()) >= wanted for rank in range(self._ranks_count))
+    def _point_at_aux(self, record: SourceRecord, aux: Aux) -> AuxPointer | None:
+        """Put the aux record into a slot of ours, once, if the target will read it there; None when it goes in the message."""
+        if record.grant is None or record.grant.aux_way is AuxWay.CONTROL:
+            return None
+        if record.aux_pointer is None:
+            data = pack_aux(record.key, record.grant_number, record.generation, aux)
+            refusal = self.aux_slots.refusal(len(data)) or ("" if self._ranks.holds_aux else "not written")
+            if refusal:
+                self.aux_fallbacks_total[refusal] += 1
+                return None
+            record.aux_pointer = point_at(self.aux_slots.take(), data)
+            self._ranks.send(0, PutAux(record.aux_pointer.offset, data))
+        return record.aux_pointer
 
-    def _all_summed(self, record: SourceRecord) -> bool:
-        return record.integrity is Integrity.OFF or len(record.sums) == self._ranks_count * len(record.spans)
-
-    def _confirm_again(self, record: SourceRecord) -> None:
-        if record.is_confirmed and record.writes and record.state is SourceState.SERVING:
-            self.send_confirmation(record)
-
-    def _settle(self, record: SourceRecord) -> None:
-        """Raise the events that follow from counts: everything moved and summed, everything quiet."""
-        if record.state is SourceState.SERVING and self._all_summed(record):
-            if record.writes and not record.is_confirmed and self._all_moved(record):
-                self.step(record, SourceEvent.WRITTEN)
-            elif record.is_asked and not record.writes:
-                record.is_asked = False
-                self.step(record, SourceEvent.CONFIRM_ASKED)
-        elif record.open_legs:
-            return
-        elif record.state is SourceState.RETRACTING:
-            self.step(record, SourceEvent.QUIET)
-        elif record.state is SourceState.STOPPING:
-            self.step(record, _QUIET[record.verdict])
+    def _drop_sums(self, record: SourceRecord) -> None:
+        if record.summing:
+            self._ranks.send_all(DropSums(Side.SOURCE, record.key))
+        record.summing, record.is_asked = 0, False
+        record.sums.clear()
 
 
-def _end_here(outcome: Outcome) -> Outcome:
-    """How a source ends whose target has stopped it; nobody delivers by stopping."""
+def _outcome_here(outcome: Outcome) -> Outcome:
+    """How a source ends whose target has stopped it; a stop never delivers, whatever the message claims."""
     return Outcome.FAILED if outcome is Outcome.DELIVERED else outcome
+
+
+def _reason_of(stop: Stop) -> str:
+    return f"the target {stop.outcome}: {stop.reason}"

@@ -1,4 +1,4 @@
-"""What the agents of an instance have counted: a snapshot for whoever watches, taken without stopping them."""
+"""What the agents of an instance have counted: a snapshot for metrics, taken without stopping them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AgentStats:
     handoffs_live: Mapping[str, int]
     """Hand-offs that have not ended, by side (`source`, `target`)."""
     quarantined_blocks: int
-    """Target blocks that wait until somebody is provably quiet."""
+    """Target blocks that wait until every copy into them has provably stopped."""
     late_total: Counter[str]
     """Events that came when they could not change anything any more, by kind."""
     dropped_total: Counter[str]
@@ -24,9 +24,9 @@ class AgentStats:
     mismatches_total: int
     """Hand-offs to this instance that failed because of a checksum."""
     aux_fallbacks_total: Counter[str]
-    """Aux records that should have travelled by data and went by message after all, by cause."""
+    """Aux records that should have travelled by data and were sent in a message after all, by cause."""
     errors_total: int
-    """Errors of our own that the agents' thread went on after."""
+    """Errors of our own that the agents' thread continued after."""
     turns_total: int
     """How often the agents' thread has worked."""
     busy_s_total: float

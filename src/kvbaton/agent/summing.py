@@ -1,4 +1,4 @@
-"""Checksums of a rank's own memory: a list of spans to sum, worked off a bounded piece at a time, so that nobody waits."""
+"""Checksums of a rank's own memory: a list of spans to sum, a few MiB at a time, so that no copy waits for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.agent.ports import LegId, LegSummed, Memory, SumAsk
+from kvbaton.agent.ports import Memory
+from kvbaton.agent.rank_orders import CopyId, SpanSummed, SumSpans
 from kvbaton.core.checks import LegPart, Pieces, plan_pieces
 from kvbaton.core.handoff import HandoffKey, Span
 from kvbaton.core.layout import Layout
@@ -28,24 +29,24 @@ class RegionMemory:
         self._view = view
 
     def sum(self, pieces: Pieces, value: int) -> int:
-        """Go on with the CRC-32 `value` over these pieces, in order."""
+        """Continue the CRC-32 `value` over these pieces, in order."""
         view = self._view
         for offset, size in pieces.tolist():
             value = zlib.crc32(view[offset : offset + size], value)
         return value
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """A copy of what lies there."""
+        """A copy of these bytes."""
         return bytes(self._view[offset : offset + size_bytes])
 
     def write(self, offset: int, data: bytes) -> None:
-        """Let `data` lie there."""
+        """Overwrite the bytes from `offset` on with `data`."""
         self._view[offset : offset + len(data)] = data
 
 
 @dataclass(slots=True)
-class _Job:
-    leg: LegId
+class _SumJob:
+    copy: CopyId
     span: int
     parts: deque[tuple[int, Pieces]]
     """By the number of their leg; the first one is being summed."""
@@ -55,62 +56,70 @@ class _Job:
 
 
 class Summer:
-    """The sums that one rank was asked for. Each turn goes on with one hand-off, then it is the turn of the next one."""
+    """The sums that one rank was asked for. Each turn continues one hand-off; then it is the turn of the next one."""
 
-    def __init__(self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[LegSummed], None]) -> None:
+    def __init__(self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[SpanSummed], None]) -> None:
         self._rank = rank
         self._layout = layout
         self._memory = memory
         self._report = report
-        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_Job]] = OrderedDict()
+        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob]] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
         """Whether `work` has something to do."""
         return bool(self._jobs)
 
-    def ask(self, ask: SumAsk, parts: Mapping[int, LegPart] | None = None) -> None:
+    def add(self, order: SumSpans, parts: Mapping[int, LegPart] | None = None) -> None:
         """Put spans on the list, leg by leg of `parts`, or as one; what cannot be summed is reported at once."""
-        jobs = deque[_Job]()
+        jobs = deque[_SumJob]()
         of: Mapping[int, LegPart | None] = {self._rank: None} if parts is None else parts
-        for span in ask.spans:
+        for span in order.spans:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                pieces = deque((number, self._pieces(ask, span, part)) for number, part in of.items())
+                pieces = deque((number, self._pieces(order, span, part)) for number, part in of.items())
             except KVBatonError as error:
-                self.refuse(ask, span, str(error))
+                self.refuse(order, span, str(error))
             else:
-                jobs.append(_Job(ask.leg, span.number, pieces))
+                jobs.append(_SumJob(order.copy, span.number, pieces))
         if jobs:
-            self._jobs.setdefault((ask.side, ask.leg.key), deque()).extend(jobs)
+            self._jobs.setdefault((order.side, order.copy.key), deque()).extend(jobs)
 
-    def refuse(self, ask: SumAsk, span: Span, reason: str) -> None:
+    def refuse(self, order: SumSpans, span: Span, reason: str) -> None:
         """Report that a span is not summed, and why."""
-        self._report(LegSummed(ask.leg, ask.side, self._rank, span.number, (), f"checksum: {reason}"))
+        self._report(SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
 
-    def _pieces(self, ask: SumAsk, span: Span, part: LegPart | None) -> Pieces:
-        tokens = (span, ask.cached_tokens, ask.integrity, ask.total_tokens)
-        return plan_pieces(self._layout, ask.blocks, ask.leg.key, *tokens, part)
+    def _pieces(self, order: SumSpans, span: Span, part: LegPart | None) -> Pieces:
+        return plan_pieces(
+            self._layout,
+            order.blocks,
+            order.copy.key,
+            span,
+            order.cached_tokens,
+            order.integrity,
+            order.total_tokens,
+            part,
+        )
 
     def drop(self, side: Side, key: HandoffKey) -> None:
-        """Forget what one side of a hand-off asked for."""
+        """Forget the sums of one side of a hand-off."""
         self._jobs.pop((side, key), None)
 
     def work(self) -> None:
-        """Sum a few MiB at most, and report the spans that are through."""
+        """Sum a few MiB at most, and report the spans that are complete."""
         left = _TURN_BYTES
         while self._jobs and left > 0:
             (side, key), jobs = next(iter(self._jobs.items()))
             while jobs and left > 0:
-                left -= self._go_on(side, jobs, left)
+                left -= self._continue(side, jobs, left)
             if jobs:
                 self._jobs.move_to_end((side, key))
             else:
                 del self._jobs[side, key]
 
-    def _go_on(self, side: Side, jobs: deque[_Job], budget: int) -> int:
-        """Go on with the first job, and report it when it is through, or when it cannot be done; returns the bytes."""
+    def _continue(self, side: Side, jobs: deque[_SumJob], budget: int) -> int:
+        """Continue the first job, and report it when it is complete, or when it cannot be done; returns the bytes."""
         job, summed, error = jobs[0], 0, ""
         try:
             summed = self._sum(job, budget)
@@ -120,10 +129,10 @@ class Summer:
         finally:
             if error or not job.parts:
                 jobs.popleft()
-                self._report(LegSummed(job.leg, side, self._rank, job.span, job.sums, error))
+                self._report(SpanSummed(job.copy, side, self._rank, job.span, job.sums, error))
         return summed
 
-    def _sum(self, job: _Job, budget: int) -> int:
+    def _sum(self, job: _SumJob, budget: int) -> int:
         """Sum pieces of about `budget` bytes of one leg, one at least; returns the bytes."""
         if self._memory is None or not job.parts:
             return 0

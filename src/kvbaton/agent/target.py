@@ -1,35 +1,134 @@
-"""The target half of a coordinator: grants blocks, has them filled and confirmed, and only then lets decode start."""
+"""The target side of hand-offs: grants blocks, has them filled and confirmed, and only then lets decode start.
+
+Theory of operation
+===================
+
+One hand-off is one `TargetRecord`: a state of the table `TARGET` (core/lifecycle.py), and the counts and lists beside it.
+Whatever happens (a call of the engine, a message, a report of a rank, an alarm) becomes an event for `step`, which looks up
+the row of the state and performs the effects of that row, in order. `_settle` follows: it raises the events that are not
+messages but facts about the counts, "everything is in" and "nothing is in flight". Nothing else changes a state. There is no
+thread and no I/O here; the simulator runs this very code (`kvbaton sim`).
+
+A hand-off that goes well: QUEUED (the request waits for blocks), HANDSHAKING (there are blocks, the source's card is not
+known), GRANTED (the grant is sent), FILLING (the source announces spans, our ranks read them), CONFIRMING (everything is in,
+the source is asked whether it was right), DELIVERED. Where the source writes, FILLING leads to DELIVERED without CONFIRMING:
+the source knows itself when its last byte has arrived, and confirms without being asked.
+
+Confirm after copy
+------------------
+A one-sided read does not notice that its source block was freed and overwritten while it ran. So bytes count only when the
+source confirms them *afterwards*: `ConfirmAsk` is sent when the last byte is in, and the source answers `Confirmed` only
+while the blocks still hold the generation that was read. A confirmation from before the last byte proves nothing and is late.
+
+Generation, and what happens when a source is preempted in mid-transfer
+-----------------------------------------------------------------------
+A generation is the source's number for one computation of the cache. Every announcement, `Prefilled` and confirmation carries
+it.
+
+1. The source's engine needs the blocks of an unfinished prefill for another request and calls `retract`. Its side goes from
+   STREAMING to RETRACTING: it stops its own copies, takes a new generation number, and sends `Retracted` with that number.
+   When no copy *of its own* is in flight the engine gets `Drained` and may overwrite the blocks. It does not wait for us: our
+   reads may go on and read another request's bytes, which is harmless because the old generation is never confirmed again.
+2. Here FILLING or CONFIRMING becomes CLEARING (`follow_generation`): what was announced, moved and summed is forgotten, and
+   the copy is stopped on every rank. `Retracted` may be lost or overtaken, so *any* message of a newer generation does the
+   same. If the target had already asked for the confirmation, the source answers with `Retracted` instead.
+3. In CLEARING, spans of the new generation are noted and not moved: a read of the old generation that is still in flight ends
+   in the same target blocks, and could overwrite a byte of the new one after that was counted.
+4. When every rank has reported that its copy is stopped, QUIET leads back to FILLING, and what was announced meanwhile is
+   moved. Grant, blocks and epoch stay what they were: to the engine nothing has happened but a delay.
+
+Where the source writes, step 3 is its duty: it announces nothing of the new generation before its writes of the old one have
+stopped (RETRACTING has no row that announces). Then there is no copy here to wait for, and CLEARING ends at once. A finished
+prefill (SERVING at the source) is never retracted: its blocks are held until it ends.
+
+Grant numbers
+-------------
+Every grant has a number that no other grant of this instance ever has, and every message about it carries that number. A
+transfer id may be used again by a later request, and messages arrive late: an answer to an earlier grant of the same key is
+not about this one (`current`). The source uses each number up once, so that a grant which arrives after its `Stop` starts
+nothing. If it refuses a number as *stale* (used, or too old to know) and nothing else was received about the grant, a new
+number is taken.
+
+Quarantine
+----------
+A hand-off that ends without delivery does not give its blocks back at once: a copy in flight would write into whatever the
+engine puts there next. STOPPING keeps the blocks until our ranks have stopped and, where the source writes, the source has
+reported that it will not touch them again (`Stopped`, `Over`, `Refused`), or cannot: its process is dead. If it does not
+answer for `stop_timeout`, stronger means follow: REVOKING tears the session with that source down, ISOLATED registers our
+memory anew, which ends the rights of every peer. Time leads from one to the next and *never* to the end: only quiet does.
+
+Epoch
+-----
+A counter of this instance that every grant carries; each fence raises it. A fence ends only what was granted in an earlier
+epoch: a source that was revoked may reconnect and be granted blocks again before the ranks have reported the fence, and that
+new grant is not ended by the old fence. What the same source was granted before fails, even if all was well with it, because
+its writes do not land any more.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
-from kvbaton.agent.engine_port import Allocation, SourceWanted, TargetEnded
-from kvbaton.agent.ports import (
-    LegFailed,
-    LegMoved,
-    LegReport,
-    LegStopped,
-    LegSummed,
+from kvbaton.agent.decline_notices import DeclineNotices
+from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, SourceRequest, TargetEnded
+from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
+from kvbaton.agent.questions import Questions
+from kvbaton.agent.rank_orders import (
+    AuxRead,
+    CloseCopy,
+    CopyFailed,
+    CopyId,
+    CopyReport,
+    CopyStopped,
+    DropSums,
+    MoveSpans,
+    OpenCopy,
+    RankSums,
+    ReadAux,
+    ResetRegion,
+    RevokePeer,
+    SpanMoved,
+    SpanSummed,
+    StopCopy,
+    SumSpans,
+    sums_by_leg,
 )
-from kvbaton.agent.records import TargetRecord
-from kvbaton.agent.target_aux import TargetAux
-from kvbaton.agent.target_steps import CLOSING
+from kvbaton.agent.timers import Backoff, Timers
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pointer_problem, unpack_aux
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
+from kvbaton.core.checks import sums_problem
 from kvbaton.core.handoff import (
+    Aux,
+    AuxWay,
+    BlockLists,
     Executor,
     HandoffKey,
     Incarnation,
+    Integrity,
+    Mode,
     Outcome,
+    Span,
     key_problem,
+    span_problem,
 )
-from kvbaton.core.lifecycle import TargetEvent, TargetState
+from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetEvent, TargetState, TargetTable
 from kvbaton.core.messages import (
+    MAX_REASON,
     Announced,
     AuxSent,
+    ConfirmAsk,
     Confirmed,
+    Grant,
     Heartbeat,
+    Hello,
+    Message,
     Over,
     Prefilled,
     Refused,
@@ -38,40 +137,376 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
-from kvbaton.core.timeline import Side, Stage, note
+from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
+from kvbaton.errors import ProtocolError
 
 __all__ = ["TargetRecord", "TargetSide"]
 
-_UNHEARD = frozenset({TargetState.QUEUED, TargetState.GREETING, TargetState.GRANTED})
+log = logging.getLogger(__name__)
+
+_MAX_ENDS = 4096
+_MAX_DIALLED = 4096
+
+_CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+"""States in which the end is certain, and a copy may still write."""
+
+_UNANSWERED = frozenset({TargetState.QUEUED, TargetState.HANDSHAKING, TargetState.GRANTED})
+"""States in which the source has answered nothing about this hand-off yet."""
+
+_REPEATING = _CLOSING | {TargetState.HANDSHAKING, TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING}
+"""States in which the target waits for an answer, and asks again."""
+
+_NOT_RENEWED = _CLOSING | {TargetState.CLEARING, TargetState.CONFIRMING}
+"""States in which a sign of life of the source is not enough: a rank or an answer is overdue, not the prefill."""
+
+_QUIET = {
+    Outcome.FAILED: TargetEvent.QUIET_FAILED,
+    Outcome.CANCELLED: TargetEvent.QUIET_CANCELLED,
+    Outcome.EXPIRED: TargetEvent.QUIET_EXPIRED,
+}
 
 
-_NOT_RENEWED = CLOSING | {TargetState.CLEARING, TargetState.CONFIRMING}
-"""States in which a sign of life of the source is not enough: something has to come of it."""
+@dataclass(slots=True)
+class TargetRecord:
+    """One live hand-off as its target knows it: the state, and the counts and lists beside it."""
+
+    request: SourceRequest
+    give_up_at: float
+    retry: Backoff
+    question: int = 0
+    """The number of the last message that was sent about it and expects an answer; see `Questions`."""
+    state: TargetState = TARGET.start
+    allocation: Allocation | None = None
+    source: Incarnation | None = None
+    grant: int = 0
+    """The number of the grant; 0 before there is one."""
+    epoch: int = 0
+    executor: Executor = Executor.TARGET_READS
+    generation: int = 0
+    """The one that counts; 0 until the source has announced anything under this grant."""
+    source_blocks: BlockLists = ()
+    spans: dict[int, Span] = field(default_factory=dict)
+    """Everything that was announced of this generation, by number."""
+    unmoved: dict[int, Span] = field(default_factory=dict)
+    moved: dict[int, set[int]] = field(default_factory=dict)
+    """Numbers of the spans that are in, by rank."""
+    span_count: int | None = None
+    """How many spans there are; known when the prefill is complete."""
+    summing: set[int] = field(default_factory=set)
+    sums: RankSums = field(default_factory=dict)
+    source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    aux: Aux | None = None
+    aux_way: AuxWay = AuxWay.CONTROL
+    aux_pointer: AuxPointer | None = None
+    source_area: AuxArea | None = None
+    is_confirmed: bool = False
+    open_copies: dict[int, CopyId] = field(default_factory=dict)
+    """By rank: the copy that it has open, which may be that of an earlier generation while we are CLEARING."""
+    peer_is_quiet: bool = False
+    """Whether the source will provably not touch our blocks again."""
+    quarantined: int = 0
+    stop_until: float = 0.0
+    verdict: Outcome = Outcome.FAILED
+    """How it will end, fixed by whatever ended it first."""
+    reason: str = ""
+    held_s: float = 0.0
+    prefilled_at: float = 0.0
+    on_wire: int = 0
+    """Spans of all ranks that are being moved right now."""
+    wire_since: float = 0.0
+    wire_s: float = 0.0
+    """For how long something was being moved."""
+    exposed_wire_s: float = 0.0
+    """How much of that came after the source had chosen its first token, and was hidden by no computing."""
+    bytes_planned: int = 0
+    bytes_moved: int = 0
+
+    @property
+    def key(self) -> HandoffKey:
+        """The key of the hand-off."""
+        return self.request.key
+
+    @property
+    def copy(self) -> CopyId:
+        """The copy of this generation, as the ranks know it."""
+        return CopyId(self.key, self.grant, self.generation)
 
 
-class TargetSide(TargetAux):
+class TargetSide:
     """All live hand-offs that this instance is the target of."""
 
-    # What the engine says.
+    table: TargetTable = TARGET
 
-    def expect(self, wanted: SourceWanted, source: Card | None) -> None:
-        """A request waits for memory; its source, once it is known, is told that somebody waits."""
-        problem = key_problem(wanted.key)
-        if wanted.key in self.live:
-            problem = f"hand-off {wanted.key} is live already"
-        if problem:
-            self._engine(TargetEnded(wanted.key, Outcome.FAILED, problem))
+    def __init__(
+        self,
+        card: Card,
+        transport: str,
+        limits: Limits,
+        clock: Clock,
+        control: Control,
+        ranks: Ranks,
+        engine: EnginePort,
+        settings: HandoffSettings = DEFAULT_HANDOFF,
+        observe: Observer = no_observer,
+    ) -> None:
+        self._settings = settings
+        self._observe = observe
+        self._card = card
+        self._transport = transport
+        self._limits = limits
+        self._clock = clock
+        self._control = control
+        self._ranks = ranks
+        self._engine = engine
+        self.live: dict[HandoffKey, TargetRecord] = {}
+        self.epoch = 1
+        self._last_grant = 0
+        self._ended: BoundedMap[tuple[HandoffKey, int], tuple[Outcome, float]] = BoundedMap(_MAX_ENDS)
+        self._dialled_at: BoundedMap[ControlAddress, float] = BoundedMap(_MAX_DIALLED)
+        self._questions = Questions()
+        self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
+        self.decline_notices = DeclineNotices(limits, clock, control, self._dial)
+        self.aux_slots = AuxSlots(card.ranks[0].aux)
+        self.quarantined_blocks = 0
+        """Blocks that no request may use until every copy into them has provably stopped."""
+        self.late_total: Counter[str] = Counter()
+        self.failures_total: Counter[str] = Counter()
+        self.mismatches_total = 0
+        self.aux_fallbacks_total: Counter[str] = Counter()
+        self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
+            TargetEffect.NEW_GRANT: self.new_grant,
+            TargetEffect.SEND_GRANT: self.send_grant,
+            TargetEffect.MOVE_SPANS: self.move_spans,
+            TargetEffect.DROP_SPANS: self.drop_spans,
+            TargetEffect.ASK_CONFIRMATION: self.ask_confirmation,
+            TargetEffect.QUARANTINE: self.quarantine,
+            TargetEffect.SEND_STOP: self.send_stop,
+            TargetEffect.STOP_COPY: self.stop_copy,
+            TargetEffect.REVOKE_PEER: self.revoke_peer,
+            TargetEffect.RESET_REGION: self.reset_region,
+            TargetEffect.SEND_RELEASE: self.send_release,
+            TargetEffect.DELIVER: self.deliver,
+            TargetEffect.RETURN_BLOCKS: self.return_blocks,
+        }
+
+    # The state machine.
+
+    def step(self, record: TargetRecord, event: TargetEvent) -> None:
+        """Step the machine and perform the effects of its row, in order; a late event is counted."""
+        row = self.table.step(record.state, event)
+        if row is None:
+            self.late_total[event] += 1
             return
-        self.farewells.forget(wanted.key)
+        if row.state is not record.state:
+            # Before the effects: DELIVER and RETURN_BLOCKS read the outcome from the state.
+            record.state = row.state
+            self._progress(record)
+        for effect in row.effects:
+            self.effects[effect](record)
+        self._watch(record)
+
+    def _settle(self, record: TargetRecord) -> None:
+        """Raise the events that follow from counts: everything is in, or nothing is in flight."""
+        self._watch(record)
+        if record.state is TargetState.FILLING:
+            self.sum_written(record)
+        if record.state is TargetState.FILLING and self.is_complete(record):
+            self._finish_filling(record)
+        elif record.state is TargetState.CLEARING and not record.open_copies:
+            self.step(record, TargetEvent.QUIET)
+        elif record.state in _CLOSING and self.is_quiet(record):
+            self.step(record, _QUIET[record.verdict])
+
+    def _finish_filling(self, record: TargetRecord) -> None:
+        if problem := self.span_problem(record):
+            reason = f"the source's spans are not the whole cache: {problem}"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+        elif record.executor is Executor.TARGET_READS:
+            self.step(record, TargetEvent.FILLED)
+        elif problem := self.sums_problem(record):
+            self._end_mismatched(record, problem)
+        else:
+            self.step(record, TargetEvent.WRITTEN)
+
+    def _end_by(self, record: TargetRecord, event: TargetEvent, verdict: Outcome, reason: str) -> None:
+        """Begin an end without delivery. The first one decides the outcome; what comes while it stops is late."""
+        if record.state in _CLOSING:
+            self.late_total[event] += 1
+        else:
+            record.verdict, record.reason = verdict, reason[:MAX_REASON]
+            record.stop_until = self._clock() + self._limits.stop_timeout
+            self.failures_total[event] += 1
+            self.step(record, event)
+        # In either case: the event may have come with the proof that the source is quiet.
+        self._settle(record)
+
+    def _end_mismatched(self, record: TargetRecord, problem: str) -> None:
+        self.mismatches_total += 1
+        self._end_by(record, TargetEvent.MISMATCHED, Outcome.FAILED, problem)
+
+    def follow_generation(self, record: TargetRecord, generation: int) -> bool:
+        """Take up the generation of a message, if it is newer; false when it is older than the one that counts.
+
+        A newer one voids everything before it, whichever message brings it: `Retracted` may be lost, or come after the first
+        announcement of the new generation.
+        """
+        if generation < record.generation:
+            return False
+        if generation > record.generation:
+            # Generations of a source start at 1 and grow over all its hand-offs: 0 means that this is the first message.
+            is_first, record.generation = record.generation == 0, generation
+            if not is_first:
+                self._note(record, Stage.RETRACTED)
+                self.step(record, TargetEvent.RETRACTED)
+                self._settle(record)
+        return True
+
+    # The effects of the table.
+
+    def new_grant(self, record: TargetRecord) -> None:
+        """Take the next number; no two grants of this instance share one, whichever source they are for."""
+        if record.source is not None:
+            self._last_grant += 1
+            record.grant = self._last_grant
+            record.generation, record.aux = 0, None
+            self.drop_spans(record)
+            record.epoch = self.epoch
+            record.aux_way, record.aux_pointer = self._choose_aux_way(record), None
+            record.executor = self._ranks.executor if record.request.mode is Mode.PUSH else Executor.TARGET_READS
+
+    def send_grant(self, record: TargetRecord) -> None:
+        """Grant the blocks to the source. A source that only announces learns no block of ours: it has no use for them."""
+        if record.allocation is None:
+            return
+        self._note(record, Stage.GRANT_SENT)
+        grant = Grant(
+            key=record.key,
+            grant=record.grant,
+            prompt=record.request.prompt,
+            mode=record.request.mode,
+            executor=record.executor,
+            epoch=record.epoch,
+            blocks=record.allocation.blocks if record.executor is Executor.SOURCE_WRITES else (),
+            cached_tokens=record.allocation.cached_tokens,
+            integrity=self._settings.integrity,
+            aux_way=record.aux_way,
+            tokens=record.allocation.tokens,
+        )
+        self._send(record, grant)
+
+    def move_spans(self, record: TargetRecord) -> None:
+        """Have every rank move what was announced and is not being moved yet, if the copy is ours to execute."""
+        if record.executor is Executor.SOURCE_WRITES or record.allocation is None or record.source is None:
+            return
+        new = tuple(record.unmoved.values())
+        if not new:
+            return
+        record.unmoved.clear()
+        if not record.on_wire:
+            record.wire_since = self._clock()
+        record.on_wire += len(new) * len(self._card.ranks)
+        for rank in self._card.ranks:
+            if rank.rank not in record.open_copies:
+                record.open_copies[rank.rank] = record.copy
+                order = OpenCopy(
+                    copy=record.copy,
+                    peer=record.source,
+                    executor=record.executor,
+                    epoch=record.epoch,
+                    target_blocks=record.allocation.blocks,
+                    cached_tokens=record.allocation.cached_tokens,
+                    total_tokens=record.allocation.tokens,
+                )
+                self._ranks.send(rank.rank, order)
+            self._ranks.send(rank.rank, MoveSpans(record.copy, record.source_blocks, new))
+
+    def drop_spans(self, record: TargetRecord) -> None:
+        """Forget what was announced, moved and summed: it is void. Copies in flight are left to `stop_copy`."""
+        record.spans.clear()
+        record.source_blocks = ()
+        record.unmoved.clear()
+        record.moved.clear()
+        record.on_wire = 0
+        record.span_count = None
+        record.is_confirmed = False
+        self._drop_sums(record)
+        record.bytes_planned = record.bytes_moved = 0
+
+    def ask_confirmation(self, record: TargetRecord) -> None:
+        """Everything is in: ask the source whether its blocks held this generation all the time."""
+        self._note(record, Stage.FILLED)
+        self._send(record, ConfirmAsk(record.key, record.grant, record.generation))
+
+    def quarantine(self, record: TargetRecord) -> None:
+        """Count the blocks that wait until no copy can write to them any more."""
+        if record.allocation is not None:
+            record.quarantined = sum(map(len, record.allocation.blocks))
+            self.quarantined_blocks += record.quarantined
+
+    def send_stop(self, record: TargetRecord) -> None:
+        """Ask the source to stop, and to report that. One that had no grant gets a decline notice, when our side has ended."""
+        if record.grant:
+            self._send(record, Stop(key=record.key, grant=record.grant, outcome=record.verdict, reason=record.reason))
+
+    def stop_copy(self, record: TargetRecord) -> None:
+        """Have every rank stop what it has open; each reports CopyStopped once nothing of it is in flight."""
+        for rank, copy in tuple(record.open_copies.items()):
+            self._ranks.send(rank, StopCopy(copy))
+
+    def revoke_peer(self, record: TargetRecord) -> None:
+        """The source does not report that it has stopped: end its right to write here."""
+        if record.source is not None:
+            self.epoch += 1
+            self._ranks.send_all(RevokePeer(record.source, self.epoch))
+
+    def reset_region(self, record: TargetRecord) -> None:
+        """The source could not be fenced alone: end the right of every peer to write here."""
+        del record
+        self.epoch += 1
+        self._ranks.send_all(ResetRegion(self.epoch))
+
+    def send_release(self, record: TargetRecord) -> None:
+        """Notify the source that its blocks are not needed any more."""
+        self._send(record, Release(record.key, record.grant))
+
+    def deliver(self, record: TargetRecord) -> None:
+        """The good end: the engine may decode."""
+        self._forget(record)
+        if record.aux is not None:
+            self._note(record, Stage.ENDED, outcome=Outcome.DELIVERED)
+            self._engine(Landed(record.key, record.aux, self._stats(record)))
+
+    def return_blocks(self, record: TargetRecord) -> None:
+        """The other ends: the engine may have its blocks back."""
+        self._forget(record)
+        outcome = Outcome(record.state.value)
+        if not record.grant and not record.peer_is_quiet:
+            # The source was never granted anything, so no Stop was sent; it may be computing for this request all the same.
+            self.decline_notices.send(record.request, outcome, record.reason, record.source)
+        self._note(record, Stage.ENDED, outcome=outcome)
+        log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
+        self._engine(TargetEnded(record.key, outcome, record.reason))
+
+    # Calls of the engine.
+
+    def expect(self, request: SourceRequest, source: Card | None) -> None:
+        """A request waits for memory; its source, once it is known, gets heartbeats that keep its blocks."""
+        problem = key_problem(request.key)
+        if request.key in self.live:
+            problem = f"hand-off {request.key} is live already"
+        if problem:
+            self._engine(TargetEnded(request.key, Outcome.FAILED, problem))
+            return
+        # A notice about an earlier request of this key would make the source drop this one.
+        self.decline_notices.forget(request.key)
         now = self._clock()
-        retry_s = self._limits.retry
-        record = TargetRecord(wanted, now + self._limits.transfer_timeout, now + retry_s, retry_s)
-        self.live[wanted.key] = record
+        record = TargetRecord(request, now + self._limits.transfer_timeout, Backoff.start(self._limits, now))
+        self.live[request.key] = record
         self._watch(record)
         if source is None:
-            self._greet(record.wanted.source)
+            self._dial(request.source)
         else:
-            self._meet(record, source)
+            self._take_source(record, source)
 
     def allocated(self, allocation: Allocation) -> None:
         """There are blocks: grant them as soon as the source is known."""
@@ -84,80 +519,99 @@ class TargetSide(TargetAux):
         if record.source is not None:
             self.step(record, TargetEvent.PEER_KNOWN)
 
-    def decline(self, wanted: SourceWanted, source: Card | None, reason: str) -> None:
-        """The engine does not take a request: its source need not wait. A live hand-off of the same key is another request,
+    def decline(self, request: SourceRequest, source: Card | None, reason: str) -> None:
+        """The engine refuses a request before admission: its source need not wait.
 
-        but where the prompt is not known, all of the transfer id is declined, of which that may be a part.
+        A live hand-off of the same key is another request, which must go on. Without a prompt all of the transfer id is
+        declined: the source ends only what has no grant yet, so the notice does no harm to the live one.
         """
-        if (wanted.prompt and wanted.key in self.live) or key_problem(wanted.key):
+        if (request.prompt and request.key in self.live) or key_problem(request.key):
             self.late_total["decline"] += 1
         else:
-            self.farewells.say(wanted, Outcome.FAILED, reason, None if source is None else source.incarnation)
+            self.decline_notices.send(request, Outcome.FAILED, reason, None if source is None else source.incarnation)
 
     def cancel(self, key: HandoffKey, reason: str) -> None:
-        """The engine gives it up; its blocks come back once nobody writes to them."""
+        """The engine cancels a hand-off; its blocks come back once no copy can write to them."""
         if (record := self.live.get(key)) is not None:
             self._end_by(record, TargetEvent.ABORTED, Outcome.CANCELLED, reason)
-
-    def stop(self, reason: str) -> None:
-        """Give everything up."""
-        for key in list(self.live):
-            self.cancel(key, reason)
 
     # What is learnt about the source.
 
     def on_card(self, card: Card, address: ControlAddress) -> None:
-        """A peer has shown its card at `address`: go on with whoever waited for it."""
-        self._greeted_at.pop(address, None)
-        for record in self._strangers(address):
-            self._meet(record, card)
-        self.farewells.on_card(card, address)
+        """A peer has shown its card at `address`: go on with every hand-off that waited for it."""
+        self._dialled_at.pop(address, None)
+        for record in self._waiting_for(address):
+            self._take_source(record, card)
+        self.decline_notices.on_card(card, address)
 
-    def on_forgotten(self, source: Incarnation) -> None:
-        """A source asks who we are, so it has not taken in what we said before: say it again, now that it knows."""
+    def resend_to(self, source: Incarnation) -> None:
+        """A source asks for our card: it has dropped what was sent before as coming from an unknown peer. Send it again.
+
+        Otherwise each hand-off would wait for its own retry, although the cause is known and gone.
+        """
         for record in [record for record in self.live.values() if record.source == source and self._asks_again(record)]:
             self._ask_again(record, self._clock())
-        self.farewells.on_forgotten(source)
+        self.decline_notices.resend_to(source)
 
     def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
-        """The peer at `address` does not want us, or we do not want it: whoever waited for it fails with the reason."""
-        self._greeted_at.pop(address, None)
-        self.farewells.on_refused_peer(address)
-        for record in self._strangers(address):
+        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason."""
+        self._dialled_at.pop(address, None)
+        self.decline_notices.on_refused_peer(address)
+        for record in self._waiting_for(address):
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
 
     def on_peer_gone(self, source: Incarnation, reason: str) -> None:
-        """A source is provably gone: it will not write any more, and what was wanted of it fails."""
-        self.farewells.on_peer_gone(source)
+        """A source is provably gone: it will not write any more, and what it should have sent fails."""
+        self.decline_notices.on_peer_gone(source)
         for record in [record for record in self.live.values() if record.source == source]:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
 
     def on_peer_fenced(self, source: Incarnation, epoch: int) -> None:
         """The session with a source was torn down: what it was granted before `epoch` fails. Later grants are not fenced."""
-        reason = "its session was torn down, because it did not stop when told to"
+        reason = "its session was torn down, because it did not stop when it was asked to"
         for record in [record for record in self._granted_before(epoch) if record.source == source]:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
 
     def on_region_fenced(self, epoch: int) -> None:
-        """Our memory was registered anew: nobody writes under an earlier epoch any more, and what relied on one fails."""
+        """Our memory was registered anew: no peer writes under an earlier epoch any more, and what relied on one fails.
+
+        Hand-offs that our own ranks execute go on: a read does not use a right to write here.
+        """
         for record in self._granted_before(epoch):
             if record.executor is Executor.SOURCE_WRITES:
                 record.peer_is_quiet = True
                 self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, "the memory had to be registered anew")
 
-    # What the source says.
+    # Messages of the source.
+
+    def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
+        """The live hand-off that a message of this source and grant is about.
+
+        The grant must be the one in hand: an answer to an earlier grant of the same key, still on its way when the key was used
+        again, would otherwise be counted for blocks that it is not about.
+        """
+        record = self.live.get(key)
+        return record if record is not None and record.source == sender and record.grant == grant > 0 else None
+
+    def _answered(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
+        """The live hand-off that a message is about, noted as an answer of its source."""
+        record = self.current(sender, key, grant)
+        if record is not None:
+            self._questions.answered(sender, record.question, self._clock())
+        return record
 
     def on_announced(self, sender: Incarnation, announced: Announced) -> None:
-        """More is computed: move it, if moving is ours."""
-        record = self.current(sender, announced.key, announced.grant)
-        if record is None or not self._same_generation(record, announced.generation):
+        """More is computed: move it, if the copy is ours to execute."""
+        record = self._answered(sender, announced.key, announced.grant)
+        if record is None or not self.follow_generation(record, announced.generation):
             self.late_total["announced"] += 1
             return
         for span in announced.spans:
             self._note(record, Stage.ANNOUNCED, span)
+        # Announcements may overtake each other. Within a generation block lists only grow, so the longer one is the newer one.
         if sum(map(len, announced.blocks)) >= sum(map(len, record.source_blocks)):
             record.source_blocks = announced.blocks
         record.unmoved |= {span.number: span for span in announced.spans if span.number not in record.spans}
@@ -167,9 +621,9 @@ class TargetSide(TargetAux):
         self._settle(record)
 
     def on_prefilled(self, sender: Incarnation, prefilled: Prefilled) -> None:
-        """Nothing more will be announced."""
-        record = self.current(sender, prefilled.key, prefilled.grant)
-        if record is None or record.allocation is None or not self._same_generation(record, prefilled.generation):
+        """The prefill is complete; it may still come before some of the announcements."""
+        record = self._answered(sender, prefilled.key, prefilled.grant)
+        if record is None or record.allocation is None or not self.follow_generation(record, prefilled.generation):
             self.late_total["prefilled"] += 1
         elif prefilled.tokens != record.allocation.tokens:
             reason = f"the source has {prefilled.tokens} tokens, the target asked for {record.allocation.tokens}"
@@ -185,24 +639,24 @@ class TargetSide(TargetAux):
 
     def on_aux(self, sender: Incarnation, message: AuxSent) -> None:
         """The aux record is in, or lies where we can fetch it."""
-        record = self.current(sender, message.key, message.grant)
+        record = self._answered(sender, message.key, message.grant)
         if record is None:
             self.late_total["aux"] += 1
         elif message.aux is not None:
             record.aux = message.aux
             self._settle(record)
         elif message.pointer is not None:
-            self.fetch_aux(record, message.pointer)
+            self._fetch_aux(record, message.pointer)
 
     def on_retracted(self, sender: Incarnation, retracted: Retracted) -> None:
         """What was announced before is void."""
-        record = self.current(sender, retracted.key, retracted.grant)
-        if record is None or not self._same_generation(record, retracted.generation):
+        record = self._answered(sender, retracted.key, retracted.grant)
+        if record is None or not self.follow_generation(record, retracted.generation):
             self.late_total["retracted"] += 1
 
     def on_confirmed(self, sender: Incarnation, confirmed: Confirmed) -> None:
-        """The source says that what was moved was right."""
-        record = self.current(sender, confirmed.key, confirmed.grant)
+        """The source confirms what was moved. It must be about this generation and as many spans as we have counted."""
+        record = self._answered(sender, confirmed.key, confirmed.grant)
         if record is None or record.generation != confirmed.generation or record.span_count != confirmed.span_count:
             self.late_total["confirmed"] += 1
         elif record.executor is Executor.SOURCE_WRITES:
@@ -212,16 +666,14 @@ class TargetSide(TargetAux):
         else:
             self._note(record, Stage.CONFIRMED)
             self._take_sums(record, confirmed)
-            if record.state is not TargetState.CONFIRMING or self._has_right_sums(record):
+            if record.state is TargetState.CONFIRMING and (problem := self.sums_problem(record)):
+                self._end_mismatched(record, problem)
+            else:
                 self.step(record, TargetEvent.CONFIRMED)
 
-    def _take_sums(self, record: TargetRecord, confirmed: Confirmed) -> None:
-        if self.sums_wanted:
-            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
-
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
-        """The source says no; with a stale number we only have to take a new one."""
-        record = None if refused.key is None else self.current(sender, refused.key, refused.grant)
+        """The source refuses; with a stale number we only have to take a new one."""
+        record = None if refused.key is None else self._answered(sender, refused.key, refused.grant)
         if record is None:
             self.late_total["refused"] += 1
         elif refused.stale and record.state is TargetState.GRANTED:
@@ -232,58 +684,59 @@ class TargetSide(TargetAux):
 
     def on_over(self, sender: Incarnation, over: Over) -> None:
         """The source has ended and is quiet."""
-        record = self.current(sender, over.key, over.grant)
+        record = self._answered(sender, over.key, over.grant)
         if record is None and not over.grant:
-            record = self._unheard(sender, over.key)
+            record = self._unanswered(sender, over.key)
         if record is None:
             self.late_total["over"] += 1
             return
+        # An end from before the source had our grant promises nothing about that grant, which may still arrive there.
         record.peer_is_quiet |= record.grant == over.grant
         self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, f"the source {over.outcome}: {over.reason}")
 
     def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
         """The source will not touch our blocks for this grant again."""
-        record = self.current(sender, stopped.key, stopped.grant)
-        if not stopped.grant and self.farewells.on_stopped(sender, stopped.key):
+        record = self._answered(sender, stopped.key, stopped.grant)
+        if not stopped.grant and self.decline_notices.on_stopped(sender, stopped.key):
             return
-        if record is None or record.state not in CLOSING:
+        if record is None or record.state not in _CLOSING:
             self.late_total["stopped"] += 1
         else:
             record.peer_is_quiet = True
             self._settle(record)
 
     def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
-        """A source is alive; what it holds for us lives on, what is over here is told again."""
+        """A source is alive; what it holds for us lives on, and about what is over here it is notified again."""
         for key, grant in heartbeat.live:
             record = self.live.get(key)
             if record is not None and record.source == sender and grant in (0, record.grant):
-                self.step(record, TargetEvent.HEARD)
+                self.step(record, TargetEvent.PEER_ALIVE)
                 if record.state not in _NOT_RENEWED:
                     record.give_up_at = self._clock() + self._limits.transfer_timeout
             elif grant:
-                self._tell_end_again(sender, key, grant)
+                self._send_end_again(sender, key, grant)
 
-    # What the ranks and the clock say.
+    # Reports of the ranks.
 
-    def on_leg(self, report: LegReport) -> None:
-        """A rank tells what became of its leg; the hand-off is decided by all of them together."""
-        record = self.live.get(report.leg.key)
-        if record is None or record.open_legs.get(report.rank) != report.leg:
-            self.late_total["leg"] += 1
+    def on_copy(self, report: CopyReport) -> None:
+        """A rank reports about its part of a copy; the hand-off is decided by all ranks together."""
+        record = self.live.get(report.copy.key)
+        if record is None or record.open_copies.get(report.rank) != report.copy:
+            self.late_total["copy"] += 1
             return
         match report:
-            case LegMoved():
+            case SpanMoved():
                 self.count_moved(record, report)
-            case LegStopped():
-                del record.open_legs[report.rank]
-            case LegFailed():
-                del record.open_legs[report.rank]
-                self._end_by(record, TargetEvent.LEG_FAILED, Outcome.FAILED, report.reason)
+            case CopyStopped():
+                del record.open_copies[report.rank]
+            case CopyFailed():
+                del record.open_copies[report.rank]
+                self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
 
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
-        """One span of one rank is in; a span counts once."""
-        if report.leg.generation != record.generation:
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
+        """One span of one rank is in; a span counts once, and only in the generation that it was read in."""
+        if report.copy.generation != record.generation:
             return
         moved = record.moved.setdefault(report.rank, set())
         if report.span not in moved:
@@ -297,18 +750,6 @@ class TargetSide(TargetAux):
             self.sum_moved(record, report.rank, report.span)
             self._progress(record)
 
-    def on_summed(self, report: LegSummed) -> None:
-        """A rank has summed a span of our blocks; the sums are compared when all are in and the source has sent its own."""
-        record = self.live.get(report.leg.key)
-        if record is None or report.leg != record.leg or report.span not in record.summing or record.state in CLOSING:
-            self.late_total["summed"] += 1
-        elif report.error:
-            self._end_by(record, TargetEvent.LEG_FAILED, Outcome.FAILED, report.error)
-        else:
-            record.sums[report.rank, report.span] = report.sums
-            self._progress(record)
-            self._settle(record)
-
     def _count_wire(self, record: TargetRecord, now: float) -> None:
         """One span less is being moved; with the last of them, a time on the wire is over."""
         record.on_wire -= 1
@@ -317,74 +758,277 @@ class TargetSide(TargetAux):
             if record.span_count is not None:
                 record.exposed_wire_s += now - max(record.wire_since, record.prefilled_at)
 
+    def on_summed(self, report: SpanSummed) -> None:
+        """A rank has summed a span of our blocks; the sums are compared when all are in and the source has sent its own."""
+        record = self.live.get(report.copy.key)
+        if record is None or report.copy != record.copy or report.span not in record.summing or record.state in _CLOSING:
+            self.late_total["summed"] += 1
+        elif report.error:
+            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.error)
+        else:
+            record.sums[report.rank, report.span] = report.sums
+            self._progress(record)
+            self._settle(record)
+
+    # Time.
+
     def tick(self) -> None:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
-        now = self._clock()
-        self.farewells.tick()
-        for key in self._alarms.ring(now):
-            try:
-                self._look_at(self.live[key], now)
-            except BaseException:
-                self._alarms.set(key, now + self._limits.retry)
-                raise
+        self.decline_notices.tick()
+        self._timers.tick()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` next has something to do; may be early."""
+        moments = (self._timers.next_deadline(), self.decline_notices.next_deadline())
+        return min((when for when in moments if when is not None), default=None)
+
+    def beat(self) -> dict[Incarnation, Heartbeat]:
+        """The heartbeats that are due to sources that we wait for.
+
+        QUEUED hand-offs are listed too: a target may wait for memory longer than a source keeps blocks for a silent peer.
+        """
+        lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
+        for record in self.live.values():
+            if record.source is not None and record.state not in _CLOSING:
+                lists.setdefault(record.source, []).append((record.key, record.grant))
+        return {source: Heartbeat(from_source=False, live=tuple(live)) for source, live in lists.items()}
+
+    def peers(self) -> set[Incarnation]:
+        """Sources that we wait for."""
+        return {record.source for record in self.live.values() if record.source is not None}
 
     def _look_at(self, record: TargetRecord, now: float) -> None:
-        if record.state in CLOSING and record.stop_until <= now:
+        if record.state in _CLOSING and record.stop_until <= now:
             record.stop_until = now + self._limits.stop_timeout
             self.step(record, TargetEvent.STOP_LATE)
-        elif self._asks_again(record) and record.retry_at <= now:
-            record.retry_at = self._lost_at(record)
-            if record.retry_at <= now:
+        elif self._asks_again(record) and record.retry.at <= now:
+            record.retry.at = self._questions.lost_at(record.source, record.question, record.retry.wait_s)
+            if record.retry.at <= now:
                 self._ask_again(record, now)
         if self._has_deadline(record) and record.give_up_at <= now:
             reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
             self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
         self._watch(record)
 
-    def beat(self) -> dict[Incarnation, Heartbeat]:
-        """The heartbeats that are due to sources that we wait for."""
-        lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
-        for record in self.live.values():
-            if record.source is not None and record.state not in CLOSING:
-                lists.setdefault(record.source, []).append((record.key, record.grant))
-        return {source: Heartbeat(False, tuple(live)) for source, live in lists.items()}
+    def _watch(self, record: TargetRecord) -> None:
+        """Set the alarm for the next thing that time will do to this hand-off."""
+        if self.live.get(record.key) is not record:
+            return
+        if record.state in _CLOSING:
+            self._timers.set(record.key, record.stop_until)
+        if self._asks_again(record):
+            self._timers.set(record.key, record.retry.at)
+        if self._has_deadline(record):
+            self._timers.set(record.key, record.give_up_at)
 
-    def next_deadline(self) -> float | None:
-        """When something here will want to be looked at; may be early."""
-        moments = (self._alarms.next(), self.farewells.next_deadline())
-        return min((when for when in moments if when is not None), default=None)
+    def _has_deadline(self, record: TargetRecord) -> bool:
+        """QUEUED has none: how long a request waits for memory is the engine's decision."""
+        return record.state not in _CLOSING and record.state is not TargetState.QUEUED
 
-    def peers(self) -> set[Incarnation]:
-        """Sources that we wait for."""
-        return {record.source for record in self.live.values() if record.source is not None}
+    def _progress(self, record: TargetRecord) -> None:
+        """Something moved: deadlines measure the lack of progress from here."""
+        now = self._clock()
+        record.give_up_at = now + self._limits.transfer_timeout
+        record.retry.restart(now)
+
+    def _asks_again(self, record: TargetRecord) -> bool:
+        if record.state is TargetState.FILLING and self._has_everything_sent(record):
+            return False
+        return record.state in _REPEATING or record.source is None
+
+    def _has_everything_sent(self, record: TargetRecord) -> bool:
+        """Whether the source has sent everything there is to send, and only our own ranks are waited for."""
+        is_sent = record.span_count is not None and record.aux is not None and len(record.spans) >= record.span_count
+        return is_sent and (record.executor is Executor.TARGET_READS or record.is_confirmed)
+
+    def _ask_again(self, record: TargetRecord, now: float) -> None:
+        """Repeat the last question. A repeated grant makes the source repeat all that it announced: whatever was lost comes."""
+        record.retry.double(now)
+        if record.state is TargetState.CONFIRMING:
+            self.ask_confirmation(record)
+        elif record.state in _CLOSING:
+            self.send_stop(record)
+        elif record.source is None:
+            self._dial(record.request.source)
+        else:
+            self.send_grant(record)
+
+    # Checks: pure questions about the counts of a record.
+
+    def is_complete(self, record: TargetRecord) -> bool:
+        """Whether every span of every rank is in and summed, and the aux record is in."""
+        if record.span_count is None or not self.has_aux(record) or not self.is_summed(record):
+            return False
+        if record.executor is Executor.SOURCE_WRITES:
+            return record.is_confirmed
+        return all(len(record.moved.get(rank.rank, ())) == record.span_count for rank in self._card.ranks)
+
+    def has_aux(self, record: TargetRecord) -> bool:
+        """Whether the aux record is in."""
+        return record.aux is not None
+
+    def is_quiet(self, record: TargetRecord) -> bool:
+        """Whether no copy, of ours or of the source, can write to the blocks of this hand-off any more."""
+        if record.open_copies:
+            return False
+        return record.executor is Executor.TARGET_READS or record.peer_is_quiet or not record.grant
+
+    def is_summed(self, record: TargetRecord) -> bool:
+        """Whether every span of every rank was summed here, or need not be."""
+        return not self.compares_sums or len(record.sums) == len(self._card.ranks) * (record.span_count or 0)
+
+    def span_problem(self, record: TargetRecord) -> str:
+        """Why the spans are not the whole cache, each part once; empty when they are.
+
+        A source that writes knows itself what it has written, unless its spans are to be summed.
+        """
+        if record.allocation is None or (record.executor is Executor.SOURCE_WRITES and not self.compares_sums):
+            return ""
+        layers = self._card.layers
+        whole = Span(0, 0, record.allocation.tokens, layers.start, layers.stop)
+        return span_problem(record.spans.values(), whole)
+
+    def sums_problem(self, record: TargetRecord) -> str:
+        """Why what lies in our blocks is not what the source summed; empty when it is, or is not compared."""
+        if not self.compares_sums:
+            return ""
+        return sums_problem(record.spans.values(), sums_by_leg(record.sums), record.source_sums)
+
+    @property
+    def compares_sums(self) -> bool:
+        """Whether what was moved has to be compared with the source's checksums."""
+        return self._settings.integrity is not Integrity.OFF
+
+    # Checksums.
+
+    def sum_moved(self, record: TargetRecord, rank: int, number: int) -> None:
+        """A span has arrived on a rank: have it summed there, if sums are compared."""
+        span = record.spans.get(number)
+        if self.compares_sums and span is not None:
+            record.summing.add(number)
+            self._sum_spans(record, (rank,), (span,))
+
+    def sum_written(self, record: TargetRecord) -> None:
+        """Once a source that writes has confirmed it, have every rank sum what lies in our blocks, if sums are compared.
+
+        Not before: only the source knows when its last byte has arrived.
+        """
+        is_known = record.is_confirmed and len(record.spans) == record.span_count
+        if self.compares_sums and is_known and not record.summing and record.executor is Executor.SOURCE_WRITES:
+            record.summing |= record.spans.keys()
+            self._sum_spans(record, [rank.rank for rank in self._card.ranks], tuple(record.spans.values()))
+
+    def _sum_spans(self, record: TargetRecord, ranks: Collection[int], spans: tuple[Span, ...]) -> None:
+        if record.allocation is not None:
+            order = SumSpans(
+                copy=record.copy,
+                side=Side.TARGET,
+                blocks=record.allocation.blocks,
+                spans=spans,
+                cached_tokens=record.allocation.cached_tokens,
+                integrity=self._settings.integrity,
+                total_tokens=record.allocation.tokens,
+                peer=record.source,
+            )
+            for rank in ranks:
+                self._ranks.send(rank, order)
+
+    def _drop_sums(self, record: TargetRecord) -> None:
+        if record.summing:
+            self._ranks.send_all(DropSums(Side.TARGET, record.key))
+        record.summing.clear()
+        record.sums.clear()
+        record.source_sums.clear()
+
+    def _take_sums(self, record: TargetRecord, confirmed: Confirmed) -> None:
+        if self.compares_sums:
+            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
+
+    # Aux records that come over the data transport: read out of a slot of the source, checked, else sent in a message.
+
+    def _choose_aux_way(self, record: TargetRecord) -> AuxWay:
+        """How the aux record is to travel; in a message where one of the two sides has no area for it."""
+        if self._settings.aux_way is AuxWay.CONTROL:
+            return AuxWay.CONTROL
+        if self.aux_slots.area is None or record.source_area is None:
+            self.aux_fallbacks_total["no aux area"] += 1
+            return AuxWay.CONTROL
+        return AuxWay.DATA
+
+    def _fetch_aux(self, record: TargetRecord, pointer: AuxPointer) -> None:
+        """Have rank 0 read what a pointer leads to; what does not lie in a slot of the source's area is never read."""
+        if record.aux is not None or record.aux_pointer is not None or record.aux_way is AuxWay.CONTROL:
+            self.late_total["aux"] += 1
+        elif record.source is None or record.source_area is None or pointer_problem(pointer, record.source_area):
+            self._fall_back(record, "bad pointer")
+        elif refusal := self.aux_slots.refusal(pointer.size_bytes):
+            self._fall_back(record, refusal)
+        else:
+            record.aux_pointer = pointer
+            order = ReadAux(
+                copy=record.copy,
+                peer=record.source,
+                offset=pointer.offset,
+                slot=self.aux_slots.take(),
+                size_bytes=pointer.size_bytes,
+            )
+            self._ranks.send(0, order)
+
+    def on_aux_read(self, report: AuxRead) -> None:
+        """Rank 0 does not touch a slot any more: take the record, if it is the right one and still needed.
+
+        The slot is given back here and nowhere else: a read that is in flight when its hand-off ends still writes to the slot.
+        """
+        self.aux_slots.give(report.slot)
+        record, pointer = self.live.get(report.copy.key), None
+        if record is not None and record.grant == report.copy.grant and record.state not in _CLOSING:
+            pointer, record.aux_pointer = record.aux_pointer, None
+        if record is None or pointer is None:
+            self.late_total["aux"] += 1
+        elif report.error:
+            self._fall_back(record, "not read")
+        else:
+            self._take_aux(record, pointer, report.data)
+
+    def _take_aux(self, record: TargetRecord, pointer: AuxPointer, data: bytes) -> None:
+        try:
+            record.aux = unpack_aux(data, pointer, record.key, record.grant)
+        except ProtocolError:
+            self._fall_back(record, "not the record")
+        else:
+            self._progress(record)
+            self._settle(record)
+
+    def _fall_back(self, record: TargetRecord, cause: str) -> None:
+        """Have the record sent in a message: a repeated grant carries `aux_way`, and makes the source send everything again."""
+        self.aux_fallbacks_total[cause] += 1
+        record.aux_way = AuxWay.CONTROL
+        self.send_grant(record)
 
     # Helpers.
 
-    def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
-        """The live hand-off that a message of this source and grant speaks of."""
-        record = self.live.get(key)
-        if record is None or record.source != sender or not record.grant == grant > 0:
-            return None
-        self._note_answer(sender, record)
-        return record
+    def _send(self, record: TargetRecord, message: Message) -> None:
+        if record.source is not None:
+            record.question = self._questions.next_number()
+            self._control.send(record.source, message)
 
-    def _unheard(self, sender: Incarnation, key: HandoffKey) -> TargetRecord | None:
-        record = self.live.get(key)
-        return record if record is not None and record.source == sender and record.state in _UNHEARD else None
+    def _note(self, record: TargetRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
+        text = record.reason if outcome is not None else ""
+        self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
-    def _granted_before(self, epoch: int) -> list[TargetRecord]:
-        return [record for record in self.live.values() if record.grant and record.epoch < epoch]
+    def _dial(self, address: ControlAddress) -> None:
+        """Ask for the card of the peer at a source's address; one question does for all hand-offs that wait for the answer."""
+        now = self._clock()
+        if now - self._dialled_at.get(address, -math.inf) >= self._limits.retry / 2:
+            self._dialled_at[address] = now
+            self._control.dial(address, Hello(self._card, wants_answer=True))
 
-    def _strangers(self, address: ControlAddress) -> list[TargetRecord]:
-        waiting = (TargetState.QUEUED, TargetState.GREETING)
-        return [
-            record
-            for record in self.live.values()
-            if record.source is None and record.wanted.source == address and record.state in waiting
-        ]
+    def _take_source(self, record: TargetRecord, card: Card) -> None:
+        """The card of the peer at the source's address is known: it is the source, if it is the incarnation that was meant.
 
-    def _meet(self, record: TargetRecord, card: Card) -> None:
-        expected = record.wanted.source_incarnation
+        Another incarnation never had the cache: the process that computed it is gone, and with it everything it could write.
+        """
+        expected = record.request.source_incarnation
         if expected is not None and expected != card.incarnation:
             record.peer_is_quiet = True
             reason = f"the source restarted: incarnation {expected} is gone, {card.incarnation} answers in its place"
@@ -394,18 +1038,54 @@ class TargetSide(TargetAux):
             record.source_area = card.ranks[0].aux
             self.step(record, TargetEvent.PEER_KNOWN)
 
-    def _tell_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
-        """A source speaks of what is over here: it may have missed that, unless it has only just been told."""
+    def _waiting_for(self, address: ControlAddress) -> list[TargetRecord]:
+        waiting = (TargetState.QUEUED, TargetState.HANDSHAKING)
+        return [
+            record
+            for record in self.live.values()
+            if record.source is None and record.request.source == address and record.state in waiting
+        ]
+
+    def _unanswered(self, sender: Incarnation, key: HandoffKey) -> TargetRecord | None:
+        record = self.live.get(key)
+        return record if record is not None and record.source == sender and record.state in _UNANSWERED else None
+
+    def _granted_before(self, epoch: int) -> list[TargetRecord]:
+        return [record for record in self.live.values() if record.grant and record.epoch < epoch]
+
+    def _send_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
+        """A source lists what is over here: our last message to it is lost, unless it was sent only just now."""
         outcome, at = self._ended.get((key, grant)) or (Outcome.FAILED, -math.inf)
         if self._clock() - at < self._limits.retry:
             return
         if outcome is Outcome.DELIVERED:
             self._control.send(sender, Release(key, grant))
         else:
-            self._control.send(sender, Stop(key, grant, outcome, "the target has ended it"))
+            self._control.send(sender, Stop(key=key, grant=grant, outcome=outcome, reason="the target has ended it"))
 
     def _refuse_surplus(self, record: TargetRecord) -> None:
-        """More spans than there are to be: nothing tells which of them are the right ones."""
+        """More spans than there are to be: nothing shows which of them are the right ones."""
         if record.span_count is not None and len(record.spans) > record.span_count:
             reason = f"the source announced {len(record.spans)} spans and counts {record.span_count}"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+
+    def _forget(self, record: TargetRecord) -> None:
+        del self.live[record.key]
+        self.quarantined_blocks -= record.quarantined
+        self._timers.drop(record.key)
+        self._drop_sums(record)
+        self._ended[record.key, record.grant] = (Outcome(record.state.value), self._clock())
+        for rank, copy in record.open_copies.items():
+            self._ranks.send(rank, CloseCopy(copy))
+
+    def _stats(self, record: TargetRecord) -> HandoffStats:
+        now = self._clock()
+        waited = record.held_s + (now - record.prefilled_at)
+        return HandoffStats(
+            bytes_planned=record.bytes_planned,
+            bytes_moved=record.bytes_moved,
+            handover_s=max(0.0, waited - record.exposed_wire_s),
+            wire_s=record.wire_s,
+            transport=self._transport,
+            source_writes=record.executor is Executor.SOURCE_WRITES,
+        )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvbaton.bench.report import BenchReport, BenchRow, describe_hardware
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.model import LlamaModel, Span
+from kvbaton.engines.embedded.model import LlamaModel, TokenSpan
 from kvbaton.engines.embedded.weights import load_model
 
 __all__ = ["run_engine_bench"]
@@ -106,18 +106,18 @@ class _EngineSubject:
         self._tables = blocks.reshape(_LARGEST_BATCH, table_blocks)
         rng = np.random.default_rng(0)
         self._prompt = rng.integers(0, config.vocab_size, _CONTEXT).astype(np.int32)
-        self._model.forward([Span(self._prompt, 0, self._tables[0])], self._cache)
+        self._model.forward([TokenSpan(self._prompt, 0, self._tables[0])], self._cache)
         for table in self._tables[1:]:
             self._cache.data[:, :, table] = self._cache.data[:, :, self._tables[0]]
         self._inputs = rng.standard_normal((_CONTEXT, max(config.hidden_size, config.query_size, config.ffn_size)), np.float32)
         self._scratch: dict[tuple[int, int], Array] = {}
 
-    def spans(self, case: _EngineCase) -> list[Span]:
+    def spans(self, case: _EngineCase) -> list[TokenSpan]:
         """The spans of one step of `case`; a decode step computes the last token of its context anew."""
         count = case.rows // case.batch
-        return [Span(self._prompt[-count:], _CONTEXT - count, table) for table in self._tables[: case.batch]]
+        return [TokenSpan(self._prompt[-count:], _CONTEXT - count, table) for table in self._tables[: case.batch]]
 
-    def step(self, spans: list[Span]) -> None:
+    def step(self, spans: list[TokenSpan]) -> None:
         """One whole step of the model."""
         self._model.forward(spans, self._cache)
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.bench.bare.orders import BareSettings, Check, HandoffEnd
-from kvbaton.bench.bare.pages import SMALL, CacheShape
-from kvbaton.bench.bare.process import BareProcess
-from kvbaton.bench.bare.relay import Load, Relay
+from kvbaton.bench.bare.instance import BareSettings, HandoffEnd, Task
+from kvbaton.bench.bare.pages import SMALL
+from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode, Outcome
@@ -48,7 +47,6 @@ class HandoffBench:
     rounds: int = 3
     every_byte: bool = False
     idle_s: float = 6.0
-    shape: CacheShape = SMALL
 
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1:
@@ -67,14 +65,13 @@ class HandoffBench:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of one chunk of a prefill: whole blocks, about half of the prompt."""
-        return max(1, self.shape.blocks_for(self.tokens) // _CHUNKS) * self.shape.block_tokens
+        return max(1, SMALL.blocks_for(self.tokens) // _CHUNKS) * SMALL.block_tokens
 
     def bare_settings(self, integrity: Integrity) -> BareSettings:
         """The settings of both instances of a pair."""
         return BareSettings(
-            blocks=max(self.levels) * self.shape.blocks_for(self.tokens),
+            blocks=max(self.levels) * SMALL.blocks_for(self.tokens),
             most_tokens=self.tokens,
-            shape=self.shape,
             transport=self.transport,
             handoff=HandoffSettings(mode=self.mode, integrity=integrity),
         )
@@ -89,7 +86,7 @@ class HandoffBench:
             "integrity": ",".join(self.integrity),
             "handoffs": self.handoffs,
             "rounds": self.rounds,
-            "bytes_per_handoff": self.shape.cache_bytes(self.tokens),
+            "bytes_per_handoff": SMALL.cache_bytes(self.tokens),
         }
 
 
@@ -125,9 +122,9 @@ class _BarePair:
         """Keep `level` hand-offs in flight; the measured completions, and what was wrong besides."""
         bench = self._bench
         count = bench.handoffs + 2 * level
-        load = Load(name, bench.mode, count, level, bench.tokens, bench.chunk_tokens, check=Check(every_byte=bench.every_byte))
+        task = Task(name, bench.mode, count, level, bench.tokens, bench.chunk_tokens, bench.every_byte)
         cpu = self.source.cpu_s(), self.target.cpu_s()
-        self._relay.begin(load, self.source, self.target)
+        self._relay.begin(task, self.source, self.target)
         ends = [self._relay.ends[name, process.name] for process in (self.source, self.target)]
         self._relay.wait(lambda: all(len(side) == count for side in ends), f"{count} hand-offs at {level} in flight", _ROUND_S)
         source_cpu, target_cpu = self.source.cpu_s() - cpu[0], self.target.cpu_s() - cpu[1]
@@ -199,7 +196,7 @@ def _rows(bench: HandoffBench, rounds: list[Round]) -> Iterator[BenchRow]:
         rate, peer_rate = _rate(bench, case, rounds), _rate(bench, peer, rounds)
         beside = f"{peer.level} in flight" if len(bench.levels) > 1 else f"integrity {peer.integrity}"
         yield BenchRow(f"throughput, {suffix}", rate, "hand-offs/s", beside, rate / peer_rate, settings)
-        gigabytes = rate * bench.shape.cache_bytes(bench.tokens) / 1e9
+        gigabytes = rate * SMALL.cache_bytes(bench.tokens) / 1e9
         yield BenchRow(f"bytes, {suffix}", gigabytes, "GB/s", beside, rate / peer_rate, settings)
         for percent in (50, 99):
             value, other = _latency(case, rounds, percent), _latency(peer, rounds, percent)

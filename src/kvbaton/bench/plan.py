@@ -18,10 +18,11 @@ from pathlib import Path
 
 from kvbaton.bench.plan_peers import PlanPeer
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
-from kvbaton.core.layout import Layout, uniform_group
-from kvbaton.core.meeting import arrange
+from kvbaton.core.layout import Layout
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import plan_runs
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import head_range
 from kvbaton.engines.base import Progress
 from kvbaton.engines.sglang.environment import ensure_sglang
@@ -116,27 +117,11 @@ def _row(title: str, seconds: Sequence[float], peer: str, theirs: Sequence[float
 
 def _layout(bench: PlanBench, tp_size: int, tp_rank: int, heads_major: bool, heads: int = _HEADS) -> Layout:
     own = head_range(heads, tp_size, tp_rank)
-    head_bytes = _HEAD_SIZE * _ELEMENT_BYTES
-    block = own.count * _BLOCK_TOKENS * head_bytes
-    group = uniform_group(
-        kind="full",
-        layers=tuple(range(bench.layers)),
-        planes=2,
-        blocks=_BLOCKS,
-        block_tokens=_BLOCK_TOKENS,
-        head_start=own.start,
-        heads=own.count,
-        total_heads=heads,
-        head_size=_HEAD_SIZE,
-        dtype="bfloat16",
-        element_bytes=_ELEMENT_BYTES,
-        layer_offsets=tuple(2 * layer * _BLOCKS * block for layer in range(bench.layers)),
-        plane_stride=_BLOCKS * block,
-        block_stride=block,
-        token_stride=head_bytes if heads_major else own.count * head_bytes,
-        head_stride=_BLOCK_TOKENS * head_bytes if heads_major else head_bytes,
-    )
-    return Layout(2 * bench.layers * _BLOCKS * block, (group,))
+    page = (own.count, _BLOCK_TOKENS) if heads_major else (_BLOCK_TOKENS, own.count)
+    cache = dense_tensor((bench.layers, 2, _BLOCKS, *page, _HEAD_SIZE), "bfloat16", _ELEMENT_BYTES)
+    axes = ("plane", "block", *(("head", "token") if heads_major else ("token", "head")), "channel")
+    group = tensor_group("full", range(bench.layers), split_layers(cache), axes, heads=(own,), total_heads=heads)
+    return Layout(group.end, (group,))
 
 
 def _pair(bench: PlanBench, source_tp: int, target_tp: int, heads_major: bool) -> Pair:
@@ -180,7 +165,9 @@ def _replicated(bench: PlanBench) -> tuple[list[BenchRow], list[str]]:
     source, target = bench.lists()
     for source_tp, target_tp, heads in ((4, 1, 2), (8, 4, 2), (2, 8, 4)):
         sources, targets = ([_layout(bench, tp, rank, True, heads) for rank in range(tp)] for tp in (source_tp, target_tp))
-        pairs = (pair_layouts(sources[leg.source], targets[leg.target], leg.share) for leg in arrange(sources, targets).legs)
+        pairs = (
+            pair_layouts(sources[leg.source], targets[leg.target], leg.share) for leg in assign_legs(sources, targets).legs
+        )
         planned = sum(int(plan_runs(pair, (source,), (target,), 0, bench.tokens)[:, 2].sum()) for pair in pairs)
         needed = sum(bench.tokens * bench.layers * layout.groups[0].token_bytes for layout in targets)
         title = f"bytes planned, TP {source_tp} to {target_tp} with {heads} heads"

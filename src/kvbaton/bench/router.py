@@ -1,8 +1,8 @@
 """How fast the router is: ours and the others in the same run, in front of the same instances, all features on.
 
 A load generator and two instances without a model, both in C, are never the limit. Every contender runs the whole time; each
-round visits all of them in turn with the same load, and at the lowest one an instance without a router in front, which tells
-what a router adds. CPU time per request tells what a router costs where other work disturbs the clock.
+round visits all of them in turn with the same load, and at the lowest one an instance without a router in front, which shows
+what a router adds. CPU time per request shows what a router costs where other work disturbs the clock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvbaton.bench.report import BenchReport, describe_hardware
-from kvbaton.bench.router_contenders import Contender, Driven, LoadTool, Running, build_load_tool, running
-from kvbaton.bench.router_rows import MANY, Case, RouterBench, Series, contenders_of, many_name, rows, series_name
+from kvbaton.bench.router_contenders import Contender, Driven, LoadTool, RunningRouter, build_load_tool, running
+from kvbaton.bench.router_rows import MANY, LoadCase, RouterBench, Series, contenders_of, many_name, rows, series_name
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.launch.router_peers import ensure_router_peers
 
@@ -44,7 +44,9 @@ def run_router_bench(bench: RouterBench, progress: Progress) -> BenchReport:
     return BenchReport(list(rows(bench, series)), describe_hardware(), [series], problems)
 
 
-def _measure(bench: RouterBench, tool: LoadTool, routers: Sequence[Running], series: Series, progress: Progress) -> list[str]:
+def _measure(
+    bench: RouterBench, tool: LoadTool, routers: Sequence[RunningRouter], series: Series, progress: Progress
+) -> list[str]:
     problems = []
     for number in range(bench.rounds):
         for case in bench.cases():
@@ -61,7 +63,7 @@ def _measure(bench: RouterBench, tool: LoadTool, routers: Sequence[Running], ser
     return problems
 
 
-def _crowd(bench: RouterBench, tool: LoadTool, router: Running, series: Series, progress: Progress) -> list[str]:
+def _crowd(bench: RouterBench, tool: LoadTool, router: RunningRouter, series: Series, progress: Progress) -> list[str]:
     """Very many streams at once, and what each costs in memory: before anything else, which would have made room already."""
     if router.contender.is_bare:
         return []
@@ -87,7 +89,7 @@ def _found_wrong(name: str, driven: Driven) -> list[str]:
     return found if driven.requests else [*found, f"{name}: no request was answered in time; give it more --seconds"]
 
 
-def _note(series: Series, contender: Contender, case: Case, driven: Driven, cpu_s: float) -> None:
+def _note(series: Series, contender: Contender, case: LoadCase, driven: Driven, cpu_s: float) -> None:
     name = series_name(case, contender)
     figures = {
         "per second": driven.per_second,

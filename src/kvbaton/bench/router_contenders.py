@@ -13,22 +13,24 @@ from pathlib import Path
 
 import msgspec
 
+from kvbaton.config import CLUSTER_KEY_VARIABLE
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.errors import LocalError
 from kvbaton.launch.fleet import Fleet, FleetPart
-from kvbaton.launch.local import kvbaton_command
+from kvbaton.launch.local import kvbaton_command, new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.router_peers import RouterPeers, sglang_router_part, vllm_router_part
 
-__all__ = ["Contender", "Driven", "NO_ROUTER", "SGLANG_ROUTER", "LoadTool", "Running", "build_load_tool", "running"]
+__all__ = ["Contender", "Driven", "NO_ROUTER", "SGLANG_ROUTER", "LoadTool", "RunningRouter", "build_load_tool", "running"]
 
 SGLANG_ROUTER = "sglang-router"
-"""The name of the contender that is told its instances when it starts."""
+"""The name of the contender that gets its instances on the command line."""
 
 NO_ROUTER = "no router"
 """The name of the contender that is an instance itself."""
 
+_CLUSTER_KEY = new_cluster_key()
 _HEALTHY_S = 60.0
 _DRIVE_EXTRA_S = 60.0
 _COMPILE_S = 120.0
@@ -69,7 +71,7 @@ class LoadTool:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A router to measure: its name, the mode of its instances, and how many processes (0: somebody else's router)."""
+    """A router to measure: its name, the mode of its instances, and how many processes (0: another project's router)."""
 
     name: str
     transfer_mode: TransferMode
@@ -82,7 +84,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningRouter:
     """A contender that runs: where, and as which process."""
 
     contender: Contender
@@ -114,7 +116,7 @@ def build_load_tool(directory: Path) -> LoadTool:
 
 
 @contextmanager
-def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers | None) -> Iterator[list[Running]]:
+def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers | None) -> Iterator[list[RunningRouter]]:
     """Start all contenders, each with two instances of its own mode behind it; ends them afterwards."""
     ports = PortPicker()
     with ExitStack() as stack:
@@ -127,7 +129,7 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
             if contender.is_bare:
                 fleet.wait_healthy(_HEALTHY_S)
                 word = InstanceType.DECODE.word
-                found.append(Running(contender, instances[InstanceType.DECODE], fleet.pid(word)))
+                found.append(RunningRouter(contender, instances[InstanceType.DECODE], fleet.pid(word)))
                 continue
             port, discovery_port = ports.pick(), ports.pick()
             if contender.name == SGLANG_ROUTER:
@@ -136,9 +138,10 @@ def running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers 
                 fleet.start(_router(contender, peers, port, discovery_port, ports))
                 for kind, instance_port in instances.items():
                     message = _registration(kind, instance_port, contender.transfer_mode)
-                    stack.enter_context(ThreadAnnouncer(message, [f"127.0.0.1:{discovery_port}"]))
+                    routers = [f"127.0.0.1:{discovery_port}"]
+                    stack.enter_context(ThreadAnnouncer(message, routers, cluster_key=_CLUSTER_KEY.encode()))
             fleet.wait_healthy(_HEALTHY_S)
-            found.append(Running(contender, port, fleet.pid("router")))
+            found.append(RunningRouter(contender, port, fleet.pid("router")))
         yield found
 
 
@@ -146,7 +149,7 @@ def _router(contender: Contender, peers: RouterPeers | None, port: int, discover
     if contender.processes:
         command = kvbaton_command("router", "--port", str(port), "--discovery-port", str(discovery_port))
         command += ["--processes", str(contender.processes)]
-        return FleetPart("router", command, f"http://127.0.0.1:{port}/health")
+        return FleetPart("router", command, f"http://127.0.0.1:{port}/health", {CLUSTER_KEY_VARIABLE: _CLUSTER_KEY})
     if peers is None:
         raise LocalError("the other routers are not installed")
     part = vllm_router_part(peers, port, discovery_port, ports.pick(), "--log-level", "error")

@@ -1,4 +1,4 @@
-"""The router's benchmark as a picture: requests per second, what a request costs, and how long one client waits."""
+"""The router's benchmark as a plot: requests per second, what a request costs, and how long one client waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbaton.bench.report import BenchReport, check_can_plot
 from kvbaton.bench.router_contenders import NO_ROUTER, Contender
-from kvbaton.bench.router_rows import Case, RouterBench, contenders_of, median_of, series_name
+from kvbaton.bench.router_rows import LoadCase, RouterBench, contenders_of, median_of, series_name
 from kvbaton.discovery.messages import TransferMode
 
 __all__ = ["plot_router_bench"]
@@ -46,7 +46,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _draw(axes: Any, series: dict[str, list[float]], routers: list[Contender], cases: list[Case], what: str, unit: str) -> None:
+def _draw(
+    axes: Any, series: dict[str, list[float]], routers: list[Contender], cases: list[LoadCase], what: str, unit: str
+) -> None:
     width = _BAR / len(routers)
     seen: dict[str, int] = {}
     for place, router in enumerate(routers):

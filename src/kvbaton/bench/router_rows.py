@@ -13,7 +13,7 @@ from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 
 __all__ = [
-    "Case",
+    "LoadCase",
     "MANY",
     "PEERS",
     "RouterBench",
@@ -45,7 +45,7 @@ _ADDED_GOAL_MS = 0.4
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LoadCase:
     """One kind of load."""
 
     kind: str
@@ -78,13 +78,13 @@ class RouterBench:
         """The settings as a report shows them."""
         return {name: value if isinstance(value := getattr(self, name), int | float) else str(value) for name in self.__slots__}
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[LoadCase]:
         """Every kind of load."""
-        return [Case(kind, clients) for kind in ("json", "stream") for clients in self.clients]
+        return [LoadCase(kind, clients) for kind in ("json", "stream") for clients in self.clients]
 
 
 def contenders_of(bench: RouterBench, mode: TransferMode) -> list[Contender]:
-    """Who is measured in one mode."""
+    """The contenders of one mode."""
     found = [*ours(bench, mode), Contender(NO_ROUTER, mode)]
     return found + [Contender(name, mode) for name in PEERS[mode]] if bench.peers else found
 
@@ -94,7 +94,7 @@ def ours(bench: RouterBench, mode: TransferMode) -> list[Contender]:
     return [Contender(f"kvbaton, {n} process{'es' * (n > 1)}", mode, n) for n in bench.processes]
 
 
-def series_name(case: Case, contender: Contender) -> str:
+def series_name(case: LoadCase, contender: Contender) -> str:
     """What the measurements of one contender under one load are called."""
     return f"{case}, {contender.transfer_mode.mode}, {contender.name}"
 
@@ -109,7 +109,7 @@ def median_of(series: Series, name: str) -> float:
     return statistics.median(series[name]) if name in series else 0.0
 
 
-def best_of_ours(bench: RouterBench, case: Case, mode: TransferMode, series: Series) -> float:
+def best_of_ours(bench: RouterBench, case: LoadCase, mode: TransferMode, series: Series) -> float:
     """Requests per second of our router, with the number of processes that is best."""
     return max(median_of(series, f"{series_name(case, each)}, per second") for each in ours(bench, mode))
 
@@ -141,7 +141,7 @@ def _goals(bench: RouterBench, series: Series) -> Iterator[BenchRow]:
                 theirs = median_of(series, f"{series_name(case, Contender(VLLM_ROUTER, mode))}, per second")
                 yield _goal(f"{case}, {mode.mode}, best of ours, per second", value, "1/s", theirs, f"at least {goal:g} x")
         if 1 in bench.clients:
-            case, each = Case("json", 1), ours(bench, mode)[0]
+            case, each = LoadCase("json", 1), ours(bench, mode)[0]
             bare = median_of(series, f"{series_name(case, Contender(NO_ROUTER, mode))}, p50 ms")
             added = median_of(series, f"{series_name(case, each)}, p50 ms") - bare
             theirs = median_of(series, f"{series_name(case, Contender(VLLM_ROUTER, mode))}, p50 ms") - bare

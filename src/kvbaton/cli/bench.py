@@ -337,23 +337,17 @@ def wire(
     if plot is not None and plot.suffix not in ("", ".png", ".svg"):
         raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     _begin(out, plot)
-    if transport == "cuda":
-        _check_reads(direction)
-        from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
-
-        on_gpu = CudaWireBench(tokens, rounds)
-        return _finish("wire", run_cuda_wire_bench(on_gpu, _progress), on_gpu.described(), out, json)
-    from kvbaton.bench.wire import WireBench, draw, run_wire_bench, subjects_of
+    from kvbaton.bench.wire import WireBench, draw, measure_wire
     from kvbaton.transport.base import Direction
 
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
-    bench = WireBench(sizes, batches, counts, layout, subjects_of(transport), rounds, idle, Direction(direction))
-    report = run_wire_bench(bench, _progress)
+    asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
+    report, described = measure_wire(transport, asked, tokens, _progress)
     if plot is not None:
         draw(report, plot)
-    return _finish("wire", report, bench.described(), out, json)
+    return _finish("wire", report, described, out, json)
 
 
 def _begin(out: Path | None, plot: Path | None = None) -> None:
@@ -372,13 +366,6 @@ def _begin(out: Path | None, plot: Path | None = None) -> None:
     if plot is not None:
         check_can_plot()
     end_like_ctrl_c()
-
-
-def _check_reads(direction: str) -> None:
-    from kvbaton.errors import ConfigError
-
-    if direction != "read":
-        raise ConfigError(f"--direction is {direction}: transport cuda only reads, the owner of the target memory copies")
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -12,13 +12,12 @@ from rich.text import Text
 
 __all__ = ["doctor"]
 
-_NEEDED = ("local", "tcp")
-
 
 def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Try every transport between two processes of this machine; exits with 0 when `local` or `tcp` works, else with 1.
 
-    These two need nothing beside kvbaton, and one of them is enough to serve. What needs a library or a GPU may be missing.
+    These two need nothing but kvbaton, and one of them is enough to serve. What needs a library or a GPU may be missing.
+    Transports that other packages have added are tried too.
 
     Parameters
     ----------
@@ -28,10 +27,10 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     import msgspec
 
     from kvbaton import __version__
-    from kvbaton.transport.trial import KINDS, try_transport
+    from kvbaton.transport.trial import try_all
 
-    trials = [try_transport(kind) for kind in KINDS]
-    ok = any(trial.works for trial in trials if trial.transport in _NEEDED)
+    trials = list(try_all())
+    ok = any(trial.works for trial in trials if trial.is_enough)
     if json:
         rows = [{"transport": trial.kind, "works": trial.works, "problem": trial.problem} for trial in trials]
         document = {"command": "doctor", "version": __version__, "ok": ok, "settings": {}, "transports": rows}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from kvbaton.observe.story import Story
+    from kvbaton.observe.transfer_report import TransferReport
 
 __all__ = ["explain"]
 
@@ -80,19 +80,19 @@ def _newest(router: str) -> str:
     return newest
 
 
-def _story(router: str, transfer_id: str) -> Story:
+def _story(router: str, transfer_id: str) -> TransferReport:
     from urllib.parse import quote
 
     import msgspec
 
     from kvbaton.errors import ProtocolError
-    from kvbaton.observe.story import Story
+    from kvbaton.observe.transfer_report import TransferReport
 
     document = _get(router, f"/handoffs/{quote(transfer_id, safe='')}")
     try:
-        return msgspec.convert(document, Story)
+        return msgspec.convert(document, TransferReport)
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"{router} told a story that cannot be read ({error}); is it of the same version?") from error
+        raise ProtocolError(f"{router} sent a report that cannot be read ({error}); is it of the same version?") from error
 
 
 def _get(router: str, path: str) -> object:
@@ -130,7 +130,7 @@ def _said(content: bytes, otherwise: str) -> str:
         return f"{otherwise}; is it a kvbaton router?"
 
 
-def _print_json(story: Story, router: str) -> None:
+def _print_json(story: TransferReport, router: str) -> None:
     import msgspec
 
     from kvbaton import __version__

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbaton.core.timeline import Side
-from kvbaton.observe.phases import Bar, Phase
-from kvbaton.observe.story import HandoffStory, Story
-from kvbaton.observe.words import duration, row_words, size
+from kvbaton.observe.formatting import duration, row_label, size
+from kvbaton.observe.phases import Bar, HandoffPhase
+from kvbaton.observe.transfer_report import HandoffReport, TransferReport
 
 __all__ = ["print_details", "print_story"]
 
@@ -28,10 +28,10 @@ _QUEUED, _COMPUTED, _HIDDEN, _EXPOSED = ("░", "dim"), ("█", "blue"), ("▒",
 _LEGEND = ((_QUEUED, "queue"), (_COMPUTED, "prefill"), (_HIDDEN, "hidden behind prefill"), (_EXPOSED, "exposed"))
 
 
-def print_story(console: Console, story: Story) -> None:
+def print_story(console: Console, story: TransferReport) -> None:
     """Print the instances, a picture of each hand-off, and the sentence."""
     console.print(Text.assemble(("transfer ", "bold"), story.transfer_id), soft_wrap=True)
-    for teller in story.tellers:
+    for teller in story.participants:
         problem = f" ({teller.problem})" if teller.problem else ""
         dropped = f" ({teller.notes_dropped} notes were not kept)" if teller.notes_dropped else ""
         console.print(f"  {teller.side}: {teller.name}{problem}{dropped}", style="dim", highlight=False, markup=False)
@@ -47,7 +47,7 @@ def print_story(console: Console, story: Story) -> None:
         console.print(f"and {rest} more hand-offs; --json has them all", style="dim", highlight=False)
 
 
-def print_details(console: Console, story: Story) -> None:
+def print_details(console: Console, story: TransferReport) -> None:
     """Print a line per chunk and span: how long it took to compute, and how long to travel."""
     for handoff in story.handoffs[:_MOST_HANDOFFS]:
         table = Table("tokens", "layers", "computed in", "announced at", "on the wire", "exposed", "bytes")
@@ -57,7 +57,7 @@ def print_details(console: Console, story: Story) -> None:
             console.print(table)
 
 
-def _print_picture(console: Console, handoff: HandoffStory) -> None:
+def _print_picture(console: Console, handoff: HandoffReport) -> None:
     end_s = max((bar.end_s for bar in handoff.bars), default=0.0)
     start_s = min((bar.start_s for bar in handoff.bars), default=0.0)
     canvas = _Canvas(_width(console), start_s, end_s, handoff.first_token_s)
@@ -70,7 +70,7 @@ def _print_picture(console: Console, handoff: HandoffStory) -> None:
     console.print(legend, soft_wrap=True)
 
 
-def _print_waits(console: Console, handoff: HandoffStory) -> None:
+def _print_waits(console: Console, handoff: HandoffReport) -> None:
     """What was waited for after the first token, one after the other, on a scale of its own."""
     if not handoff.waits or handoff.exposed_s is None:
         return
@@ -91,7 +91,7 @@ def _width(console: Console) -> int:
 
 
 def _row(canvas: _Canvas, bar: Bar) -> Text:
-    text = Text(f"{row_words(bar):<{_LABEL}.{_LABEL}}  ")
+    text = Text(f"{row_label(bar):<{_LABEL}.{_LABEL}}  ")
     text.append_text(canvas.draw(bar))
     text.append(f" {duration(bar.end_s - bar.start_s):>{_TIME}}", "bold" if bar.exposed_s > 0 else "")
     return text.append(f" {_remark(bar)}", "dim")
@@ -99,9 +99,9 @@ def _row(canvas: _Canvas, bar: Bar) -> Text:
 
 def _remark(bar: Bar) -> str:
     said = []
-    if bar.phase is Phase.PREFILL and bar.parts:
+    if bar.phase is HandoffPhase.PREFILL and bar.parts:
         said.append(f"{len(bar.parts)} chunk{'s' * (len(bar.parts) > 1)}")
-    if bar.phase is Phase.WIRE and bar.parts:
+    if bar.phase is HandoffPhase.WIRE and bar.parts:
         said.append(f"{size(bar.moved_bytes)}, {len(bar.parts)} span{'s' * (len(bar.parts) > 1)}")
     if bar.is_cut:
         said.append("not done")
@@ -130,7 +130,7 @@ class _Canvas:
     def draw(self, bar: Bar) -> Text:
         """The cells of one row. A wire is drawn only where something was on its way."""
         cells: list[tuple[str, str]] = [(" ", "")] * self._width
-        pieces = bar.parts if bar.phase is Phase.WIRE and bar.parts else (bar,)
+        pieces = bar.parts if bar.phase is HandoffPhase.WIRE and bar.parts else (bar,)
         for piece in pieces:
             for cell in range(self._cell(piece.start_s), self._last_cell(piece) + 1):
                 cells[cell] = self._kind(bar, cell)
@@ -141,7 +141,7 @@ class _Canvas:
 
     def _kind(self, bar: Bar, cell: int) -> tuple[str, str]:
         if bar.side is Side.SOURCE:
-            return _QUEUED if bar.phase is Phase.QUEUE else _COMPUTED
+            return _QUEUED if bar.phase is HandoffPhase.QUEUE else _COMPUTED
         is_exposed = bar.exposed_s > 0 and self._token_cell is not None and cell >= self._token_cell
         return _EXPOSED if is_exposed else _HIDDEN
 
@@ -153,14 +153,14 @@ class _Canvas:
         return max(self._cell(bar.start_s), self._cell(bar.end_s - self._cell_s / 1000))
 
 
-def _details(handoff: HandoffStory) -> Iterator[tuple[Bar | None, Bar | None]]:
+def _details(handoff: HandoffReport) -> Iterator[tuple[Bar | None, Bar | None]]:
     """Every computed part with the span that carried it, or followed by the spans that did; then spans that match none."""
     spans: dict[tuple[int, ...], Bar] = {}
     computed: list[Bar] = []
     for bar in handoff.bars:
-        if bar.phase is Phase.PREFILL:
+        if bar.phase is HandoffPhase.PREFILL:
             computed = list(bar.parts)
-        if bar.phase is Phase.WIRE:
+        if bar.phase is HandoffPhase.WIRE:
             spans = {_place(span): span for span in bar.parts}
     for part in computed:
         span = spans.get(_place(part))

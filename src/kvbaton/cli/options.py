@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from kvbaton.engines.table import engine_names, known_engine
+from kvbaton.transport.table import transport_entry, transport_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +38,17 @@ else:
     ]
 """The name of an engine from the table of engines, those of other packages included."""
 
-TransportName = Literal["auto", "cuda", "local", "mooncake", "mori", "nixl", "tcp"]
-"""How cache bytes travel; the same names as in `kvbaton.transport.choose`."""
+
+def _known_transport(_kind: object, tokens: Sequence[Token]) -> str:
+    """The name that was given. Raises ConfigError, with the nearest known name, for one that no transport has."""
+    return transport_entry(tokens[0].value).name
+
+
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Annotated[Literal[tuple(sorted(transport_names()))], Parameter(converter=_known_transport)]
+"""How cache bytes travel: a name from the table of transports, those of other packages included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-__all__ = ["ChoiceOptions", "PatienceOptions", "router"]
+__all__ = ["ChoiceOptions", "TimeoutOptions", "router"]
 
 _API_KEY_VARIABLE = "KVBATON_API_KEY"
 _INSTANCE_KEY_VARIABLE = "KVBATON_INSTANCE_API_KEY"
@@ -52,7 +52,7 @@ class ChoiceOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PatienceOptions:
+class TimeoutOptions:
     """How long the router waits for what, in seconds.
 
     Parameters
@@ -90,8 +90,9 @@ def router(
     processes: int = 1,
     cluster_key_file: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
+    allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
-    patience: Annotated[PatienceOptions, Parameter(name="*")] = PatienceOptions(),  # noqa: B008
+    timeouts: Annotated[TimeoutOptions, Parameter(name="*")] = TimeoutOptions(),  # noqa: B008
     verbose: bool = False,
 ) -> int:
     """Route OpenAI-style requests to prefill and decode instances that register here, and serve the chat page at `/`.
@@ -116,15 +117,19 @@ def router(
     processes
         how many processes serve the port together.
     cluster_key_file
-        file that holds the key all instances share: only kvbaton's instances with this key are taken. Without it, all are.
+        file that holds the key all instances share; the variable KVBATON_CLUSTER_KEY may hold it instead. Only kvbaton's
+        instances with this key are admitted; without a key, all are.
     forward_header
         header of clients that instances see; may be repeated. By default Authorization (unless the router has keys of its
         own), traceparent, tracestate and X-Session-Id.
+    allow_host
+        host name under which browsers may open the page and call the API; may be repeated. `localhost` and IP addresses
+        always may, other names never do by default: a web site could point its own name at this router.
     verbose
         log more.
     """
     from kvbaton.cli.running import raise_open_files, run_server, set_up_logging, settle_memory
-    from kvbaton.config import is_loopback, parse_trust
+    from kvbaton.config import CLUSTER_KEY_VARIABLE, is_loopback, parse_trust
     from kvbaton.core.addresses import in_url
     from kvbaton.discovery.messages import TransferMode
     from kvbaton.router.app import serve_router
@@ -142,17 +147,21 @@ def router(
         processes=processes,
         api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
-        cluster_key=parse_trust(cluster_key_file).key,
+        cluster_key=parse_trust(cluster_key_file, os.environ).key,
+        allow_hosts=allow_host,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(choice),
-        **asdict(patience),
+        **asdict(timeouts),
     )
     log = logging.getLogger("kvbaton")
-    if settings.cluster_key is None and not is_loopback(settings.discovery_host):
+    if settings.cluster_key is None:
         log.warning(
-            "anybody who reaches port %d on %s can register an instance and receive prompts; set a key with --cluster-key-file",
+            "NO CLUSTER KEY: every process%s that reaches port %d on %s can register an instance, receive prompts and forge"
+            " answers; set a key with --cluster-key-file or %s",
+            " and every user of this machine" if is_loopback(settings.discovery_host) else "",
             discovery_port,
             settings.discovery_host,
+            CLUSTER_KEY_VARIABLE,
         )
     raise_open_files()
     settle_memory()
@@ -162,10 +171,12 @@ def router(
 
 
 def _api_keys(value: str) -> tuple[str, ...]:
-    """The keys of a list; one without any key in it must not let everybody in."""
+    """The keys of a list. A list without any key is an error: it must not turn the check off."""
     from kvbaton.errors import ConfigError
 
     keys = tuple(filter(None, value.split(",")))
     if value and not keys:
-        raise ConfigError(f"{_API_KEY_VARIABLE} is {value!r}, which holds no key; put one in, or unset it to let everybody in")
+        raise ConfigError(
+            f"{_API_KEY_VARIABLE} is {value!r}, which holds no key; put one in, or unset it to admit every client"
+        )
     return keys

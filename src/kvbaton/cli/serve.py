@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -18,10 +18,43 @@ __all__ = ["serve"]
 _NO_TRUST = TrustOptions()
 _DEFAULT_HANDOFF = HandoffOptions()
 _DEFAULT_LIMITS = LimitOptions()
+_API_KEY_VARIABLES = ("KVBATON_API_KEY", "KVBATON_INSTANCE_API_KEY")
 _ABOUT_ROUTERS = {
     True: "--router has no effect with --role both: such an instance answers clients by itself",
     False: "no --router is given: no router will know this instance",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """What one HTTP request may hold, and what its response shows; see `kvbaton.engines.embedded.settings.HttpSettings`.
+
+    Parameters
+    ----------
+    max_prompt_bytes
+        bytes of one prompt or conversation; 0: the context length times the longest token.
+    max_request_bytes
+        bytes of all prompts of a request; 0: four times `--max-prompt-bytes`.
+    max_body_bytes
+        bytes of a request body; 0: 1 MiB and twice `--max-request-bytes`.
+    max_request_sequences
+        sequences of one request: prompts times `n`.
+    max_waiting
+        sequences of all requests that may wait; more are answered 429.
+    show_details
+        whether responses show cached tokens, timings and addresses; by default not where KVBATON_API_KEY or
+        KVBATON_INSTANCE_API_KEY is set.
+    """
+
+    max_prompt_bytes: int = 0
+    max_request_bytes: int = 0
+    max_body_bytes: int = 0
+    max_request_sequences: int = 256
+    max_waiting: int = 4096
+    show_details: bool | None = None
+
+
+_DEFAULT_HTTP = HttpOptions()
 
 
 def serve(
@@ -48,6 +81,7 @@ def serve(
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
     limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
     trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
+    http: Annotated[HttpOptions, Parameter(name="*")] = _DEFAULT_HTTP,
     verbose: bool = False,
 ) -> int:
     """Serve a model with the embedded engine, as a prefill instance, a decode instance, or alone.
@@ -100,6 +134,7 @@ def serve(
     from kvbaton.discovery.advertise import advertised_host, numeric_host
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
+    from kvbaton.engines.embedded.settings import HttpSettings
 
     set_up_logging(verbose)
     trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
@@ -121,6 +156,7 @@ def serve(
         engine=EngineSettings(
             step_tokens=step_tokens,
             max_sequences=max_sequences,
+            max_waiting=http.max_waiting,
             poison=poison,
             handoff=handing,
             defer_timeout_s=limits.defer_timeout,
@@ -132,12 +168,24 @@ def serve(
         drop=drop,
         cache_dtype=cache_dtype,
         lacks=lacks,
+        http=HttpSettings(
+            max_prompt_bytes=http.max_prompt_bytes,
+            max_request_bytes=http.max_request_bytes,
+            max_body_bytes=http.max_body_bytes,
+            max_request_sequences=http.max_request_sequences,
+            show_details=_shows_details() if http.show_details is None else http.show_details,
+        ),
     )
     log = logging.getLogger("kvbaton")
     if (role == "both") == bool(router):
         log.warning("%s", _ABOUT_ROUTERS[bool(router)])
     raise_open_files()
     return run_server(serve_instance(settings, log.info))
+
+
+def _shows_details() -> bool:
+    """Where clients need an API key they are tenants, who must learn nothing of each other."""
+    return not any(os.environ.get(name) for name in _API_KEY_VARIABLES)
 
 
 def _check_ports(port: int, control_port: int) -> None:

@@ -191,6 +191,6 @@ def _list_plants() -> int:
 
     table = Table("plant", "the mistake")
     for name, plant in PLANTS.items():
-        table.add_row(name, plant.says)
+        table.add_row(name, plant.mistake)
     Console().print(table)
     return 0

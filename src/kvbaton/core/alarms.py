@@ -1,7 +1,8 @@
-"""Deadlines of many things at once: who is due, and when to look again, without looking at everybody.
+"""Deadlines of thousands of hand-offs: which are due, and when the next one is, without a scan over all of them.
 
-An alarm may ring early, never late: setting a later time for somebody who has an earlier one changes nothing, so that
-renewing a deadline costs next to nothing. Whoever rings looks at its own deadline and is set again if that lies ahead.
+An alarm may ring early, never late: setting a later time for a key that has an earlier one changes nothing. Every heartbeat
+renews every deadline of a peer, so renewing has to be free; the owner of a key that rings checks its real deadline, and sets
+the alarm again if that lies ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SLACK = 64
 
 
 class Alarms(Generic[KeyT]):
-    """At most one alarm per key. Times are whatever the caller's clock says."""
+    """At most one alarm per key. Times are those of the caller's clock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, KeyT]] = []
@@ -30,25 +31,27 @@ class Alarms(Generic[KeyT]):
         return len(self._set)
 
     def set(self, key: KeyT, when: float) -> None:
-        """Ring for `key` at `when`, or earlier if it was to ring earlier anyway."""
+        """Ring for `key` at `when`, or at the time already set if that is earlier."""
         if when < self._set.get(key, float("inf")):
             self._set[key] = when
             heapq.heappush(self._heap, (when, next(self._numbers), key))
+            # Dropped and replaced entries stay in the heap; without this it would grow with every hand-off that ends early.
             if len(self._heap) > 2 * len(self._set) + _SLACK:
                 self._heap = [entry for entry in self._heap if self._set.get(entry[2]) == entry[0]]
                 heapq.heapify(self._heap)
 
     def drop(self, key: KeyT) -> None:
-        """Do not ring for `key`."""
+        """Do not ring for `key` any more."""
         self._set.pop(key, None)
         if not self._set:
             self._heap.clear()
 
     def ring(self, now: float) -> Iterator[KeyT]:
-        """Take the keys whose time has come, one by one and earliest first; each has to be set again to ring again.
+        """Take the keys that are due, one by one, earliest first; each has to be set again to ring again.
 
-        Those that are not taken, because whoever asked failed on the way, ring the next time. What is set meanwhile does, too.
+        Keys that the caller did not take, because it raised in between, ring the next time. So do keys set in the meantime.
         """
+        # Entries from here on are newer than this call: a caller that sets an alarm in the past would otherwise never finish.
         asked = next(self._numbers)
         while self._heap and self._heap[0][0] <= now and self._heap[0][1] < asked:
             when, _, key = heapq.heappop(self._heap)

@@ -1,9 +1,14 @@
-"""The seal that shows that a control frame comes from a holder of the cluster key, and was meant for this way of travel.
+"""What a holder of the cluster key can prove: a message (`Seal`), a connection (`Session`), two addresses (`address_proof`).
 
-A sealed frame is a mark that no msgpack map begins with, a keyed BLAKE2b digest, and the frame. The digest covers the whole
-frame (version, sender, recipient, message) and whether it travels to the bound port or back from it, so that a frame cannot
-be changed, readdressed or reflected. It hides nothing, and it does not tell a frame from its repetition: repeated frames are
-the lifecycle's business (incarnations, grants that count once).
+A `Session` belongs to one connection. Its keys come from the cluster key and from what both ends sent first, each with a
+random nonce, and every frame counts. So a recorded frame is worth nothing: on another connection the nonces differ, on the
+same one the count does. A frame that is changed, left out, repeated, moved or sent back to its author does not open.
+
+A `Seal` covers one message alone, whatever carries it: registrations travel over sockets of libzmq, which reconnects unseen.
+Their freshness comes from a nonce and a count inside the message (`discovery/messages.py`).
+
+Every use of the key has a name of its own under which it is derived, so that what was made for one use opens no other.
+Nothing here hides what is sent.
 """
 
 from __future__ import annotations
@@ -14,75 +19,139 @@ import hmac
 
 from kvbaton.errors import ConfigError, ProtocolError
 
-__all__ = ["MIN_KEY_BYTES", "SEAL_BYTES", "Seal", "Way"]
+__all__ = ["MIN_KEY_BYTES", "NONCE_BYTES", "SEAL_BYTES", "TAG_BYTES", "Seal", "Session", "address_proof", "is_address_proof"]
 
 MIN_KEY_BYTES = 16
 """Shorter cluster keys are refused."""
 
+NONCE_BYTES = 16
+"""Random bytes that each end of a connection contributes to its session."""
+
+TAG_BYTES = 16
+"""By how much a frame of a session is longer than its content."""
+
 _MARK = b"\xc1KVB\x01"
 _DIGEST_BYTES = 32
+_COUNT_BYTES = 8
 
 SEAL_BYTES = len(_MARK) + _DIGEST_BYTES
-"""By how much a sealed frame is longer than the frame."""
+"""By how much a sealed message is longer than the message."""
 
 
-class Way(enum.Enum):
-    """Which way a frame travels; the value goes into the digest."""
+class _Use(enum.Enum):
+    """What a key is derived for; at most 16 bytes."""
 
     TO_LISTENER = b"kvbaton to"
     TO_DIALLER = b"kvbaton back"
     TO_ROUTER = b"kvbaton router"
+    ADDRESSES = b"kvbaton address"
 
 
 class Seal:
-    """Seals and opens frames with one cluster key; without a key, frames pass as they are and sealed ones are refused."""
+    """Seals and opens messages to a router; without a key, they pass as they are and sealed ones are refused."""
 
-    __slots__ = ("_digests",)
+    __slots__ = ("_keyed",)
 
     def __init__(self, key: bytes | None) -> None:
-        if key is not None and len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"the cluster key has {len(key)} bytes; it must have at least {MIN_KEY_BYTES}")
-        self._digests = None if key is None else {way: _keyed(key, way) for way in Way}
+        self._keyed = None if key is None else _keyed(key, _Use.TO_ROUTER, _DIGEST_BYTES)
 
     def __repr__(self) -> str:
-        return f"Seal({'keyed' if self._digests else 'no key'})"
+        return f"Seal({'keyed' if self._keyed else 'no key'})"
 
     @property
     def is_keyed(self) -> bool:
         """Whether there is a key."""
-        return self._digests is not None
+        return self._keyed is not None
 
-    def seal(self, frame: bytes, way: Way) -> bytes:
-        """The frame as it goes on the wire."""
-        return frame if self._digests is None else _MARK + self._digest(frame, way) + frame
+    def seal(self, message: bytes) -> bytes:
+        """The message as it goes on the wire."""
+        return message if self._keyed is None else _MARK + _digest(self._keyed, message) + message
 
-    def open(self, frame: bytes, way: Way) -> bytes:
-        """The frame inside one off the wire. Raises ProtocolError that names what is wrong: no seal, wrong key, no key here."""
-        is_sealed = frame.startswith(_MARK)
-        if self._digests is None:
+    def open(self, sealed: bytes) -> bytes:
+        """The message inside one off the wire. Raises ProtocolError that names what is wrong: no seal, wrong key, no key."""
+        is_sealed = sealed.startswith(_MARK)
+        if self._keyed is None:
             if is_sealed:
                 raise ProtocolError(
-                    "no key here: the frame is sealed with a cluster key, but none is set here; set the same on both sides"
+                    "no key here: the message is sealed with a cluster key, but none is set here; set the same on both sides"
                 )
-            return frame
-        if not is_sealed or len(frame) < SEAL_BYTES:
+            return sealed
+        if not is_sealed or len(sealed) < SEAL_BYTES:
             raise ProtocolError(
-                "not authenticated: the frame has no whole seal, but a cluster key is set here; set the same on both sides"
+                "not authenticated: the message has no whole seal, but a cluster key is set here; set the same on both sides"
             )
-        content = frame[SEAL_BYTES:]
-        if not hmac.compare_digest(frame[len(_MARK) : SEAL_BYTES], self._digest(content, way)):
+        message = sealed[SEAL_BYTES:]
+        if not hmac.compare_digest(sealed[len(_MARK) : SEAL_BYTES], _digest(self._keyed, message)):
             raise ProtocolError("wrong key: the seal does not fit the cluster key that is set here; set the same on both sides")
-        return content
+        return message
 
-    def _digest(self, frame: bytes, way: Way) -> bytes:
-        if self._digests is None:
-            return b""
-        digest = self._digests[way].copy()
+
+class Session:
+    """The seals of one connection, at one of its ends. `seal` and `open` take frames in the order in which they travel.
+
+    `dialled` and `accepted` are what the two ends sent first, with a nonce in each: they go into the keys as they are, so
+    both ends agree on every byte of them, or on nothing.
+    """
+
+    __slots__ = ("_opened", "_opening", "_sealed", "_sealing")
+
+    def __init__(self, key: bytes, *, dialled: bytes, accepted: bytes, is_listener: bool) -> None:
+        opening = len(dialled).to_bytes(_COUNT_BYTES, "big") + dialled + accepted
+        to_listener, to_dialler = (
+            hashlib.blake2b(key=_digest(_keyed(key, use, _DIGEST_BYTES), opening), digest_size=TAG_BYTES)
+            for use in (_Use.TO_LISTENER, _Use.TO_DIALLER)
+        )
+        self._sealing, self._opening = (to_dialler, to_listener) if is_listener else (to_listener, to_dialler)
+        self._sealed = self._opened = 0
+
+    def seal(self, frame: bytes) -> bytes:
+        """The next frame as it goes on the wire."""
+        digest = self._sealing.copy()
+        digest.update(self._sealed.to_bytes(_COUNT_BYTES, "big"))
         digest.update(frame)
-        return digest.digest()
+        self._sealed += 1
+        return digest.digest() + frame
+
+    def open(self, sealed: bytes) -> bytes:
+        """The next frame off the wire. Raises ProtocolError; the session is over then, since the counts no longer agree."""
+        frame = sealed[TAG_BYTES:]
+        digest = self._opening.copy()
+        digest.update(self._opened.to_bytes(_COUNT_BYTES, "big"))
+        digest.update(frame)
+        self._opened += 1
+        if not hmac.compare_digest(sealed[:TAG_BYTES], digest.digest()):
+            raise ProtocolError(
+                "wrong key: the seal does not fit the cluster key that is set here, or the frame was made for another place or"
+                " connection; set the same key on both sides"
+            )
+        return frame
 
 
-def _keyed(key: bytes, way: Way) -> hashlib.blake2b:
-    """Keys of any length are welcome, BLAKE2b takes 64 bytes of one."""
+def address_proof(key: bytes, transfer_id: str, prefill: str, decode: str) -> str:
+    """Proves that a holder of the key has paired two control addresses for a transfer; hex digits."""
+    return _digest(_keyed(key, _Use.ADDRESSES, TAG_BYTES), _parts(transfer_id, prefill, decode)).hex()
+
+
+def is_address_proof(proof: str, key: bytes, transfer_id: str, prefill: str, decode: str) -> bool:
+    """Whether `proof` is that of these addresses and this transfer."""
+    return proof.isascii() and hmac.compare_digest(proof, address_proof(key, transfer_id, prefill, decode))
+
+
+def _parts(*texts: str) -> bytes:
+    """Texts with their lengths: no two lists of texts give the same bytes."""
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return b"".join(len(each).to_bytes(_COUNT_BYTES, "big") + each for each in encoded)
+
+
+def _keyed(key: bytes, use: _Use, digest_bytes: int) -> hashlib.blake2b:
+    """A digest with a key of its own per use. Keys of any length are welcome; BLAKE2b takes 64 bytes of one."""
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"the cluster key has {len(key)} bytes; it must have at least {MIN_KEY_BYTES}")
     short = hashlib.blake2b(key, digest_size=_DIGEST_BYTES, person=b"kvbaton key").digest()
-    return hashlib.blake2b(key=short, digest_size=_DIGEST_BYTES, person=way.value)
+    return hashlib.blake2b(key=short, digest_size=digest_bytes, person=use.value)
+
+
+def _digest(keyed: hashlib.blake2b, message: bytes) -> bytes:
+    digest = keyed.copy()
+    digest.update(message)
+    return digest.digest()

@@ -1,7 +1,7 @@
-"""The aux area: slots in a rank's registered memory through which aux records can travel, and what is written into one.
+"""The aux area: slots in a rank's registered memory through which aux records can travel, and the format of a record.
 
-A record in a slot names its hand-off, and the pointer to it carries a checksum of everything in it: a slot that was used
-anew in the meantime is never taken for what it held before.
+A target reads a slot some time after the source has sent the pointer. If the hand-off ended in between, the source may have
+reused the slot for another one. So a record names its hand-off, and the pointer carries a checksum of the whole record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["AuxArea", "AuxPointer", "AuxSlots", "pack_aux", "point_at", "pointer
 
 
 class AuxArea(msgspec.Struct, frozen=True):
-    """`slots` slots of `slot_bytes` each, from `offset` on; bytes count from the start of the registered region."""
+    """`slots` slots of `slot_bytes` each, starting at `offset` bytes from the start of the registered region."""
 
     offset: int
     slots: int
@@ -53,7 +53,7 @@ def point_at(offset: int, data: bytes) -> AuxPointer:
 
 
 def unpack_aux(data: bytes, pointer: AuxPointer, key: HandoffKey, grant: int) -> Aux:
-    """The record that a pointer led to; raises ProtocolError when it is not the one of this hand-off and grant."""
+    """The record at a pointer; raises ProtocolError when it is not that of this hand-off and grant."""
     if _checksum(data) != pointer.checksum:
         raise ProtocolError(f"the checksum is {_checksum(data):x} where {pointer.checksum:x} was announced")
     try:
@@ -66,11 +66,12 @@ def unpack_aux(data: bytes, pointer: AuxPointer, key: HandoffKey, grant: int) ->
 
 
 def _checksum(data: bytes) -> int:
+    # 7 bytes stay below 2^62, the largest whole number on the wire.
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
 def pointer_problem(pointer: AuxPointer, area: AuxArea) -> str:
-    """Why a pointer does not lead to a record in a slot of `area`; empty when it does."""
+    """Why a pointer is not a record in a slot of `area`; empty when it is. Checked before anything is read there."""
     if area.slot_bytes < 1:
         return f"an area with slots of {area.slot_bytes} bytes"
     slot, within = divmod(pointer.offset - area.offset, area.slot_bytes)
@@ -82,7 +83,7 @@ def pointer_problem(pointer: AuxPointer, area: AuxArea) -> str:
 
 
 class AuxSlots:
-    """Which slots of an area are free. Without an area there are none."""
+    """The free and the taken slots of an area. Without an area there are none."""
 
     def __init__(self, area: AuxArea | None) -> None:
         self.area = area
@@ -93,7 +94,7 @@ class AuxSlots:
         return len(self._taken)
 
     def refusal(self, size_bytes: int) -> str:
-        """Why a record of that size finds no slot just now; empty when it does."""
+        """Why there is no slot for a record of that size now; empty when there is."""
         if self.area is None:
             return "no aux area"
         if size_bytes > self.area.slot_bytes:
@@ -101,13 +102,13 @@ class AuxSlots:
         return "" if self._free else "no free slot"
 
     def take(self) -> int:
-        """The offset of a slot that was free; call it only when nothing is refused."""
+        """The offset of a free slot; call it only after `refusal` was empty."""
         offset = self._free.pop()
         self._taken.add(offset)
         return offset
 
     def give(self, offset: int) -> None:
-        """A slot is free again; one that was not taken is left alone."""
+        """Return a slot; one that is not taken is left alone."""
         if offset in self._taken:
             self._taken.discard(offset)
             self._free.append(offset)

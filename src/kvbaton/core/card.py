@@ -1,23 +1,41 @@
-"""The card: what an instance tells a peer before any address of it is used, and whether two cards fit together."""
+"""The card: what an instance sends to a peer before any of its addresses is used, and whether two cards fit together.
+
+`make_card` is the only place that assembles one. An engine contributes what only the engine knows (model, layouts, endpoints);
+the limits and the check that the ranks together hold the model once are the same for every engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Protocol
 
 import msgspec
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
-from kvbaton.core.meeting import Meeting, arrange
+from kvbaton.core.legs import Legs, assign_legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.errors import ConfigError, Incompatible
 
-__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "check_layouts"]
+__all__ = [
+    "PROTOCOL",
+    "Card",
+    "CardLimits",
+    "Endpoint",
+    "ProcessId",
+    "RankCard",
+    "check_compatible",
+    "check_layouts",
+    "make_card",
+]
 
-PROTOCOL = 1
-"""Version of the control protocol; peers of another one are refused by name."""
+PROTOCOL = 2
+"""Version of the control protocol; peers of another version are refused, with both numbers."""
+
+_UNCUT = Shape()
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -38,15 +56,27 @@ class RankCard(msgspec.Struct, frozen=True):
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """Names one process of one host for good: a recycled pid has another start time."""
+    """Identifies one process of one host for good: a recycled pid has another start time."""
 
     host: str
     pid: int
     started: int
 
 
+class CardLimits(Protocol):
+    """The limits that peers have to know; `config.Limits`, and any engine's settings that carry the same names."""
+
+    @property
+    def defer_timeout(self) -> float:
+        """How long a source keeps finished blocks after the last message from their target."""
+
+    @property
+    def transfer_timeout(self) -> float:
+        """How long a target waits without progress."""
+
+
 class Card(msgspec.Struct, frozen=True):
-    """What an instance tells the world. Durations in seconds; no points in time."""
+    """What every peer knows of an instance. Durations in seconds; no points in time, because clocks of hosts differ."""
 
     incarnation: Incarnation
     model: str
@@ -65,16 +95,47 @@ class Card(msgspec.Struct, frozen=True):
         return range(min(held, default=0), max(held, default=-1) + 1)
 
 
-def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
-    """Which ranks meet. Refuses a pair that cannot hand off; `ours` is the one that asks, and is named first in the error.
+def make_card(
+    *,
+    incarnation: Incarnation,
+    model: str,
+    fingerprint: str,
+    process: ProcessId,
+    limits: CardLimits,
+    ranks: Iterable[RankCard],
+    shape: Shape = _UNCUT,
+) -> Card:
+    """The card of an instance with these `ranks`, in the order of their numbers.
 
-    Shapes may differ: what counts is that each instance is whole, and that both hold the same model.
+    Raises ConfigError when the ranks do not hold the model exactly once, so that an engine with a wrong layout fails at
+    start-up instead of at the first request of every peer.
+    """
+    card = Card(
+        incarnation=incarnation,
+        model=model,
+        fingerprint=fingerprint,
+        shape=str(shape),
+        ranks=tuple(ranks),
+        process=process,
+        defer_timeout=limits.defer_timeout,
+        transfer_timeout=limits.transfer_timeout,
+    )
+    if problem := _instance_problem(card.shape, tuple(rank.layout for rank in card.ranks)) or _number_problem(card):
+        raise ConfigError(f"the ranks of this instance do not make a card: {problem}; check the shape and the engine's layouts")
+    return card
+
+
+def check_compatible(source: Card, target: Card, *, ours: Card) -> Legs:
+    """The legs between two instances; raises Incompatible for a pair that cannot hand off, with the value of `ours` first.
+
+    Shapes may differ: each instance has to be whole, and both have to hold the same model.
     """
     theirs = source if ours is target else target
     if ours.protocol != theirs.protocol:
         raise Incompatible("protocol", str(ours.protocol), str(theirs.protocol))
     if ours.fingerprint != theirs.fingerprint:
         raise _another_model(ours, theirs)
+    # Otherwise a source would free its blocks while a healthy target still waits for them: safe, but every slow one would fail.
     if not source.defer_timeout > target.transfer_timeout:
         hold, give_up = f"defer_timeout {source.defer_timeout}", f"transfer_timeout {target.transfer_timeout}"
         here, there = (hold, give_up) if ours is source else (give_up, hold)
@@ -87,29 +148,30 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Meeting:
         raise Incompatible(error.field, error.theirs, error.ours) from error
 
 
-def check_layouts(source: Card, target: Card) -> Meeting:
-    """Which ranks meet; raises Incompatible, the target's value first, for instances that are not whole or do not fit."""
+def check_layouts(source: Card, target: Card) -> Legs:
+    """The legs of two instances; raises Incompatible, the target's value first, when they do not fit or one is not whole."""
     sources, targets = (tuple(rank.layout for rank in card.ranks) for card in (source, target))
-    meeting = _check_layouts(source.shape, sources, target.shape, targets)
+    legs = _check_layouts(source.shape, sources, target.shape, targets)
     here, there = _number_problem(target), _number_problem(source)
     if here or there:
         raise Incompatible("the numbers of the ranks", here or "fine", there or "fine")
-    return meeting
+    return legs
 
 
 @lru_cache(maxsize=64)
-def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, targets: tuple[Layout, ...]) -> Meeting:
+def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, targets: tuple[Layout, ...]) -> Legs:
+    # First, because everything below computes with the peer's numbers and relies on them.
     here, there = _instance_problem(target, targets), _instance_problem(source, sources)
     if here or there:
         raise Incompatible("what the ranks hold", here or "whole", there or "whole")
-    meeting = arrange(sources, targets)
-    for leg in meeting.legs:
+    legs = assign_legs(sources, targets)
+    for leg in legs.legs:
         pair_layouts(sources[leg.source], targets[leg.target], leg.share)
-    return meeting
+    return legs
 
 
 def _number_problem(card: Card) -> str:
-    """Ranks are reached by their number and meet by their place: both have to be the same."""
+    """Transports reach ranks by number, legs are assigned by place in the card: both have to be the same."""
     seen: set[int] = set()
     for place, rank in enumerate(card.ranks):
         if rank.rank in seen:
@@ -120,6 +182,7 @@ def _number_problem(card: Card) -> str:
     return ""
 
 
+@lru_cache(maxsize=64)
 def _instance_problem(shape: str, layouts: tuple[Layout, ...]) -> str:
     try:
         parsed = Shape.parse(shape)
@@ -129,7 +192,7 @@ def _instance_problem(shape: str, layouts: tuple[Layout, ...]) -> str:
 
 
 def _another_model(ours: Card, theirs: Card) -> Incompatible:
-    """Names both models, and the first thing in which their caches differ, if any does."""
+    """Names both models, and the first field in which their caches differ, if any."""
     shown = [f"{card.model} ({card.fingerprint})" for card in (ours, theirs)]
     try:
         check_layouts(theirs, ours)

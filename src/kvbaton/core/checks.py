@@ -1,9 +1,10 @@
 """Checksums of spans: which pieces of a rank's memory belong to a span, in an order that both ends share, and what differs.
 
-The order is layer, plane, token, head, and does not depend on strides or block sizes, so that both ranks of a leg get the same
-sum of what it moves, however their memory is laid out. What the target had cached is left out on both sides.
+The order is layer, plane, token, head. It does not depend on strides or block sizes, so that both ranks of a leg get the same
+sum for what it moves, whatever their layouts. Tokens that the target had cached are left out on both sides, because they
+are not moved, and two instances that computed the same tokens may differ in rounding.
 With `sampled`, both ends choose the same pieces of `PIECE_TOKENS` tokens, one in `ONE_IN` and at least one per layer and
-plane, from the key, the span and the layer.
+plane, from the key, the span and the layer; nothing has to be agreed on the wire.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PIECE_TOKENS = 16
 """Tokens of one sampled piece; pieces start at multiples of it."""
 
 ONE_IN = 16
-"""Of so many pieces one is sampled."""
+"""One piece in this many is sampled."""
 
 
 class SpanSum(msgspec.Struct, frozen=True, array_like=True):
@@ -70,17 +71,17 @@ def plan_pieces(
 ) -> Pieces:
     """The pieces of this rank's region that are summed for `span`; raises RangeError for what does not exist.
 
-    `total_tokens` is the length of the whole sequence, the end of the span unless told. With `part` only that is summed.
+    `total_tokens` is the length of the whole sequence, by default the end of the span. With `part`, only that part is summed.
     """
     if len(blocks) != len(layout.groups):
         raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(layout.groups)}")
     first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
-    wanted = range(span.first_layer, span.end_layer)
+    requested = range(span.first_layer, span.end_layer)
     held = sorted(
         (layer, number, index)
         for number, group in enumerate(layout.groups)
         for index, layer in enumerate(group.layers)
-        if layer in wanted
+        if layer in requested
     )
     if integrity is Integrity.OFF or not held:
         return np.empty((0, 2), np.int64)
@@ -98,7 +99,7 @@ def plan_pieces(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of a group by its place in there, the heads of each plane that are summed, and the group at the other end."""
+    """One layer by its place in its group, the heads of each plane that are summed, and the group at the other end."""
 
     group: Group
     place: int
@@ -146,9 +147,10 @@ def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
 def _token_rows(
     layer: _Layer, ids: tuple[int, ...], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int
 ) -> _Rows:
-    """Where stretches of tokens lie, cut at the edges of pages, and how many tokens each has; those of both ends only."""
+    """Where ranges of tokens lie, cut at page boundaries, and how many tokens each has; only tokens that both ends hold."""
     group = layer.group
     if group.tokens.size > 1 or layer.other.tokens.size > 1:
+        # Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum.
         own = segments_of(group, layer.other, int(starts[0]), int(ends[-1]), total)
         return block_places("own", group, ids, own.source), own.counts
     size = group.page_tokens
@@ -170,7 +172,7 @@ def _plane_pieces(plane: Plane, layer: int, heads: Sequence[HeadRange], rows: _R
 
 
 def _token_pieces(plane: Plane, heads: Sequence[HeadRange]) -> Pieces:
-    """(offset, bytes) of one token: these heads by their number in the model, then channels."""
+    """(offset, bytes) of one token: heads in the order of the model, then channels."""
     channels = np.zeros(1, np.int64) if plane.is_channel_contiguous else channel_offsets(plane)
     firsts = [(local_head(plane, part.start), part.count) for each in heads for part in common_heads([each], plane.heads)]
     held = np.concatenate([np.arange(first, first + count) for first, count in firsts])
@@ -189,7 +191,7 @@ def _sampled(seed: str, first: int, end: int) -> tuple[npt.NDArray[np.int64], np
 
 
 def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Every number from each of `firsts` up to its end, with the index of the range it came from."""
+    """Every number from each of `firsts` up to its end, with the index of its range."""
     counts = ends - firsts
     owner = np.repeat(np.arange(len(firsts)), counts)
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -197,7 +199,7 @@ def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple
 
 
 def sums_problem(spans: Iterable[Span], ours: Sums, theirs: Sums) -> str:
-    """Why the target's sums are not those of the source; empty when every leg has the same one of every span."""
+    """The first sum in which target and source differ, as a sentence; empty when there is none."""
     of = {span.number: span for span in spans}
     for leg, number in sorted(ours.keys() | theirs.keys()):
         here, there, span = ours.get((leg, number)), theirs.get((leg, number)), of.get(number)

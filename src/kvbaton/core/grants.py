@@ -1,27 +1,27 @@
-"""Rights that end: numbered grants that cannot come back, a memory of what is over, and the watermark against deadlock."""
+"""Grants: numbers that are used once and cannot come back, and the reserve that keeps two full instances from deadlock.
+
+A target numbers its grants, and its source uses each number up. The control channel may delay a grant, or deliver it twice:
+without the numbers a grant that arrives when its hand-off is over would start that hand-off again, and the source would write
+into blocks that the target has long given to another request.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Generic, TypeVar
-
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import Bug
 
-__all__ = ["GrantWindow", "GrantWindows", "Tombstones", "may_start_prefill"]
+__all__ = ["GrantWindow", "GrantWindows", "may_start_prefill"]
 
 _WINDOW = 8192
 
-KeyT = TypeVar("KeyT")
-ValueT = TypeVar("ValueT")
-
 
 class GrantWindow:
-    """Which grant numbers of one peer were used: a high-water mark and the numbers just below it.
+    """Which grant numbers of one peer were used: a high-water mark and one bit for each of the `size` numbers below it.
 
-    A number counts once. Numbers may arrive out of order as long as they are among the last `size` below the mark;
-    older ones are refused, however late they come, so the memory is fixed and nothing finished can come back.
+    A number counts once. Numbers may arrive out of order as long as they are among the last `size` below the mark. Older ones
+    are refused although they may never have been used: the target then takes a new number (a stale grant), which costs one
+    round trip, whereas to accept a used one would cost a foreign byte. So the memory is fixed and nothing finished comes back.
     """
 
     def __init__(self, size: int = _WINDOW) -> None:
@@ -32,7 +32,7 @@ class GrantWindow:
         self._used = 0
 
     def use(self, number: int) -> bool:
-        """Use `number` up; false when it was used before, or is too old to tell."""
+        """Use `number` up; false when it was used before, or is too old to know."""
         if number < 1 or number <= self._high - self._size:
             return False
         if number > self._high:
@@ -47,59 +47,28 @@ class GrantWindow:
 
 
 class GrantWindows:
-    """One window per peer incarnation; beyond `limit` peers the longest silent one is forgotten."""
+    """One window per peer incarnation; beyond `limit` peers the one that sent no grant for longest is forgotten."""
 
     def __init__(self, limit: int = 1024) -> None:
-        self._limit = limit
-        self._windows: OrderedDict[Incarnation, GrantWindow] = OrderedDict()
+        self._windows: BoundedMap[Incarnation, GrantWindow] = BoundedMap(limit)
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def use(self, peer: Incarnation, number: int) -> bool:
-        """Use `number` of `peer` up; false when it was used before, or is too old to tell."""
+        """Use `number` of `peer` up; false when it was used before, or is too old to know."""
         window = self._windows.setdefault(peer, GrantWindow())
-        self._windows.move_to_end(peer)
-        while len(self._windows) > self._limit:
-            self._windows.popitem(last=False)
+        self._windows.touch(peer)
         return window.use(number)
-
-
-class Tombstones(Generic[KeyT, ValueT]):
-    """How things ended that are over: a bounded memory, oldest forgotten first."""
-
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
-        self._ends: OrderedDict[KeyT, ValueT] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __iter__(self) -> Iterator[KeyT]:
-        return iter(self._ends)
-
-    def add(self, key: KeyT, end: ValueT) -> None:
-        """Remember how `key` ended; a later end of the same key replaces it."""
-        self._ends[key] = end
-        self._ends.move_to_end(key)
-        while len(self._ends) > self._limit:
-            self._ends.popitem(last=False)
-
-    def get(self, key: KeyT) -> ValueT | None:
-        """How `key` ended, if that is still known."""
-        return self._ends.get(key)
-
-    def discard(self, key: KeyT) -> None:
-        """Forget `key`: it lives again."""
-        self._ends.pop(key, None)
 
 
 def may_start_prefill(*, free_blocks: int, needed_blocks: int, reserved_blocks: int, has_grant: bool) -> bool:
     """Whether a source may start a prefill now.
 
-    Work without a grant waits for a target that may itself wait for this source: if it could hold the last blocks, two full
-    pools would wait for each other for ever. So it leaves `reserved_blocks`, enough for the largest request there can be,
-    to work with a grant in hand, which will end and may take all there is.
+    A prefill without a grant waits for a target, and that target may wait for another prefill of this source: if prefills
+    without a grant could hold the last blocks, two full pools would wait for each other for ever. So they leave
+    `reserved_blocks`, enough for the largest request there can be, to prefills that have a grant. Those may take every block:
+    their target has blocks for them, so they end.
     """
     left = free_blocks - needed_blocks
     return left >= 0 if has_grant else left >= reserved_blocks

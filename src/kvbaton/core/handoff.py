@@ -1,4 +1,4 @@
-"""The names of a hand-off: its key, how it can end, what is announced of it, and the small record that travels along."""
+"""What a hand-off is named by, how it can end, what is announced of it, and the small record that travels with it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 TransferId = NewType("TransferId", str)
-"""Joins the two sides of a hand-off; made by the router, the same on both instances."""
+"""Joins the two sides of a hand-off; made by the router or the client, which may use it twice."""
 
 RequestId = NewType("RequestId", str)
-"""An engine's own name of a request; never leaves its process as a key."""
+"""An engine's own id of a request; never leaves its process as a key, because the two engines choose theirs independently."""
 
 Incarnation = NewType("Incarnation", str)
-"""Random id born with a process; a restarted peer is a different peer."""
+"""Random id of one process; a restarted peer is a different peer, and inherits nothing of the earlier one."""
 
 BlockLists = tuple[tuple[int, ...], ...]
 """Block ids of one request, one tuple per group of the layout, in token order."""
@@ -45,7 +45,7 @@ MAX_TRANSFER_ID = 256
 
 
 class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """What one hand-off is called on every wire and in every log line."""
+    """The name of one hand-off in every message and every log line."""
 
     transfer_id: Annotated[TransferId, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
     prompt_index: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
@@ -56,14 +56,14 @@ class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Mode(enum.StrEnum):
-    """Who decides when: the source streams while it computes (push), or the target fetches what is complete (pull)."""
+    """Which side decides when: the source streams while it computes (push), or the target fetches what is complete (pull)."""
 
     PUSH = "push"
     PULL = "pull"
 
 
 class Executor(enum.StrEnum):
-    """Who executes the copy: the owner of the target memory reads, or the source writes into it from afar."""
+    """Which side executes the copy: the owner of the target memory reads, or the source writes into it remotely."""
 
     TARGET_READS = "target reads"
     SOURCE_WRITES = "source writes"
@@ -96,14 +96,14 @@ class Outcome(enum.StrEnum):
 LEGAL_PAIRS: frozenset[tuple[Outcome, Outcome]] = frozenset(
     {
         (Outcome.DELIVERED, Outcome.DELIVERED),
-        # The source confirmed, then its last word from the target was lost, or it was taken down.
+        # The source confirmed; then the release of the target was lost, or the source was taken down before it came.
         (Outcome.EXPIRED, Outcome.DELIVERED),
         (Outcome.CANCELLED, Outcome.DELIVERED),
         (Outcome.FAILED, Outcome.DELIVERED),
         *((source, target) for source in Outcome for target in Outcome if Outcome.DELIVERED not in (source, target)),
     }
 )
-"""(source, target) outcomes that may stand side by side. A source that calls itself delivered has a target that is."""
+"""(source, target) outcomes that are possible together. A source that ends as delivered has a target that did."""
 
 
 class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -117,7 +117,7 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 def key_problem(key: HandoffKey) -> str:
-    """Why nothing can be handed off under this key; empty when something can."""
+    """Why nothing can be handed off under this key; empty when it is valid."""
     length = len(key.transfer_id)
     if not 1 <= length <= MAX_TRANSFER_ID:
         return f"the transfer id has {length} characters; 1 to {MAX_TRANSFER_ID} are possible"

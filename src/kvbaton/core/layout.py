@@ -1,13 +1,16 @@
 """What a rank's cache memory looks like: groups of layers, their blocks, and where each byte of them lies.
 
 A group is a block table: layers that get the same blocks. A plane is one tensor per layer of a group: the keys, the values, a
-latent, the scales of an index, a Mamba state. Every engine's memory is described by the strides of its planes alone, so that
-no axis order, padding or nesting is a special case; `docs/layouts.md` has pictures.
+latent, the scales of an index, a Mamba state. Memory is described by the strides of its planes alone, so that no axis order,
+padding or nesting is a special case: NHD and HND, vLLM's fused K/V, SGLang's separate K and V tensors. `docs/layouts.md` has
+pictures.
+
+A layout may come from a peer. `problem` is called before any offset is computed from it: it rejects numbers with which 64-bit
+arithmetic would overflow, strides that overlap, and bytes beyond the region.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -33,11 +36,10 @@ __all__ = [
     "Plane",
     "TokenSplit",
     "numbers_text",
-    "uniform_group",
 ]
 
 MAX_REGION_BYTES = 1 << 62
-"""Offsets are counted in 64 bits; no region may be larger."""
+"""Offsets are signed 64-bit integers in NumPy; the margin keeps sums of a few of them from overflowing."""
 
 FULL = "full"
 """Keys and values of every token."""
@@ -54,14 +56,14 @@ SSM = "ssm"
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
-    """So many elements, each so many bytes after the one before."""
+    """`count` elements, each `stride` bytes after the previous one."""
 
     count: int
     stride: int
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """`count` of the model's heads (or channels, where those are shared out), from `start` on."""
+    """`count` of the model's heads from `start` on; channels where those are divided among ranks, as in a Mamba convolution."""
 
     start: int
     count: int
@@ -75,8 +77,8 @@ class HeadRange(msgspec.Struct, frozen=True, array_like=True):
 class TokenSplit(msgspec.Struct, frozen=True, array_like=True):
     """Which tokens of a sequence rank `rank` of `size` context-parallel ranks holds.
 
-    With `interleave`, ranks take turns of so many tokens. Without, each holds one stretch of whole blocks, as even as can be,
-    the first ranks one block more.
+    With `interleave`, ranks take turns of that many tokens (vLLM's decode context parallelism). With 0, each holds one
+    contiguous range of whole blocks, as even as possible, the first ranks one block more.
     """
 
     rank: int = 0
@@ -127,17 +129,17 @@ class Plane(msgspec.Struct, frozen=True):
 
     @property
     def is_channel_contiguous(self) -> bool:
-        """Whether the elements of a head lie side by side."""
+        """Whether the elements of a head are contiguous."""
         return _is_dense([axis for axis in self.channels if axis.count > 1], self.element_bytes)
 
     @property
     def is_token_contiguous(self) -> bool:
-        """Whether the tokens of a page lie side by side, so that any span of them is one run."""
+        """Whether the tokens of a page are contiguous, so that any span of them is one run."""
         heads_packed = self.head_count == 1 or self.head_stride == self.head_bytes
         return heads_packed and self.is_channel_contiguous and self.token_stride == self.token_bytes
 
     def alike(self, other: Plane) -> bool:
-        """Whether both have the same strides and heads, whatever they hold and wherever they lie."""
+        """Whether both have the same strides and heads, so that one set of runs serves both at different offsets."""
         names = ("element_bytes", "heads", "channels", "block_stride", "page_stride", "token_stride", "head_stride")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -146,9 +148,9 @@ class Group(msgspec.Struct, frozen=True):
     """Layers that share one block table.
 
     A block holds `block_tokens` tokens, in kernel pages of `page_tokens` each; with 0 it holds the state of a whole request,
-    and each request has one. Only the last `window` tokens of a sequence are of use, or all with 0.
-    With `whole_blocks` only the engine knows what lies where inside a block, so blocks are never moved in part; the strides
-    then say no more than which bytes a block has.
+    and each request has one. Only the last `window` tokens of a sequence are needed, or all with 0.
+    With `whole_blocks` only the engine knows the order inside a block (vLLM's CPU kernels reorder it), so blocks are never
+    moved in part; the strides then only state which bytes a block has.
     """
 
     kind: str
@@ -172,18 +174,19 @@ class Group(msgspec.Struct, frozen=True):
         return sum(plane.token_bytes for plane in self.planes)
 
     def needed(self, first_token: int, end_token: int, total_tokens: int) -> tuple[int, int]:
-        """Which of these tokens have to be moved: those in the window, up to the edges of blocks that are moved whole."""
+        """Which of these tokens have to be moved: those in the window, rounded out where blocks are moved whole."""
         if self.window:
             first_token = max(first_token, total_tokens - self.window)
         if first_token >= end_token:
             return end_token, end_token
+        # Where ranks take turns, a block of this rank spans the tokens of all ranks' blocks.
         turns = self.tokens.size if self.tokens.interleave else 1
         size = self.block_tokens * turns if self.whole_blocks else 1
         return first_token // size * size, -(-end_token // size) * size
 
     @property
     def end(self) -> int:
-        """First byte after the last one of this group, strides being positive."""
+        """First byte after the last one of this group; strides are positive, `problem` checks that first."""
         return max((self._plane_end(plane) for plane in self.planes), default=0)
 
     def axes(self, plane: Plane) -> tuple[Axis, ...]:
@@ -204,12 +207,15 @@ class Group(msgspec.Struct, frozen=True):
         return max(plane.layer_offsets) + reach + plane.element_bytes
 
     def _most_bytes(self, plane: Plane) -> int:
-        """More than any offset that is ever computed: strides count that lead nowhere, and a cache without blocks."""
+        """An upper bound of every offset that is computed. A stride counts even where it is never used (one head, no blocks):
+
+        NumPy multiplies it all the same, and one of 2^63 in a peer's card would overflow.
+        """
         reach = sum(max(axis.count - 1, 1) * abs(axis.stride) for axis in self.axes(plane))
         return max(plane.layer_offsets, default=0) + reach + plane.head_bytes
 
     def problem(self, region_bytes: int) -> str:
-        """What is wrong with this description of a part of a region of that size; empty when nothing is."""
+        """What is wrong with this group in a region of that size; empty when nothing is."""
         return (
             self._size_problem()
             or next(filter(None, (self._plane_problem(plane) for plane in self.planes)), "")
@@ -252,17 +258,13 @@ class Layout(msgspec.Struct, frozen=True):
     region_bytes: int
     groups: tuple[Group, ...]
 
-    def fingerprint(self) -> str:
-        """Short digest of everything in this layout; equal layouts have equal digests."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
-
     @property
     def layers(self) -> tuple[int, ...]:
         """The global indices of all layers, in order, each once."""
         return tuple(sorted({layer for group in self.groups for layer in group.layers}))
 
     def problem(self) -> str:
-        """What is wrong with this description, with the number of the group; empty when nothing is."""
+        """What is wrong with this layout, with the number of the group; empty when nothing is."""
         if self.region_bytes < 0:
             return f"region_bytes {self.region_bytes}"
         for index, group in enumerate(self.groups):
@@ -270,39 +272,9 @@ class Layout(msgspec.Struct, frozen=True):
                 return f"group {index}: {problem}"
         return ""
 
-    def describe(self) -> str:
-        """The whole layout in a few lines, for people."""
-        head = f"{self.region_bytes} bytes in {len(self.groups)} groups, fingerprint {self.fingerprint()}"
-        return "\n".join([head, *(line for index, group in enumerate(self.groups) for line in _describe(index, group))])
-
-
-def _describe(index: int, group: Group) -> Iterable[str]:
-    size = "state, one block per request" if group.is_state else f"{group.block_tokens} tokens"
-    extras = [
-        f"pages of {group.page_tokens} tokens" if group.page_tokens != group.block_tokens else "",
-        f"window of {group.window} tokens" if group.window else "",
-        _describe_split(group.tokens) if group.tokens.size > 1 else "",
-        "moved whole" if group.whole_blocks else "",
-    ]
-    kind = f"  group {index} {group.kind}: layers {numbers_text(group.layers)}, {group.blocks} blocks of {size}"
-    yield ", ".join([kind, *filter(None, extras)])
-    for plane in group.planes:
-        heads = " + ".join(numbers_text(range(each.start, each.end)) for each in plane.heads) or "none"
-        yield f"    {plane.name}: {plane.dtype}, heads {heads} of {plane.total_heads}, {plane.head_size} elements each"
-        channels = " x ".join(f"{axis.count} by {axis.stride}" for axis in plane.channels)
-        yield (
-            f"      bytes from block to block {plane.block_stride}, page {plane.page_stride}, token {plane.token_stride}, "
-            f"head {plane.head_stride}; elements {channels}; layers at {numbers_text(plane.layer_offsets)}"
-        )
-
-
-def _describe_split(split: TokenSplit) -> str:
-    how = f"turns of {split.interleave} tokens" if split.interleave else "one stretch each"
-    return f"tokens of rank {split.rank} of {split.size}, {how}"
-
 
 def numbers_text(values: Sequence[int]) -> str:
-    """`0-3` for neighbours, `0, 64 .. 448` for equal steps, else the numbers, or how many there are."""
+    """`0-3` for consecutive numbers, `0, 64 .. 448` for equal steps, else the numbers, or how many there are."""
     if len(values) < 3:
         return ", ".join(map(str, values)) or "none"
     steps = {after - before for before, after in itertools.pairwise(values)}
@@ -333,59 +305,10 @@ def _is_dense(axes: Sequence[Axis], element_bytes: int) -> bool:
 
 
 def _is_nested(axes: Iterable[Axis], element_bytes: int) -> bool:
-    """Whether each axis steps over all that lies within it, so that no two elements share a byte."""
+    """Whether each axis steps over everything inside it, so that no two elements share a byte."""
     extent = element_bytes
     for axis in sorted((axis for axis in axes if axis.count > 1), key=lambda axis: axis.stride):
         if axis.stride < extent or axis.stride > MAX_REGION_BYTES or axis.count > MAX_REGION_BYTES:
             return False
         extent += (axis.count - 1) * axis.stride
     return True
-
-
-def uniform_group(
-    *,
-    kind: str,
-    layers: tuple[int, ...],
-    planes: int,
-    blocks: int,
-    block_tokens: int,
-    head_start: int,
-    heads: int,
-    total_heads: int,
-    head_size: int,
-    dtype: str,
-    element_bytes: int,
-    layer_offsets: tuple[int, ...],
-    plane_stride: int,
-    block_stride: int,
-    token_stride: int,
-    head_stride: int,
-    whole_blocks: bool = False,
-) -> Group:
-    """A group whose planes (keys and values, or both in one) look alike and lie `plane_stride` bytes apart."""
-    names = ("k", "v") if planes == 2 else ("kv",) if planes == 1 else tuple(f"plane{index}" for index in range(planes))
-    each = tuple(
-        Plane(
-            name=name,
-            dtype=dtype,
-            element_bytes=element_bytes,
-            heads=(HeadRange(head_start, heads),),
-            total_heads=total_heads,
-            channels=(Axis(head_size, element_bytes),),
-            layer_offsets=tuple(offset + index * plane_stride for offset in layer_offsets),
-            block_stride=block_stride,
-            page_stride=0,
-            token_stride=token_stride,
-            head_stride=head_stride,
-        )
-        for index, name in enumerate(names)
-    )
-    return Group(
-        kind=kind,
-        layers=layers,
-        blocks=blocks,
-        block_tokens=block_tokens,
-        page_tokens=block_tokens,
-        planes=each,
-        whole_blocks=whole_blocks,
-    )

@@ -1,19 +1,22 @@
-"""The life of a hand-off as three tables: the source side, the target side, and a leg. All that may happen is a row.
+"""The life of a hand-off as three tables: the source side, the target side, and a copy. All that may happen is a row.
 
-Theory of operation. A side of a hand-off is one state machine in its coordinator; a leg is one in a rank. The owner of a
-machine turns what it hears (from its engine, its peer, its ranks, the clock) into events, steps the machine, and performs
-the effects of the row in order. The tables know no time, no sockets and no block lists; they only say what may follow what.
-For every state an event has a row, or is listed as late (it may still arrive, or arrive again, and then changes nothing), or
-is a bug of ours: `step` raises, and nothing has changed. Terminal states have no rows, so the first outcome stands.
+Theory of operation. A side of a hand-off is one state machine in its coordinator (agent/source.py, agent/target.py); a copy,
+the moving of one generation under one grant, is one in each rank that executes it (agent/rank.py). The owner of a machine
+turns calls of its engine, messages of its peer, reports of its ranks and alarms into events, steps the machine, and performs
+the effects of the row in order. The tables know no time, no sockets and no block lists; they only define what may follow
+what. In every state an event has a row, or is listed as late (it may still arrive, or arrive again, and then changes
+nothing), or is a bug of ours: `step` raises, and nothing has changed. Terminal states have no rows, so the first outcome
+stands.
 
 Push and pull are the same machine. In push the source announces spans while it computes, in pull it announces everything
-once, after its prefill. Who executes the copy does not matter to the tables either: where the target reads, its legs move and
-it asks for the confirmation; where the source writes, the source's legs move and it confirms by itself.
+once, after its prefill. Which side executes the copy does not matter to the tables either: where the target reads, its ranks
+move the spans and it asks for the confirmation; where the source writes, the source's ranks move them and it confirms by
+itself.
 
 What the rows guarantee:
-- A target delivers only out of CONFIRMING, or out of FILLING when the source itself has moved and confirmed every span.
-  Where checksums are asked for, a wrong or missing one leads from there to an end without delivery instead.
-- A target's blocks go back only out of STOPPING, REVOKING or ISOLATED, when everybody who might write to them is quiet.
+- A target delivers only out of CONFIRMING, or out of FILLING when the source itself has moved and confirmed every span. Where
+  checksums are asked for, a wrong or missing one leads from there to an end without delivery instead.
+- A target's blocks go back only out of STOPPING, REVOKING or ISOLATED, when every copy that might write to them is quiet.
   Time alone leads from one of these states to the next (ask, tear the session down, register the memory anew), never out.
 - A source's blocks go back only when it also stops confirming. Time may do that: a read counts only when confirmed later.
 - After a retraction nothing of the new generation is moved before everything of the old one is quiet (CLEARING, RETRACTING).
@@ -29,13 +32,13 @@ import enum
 from kvbaton.core.table import Row, Table
 
 __all__ = [
-    "LEG",
+    "COPY",
     "SOURCE",
     "TARGET",
-    "LegEffect",
-    "LegEvent",
-    "LegState",
-    "LegTable",
+    "CopyEffect",
+    "CopyEvent",
+    "CopyState",
+    "CopyTable",
     "SourceEffect",
     "SourceEvent",
     "SourceState",
@@ -71,7 +74,7 @@ class SourceEvent(enum.StrEnum):
     SPAN_READY = "span ready"
     PREFILLED = "prefilled"
     PREEMPTED = "preempted"
-    HEARD = "heard"
+    PEER_ALIVE = "peer alive"
     CONFIRM_ASKED = "confirm asked"
     WRITTEN = "written"
     RELEASED = "released"
@@ -79,7 +82,7 @@ class SourceEvent(enum.StrEnum):
     ABORTED = "aborted here"
     LEASE_OUT = "lease out"
     PEER_GONE = "peer gone"
-    LEG_FAILED = "leg failed"
+    COPY_FAILED = "copy failed"
     QUIET = "quiet"
     QUIET_FAILED = "quiet: failed"
     QUIET_CANCELLED = "quiet: cancelled"
@@ -90,15 +93,16 @@ class SourceEffect(enum.StrEnum):
     """What the source's coordinator then does."""
 
     EXTEND_LEASE = "extend lease"
-    TELL_GRANTED = "tell granted"
+    NOTIFY_GRANTED = "notify granted"
     ANNOUNCE = "announce"
-    TELL_PREFILLED = "tell prefilled"
+    SEND_PREFILLED = "send prefilled"
     NEW_GENERATION = "new generation"
-    TELL_RETRACTED = "tell retracted"
-    TELL_DRAINED = "tell drained"
+    SEND_RETRACTED = "send retracted"
+    NOTIFY_DRAINED = "notify drained"
     SEND_CONFIRMATION = "send confirmation"
-    STOP_LEGS = "stop legs"
-    TELL_END = "tell end"
+    REPEAT_CONFIRMATION = "repeat confirmation"
+    STOP_COPY = "stop copy"
+    SEND_END = "send end"
     RETURN_BLOCKS = "return blocks"
 
 
@@ -106,7 +110,7 @@ class TargetState(enum.StrEnum):
     """Where the target side of a hand-off stands."""
 
     QUEUED = "queued"
-    GREETING = "greeting"
+    HANDSHAKING = "handshaking"
     GRANTED = "granted"
     FILLING = "filling"
     CLEARING = "clearing"
@@ -125,7 +129,7 @@ class TargetEvent(enum.StrEnum):
 
     ALLOCATED = "allocated"
     PEER_KNOWN = "peer known"
-    HEARD = "heard"
+    PEER_ALIVE = "peer alive"
     STALE = "stale grant"
     ANNOUNCED = "announced"
     RETRACTED = "retracted"
@@ -134,7 +138,7 @@ class TargetEvent(enum.StrEnum):
     WRITTEN = "written"
     MISMATCHED = "mismatched"
     REFUSED = "refused"
-    LEG_FAILED = "leg failed"
+    COPY_FAILED = "copy failed"
     ABORTED = "aborted here"
     NO_PROGRESS = "no progress"
     PEER_GONE = "peer gone"
@@ -153,17 +157,18 @@ class TargetEffect(enum.StrEnum):
     MOVE_SPANS = "move spans"
     DROP_SPANS = "drop spans"
     ASK_CONFIRMATION = "ask confirmation"
-    STOP_LEGS = "stop legs"
-    TELL_STOP = "tell stop"
+    QUARANTINE = "quarantine"
+    SEND_STOP = "send stop"
+    STOP_COPY = "stop copy"
     REVOKE_PEER = "revoke peer"
     RESET_REGION = "reset region"
-    TELL_RELEASE = "tell release"
+    SEND_RELEASE = "send release"
     DELIVER = "deliver"
     RETURN_BLOCKS = "return blocks"
 
 
-class LegState(enum.StrEnum):
-    """Where a leg stands."""
+class CopyState(enum.StrEnum):
+    """Where a rank's part of a copy stands."""
 
     OPEN = "open"
     BROKEN = "broken"
@@ -172,8 +177,8 @@ class LegState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-class LegEvent(enum.StrEnum):
-    """What can happen to a leg."""
+class CopyEvent(enum.StrEnum):
+    """What can happen to a rank's part of a copy."""
 
     POSTED = "posted"
     MOVED = "moved"
@@ -182,7 +187,7 @@ class LegEvent(enum.StrEnum):
     DRAINED = "drained"
 
 
-class LegEffect(enum.StrEnum):
+class CopyEffect(enum.StrEnum):
     """What the rank then does."""
 
     REPORT_MOVED = "report moved"
@@ -193,39 +198,49 @@ class LegEffect(enum.StrEnum):
 
 SourceTable = Table[SourceState, SourceEvent, SourceEffect]
 TargetTable = Table[TargetState, TargetEvent, TargetEffect]
-LegTable = Table[LegState, LegEvent, LegEffect]
+CopyTable = Table[CopyState, CopyEvent, CopyEffect]
 
 
 def _source() -> SourceTable:
     state, event, effect = SourceState, SourceEvent, SourceEffect
     rows: dict[tuple[SourceState, SourceEvent], Row[SourceState, SourceEffect]] = {
-        (state.PARKED, event.EXPECTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.TELL_GRANTED)),
-        (state.QUEUED, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.TELL_GRANTED, effect.ANNOUNCE)),
+        # The grant may come before the engine's call, during the prefill, or after it. Without one, nothing is announced.
+        (state.PARKED, event.EXPECTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.NOTIFY_GRANTED)),
+        (state.QUEUED, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.NOTIFY_GRANTED, effect.ANNOUNCE)),
+        (state.QUEUED, event.SPAN_READY): Row(state.QUEUED),
         (state.QUEUED, event.PREFILLED): Row(state.HELD, (effect.EXTEND_LEASE,)),
-        (state.QUEUED, event.PREEMPTED): Row(state.QUEUED, (effect.NEW_GENERATION, effect.TELL_DRAINED)),
-        (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.ANNOUNCE)),
+        (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
         (state.STREAMING, event.SPAN_READY): Row(state.STREAMING, (effect.ANNOUNCE,)),
-        (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
-        (state.STREAMING, event.PREEMPTED): Row(
-            state.RETRACTING, (effect.STOP_LEGS, effect.NEW_GENERATION, effect.TELL_RETRACTED)
+        (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
+        # A grant that is repeated means that the target misses something: whatever it may be, it is sent again.
+        (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.ANNOUNCE)),
+        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.EXTEND_LEASE, effect.SEND_RETRACTED)),
+        (state.SERVING, event.GRANTED): Row(
+            state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED, effect.REPEAT_CONFIRMATION)
         ),
-        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.EXTEND_LEASE, effect.TELL_RETRACTED)),
-        (state.RETRACTING, event.QUIET): Row(state.STREAMING, (effect.TELL_DRAINED,)),
-        (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
-        (state.SERVING, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.TELL_PREFILLED)),
+        # Preempted. Without a grant no copy can be in flight: the engine has its blocks back at once. With one, copies of ours
+        # are stopped first. Only QUIET gives the blocks to the engine, and only after that is the new generation announced.
+        (state.QUEUED, event.PREEMPTED): Row(state.QUEUED, (effect.NEW_GENERATION, effect.NOTIFY_DRAINED)),
+        (state.STREAMING, event.PREEMPTED): Row(
+            state.RETRACTING, (effect.STOP_COPY, effect.NEW_GENERATION, effect.SEND_RETRACTED)
+        ),
+        (state.RETRACTING, event.QUIET): Row(state.STREAMING, (effect.NOTIFY_DRAINED,)),
+        # Only a complete prefill is confirmed, and only what was confirmed can be released. SERVING has no row for PREEMPTED:
+        # the blocks of a complete prefill, which a target may read and will ask about, are held until this side has ended.
         (state.SERVING, event.CONFIRM_ASKED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.SEND_CONFIRMATION)),
         (state.SERVING, event.WRITTEN): Row(state.SERVING, (effect.SEND_CONFIRMATION,)),
         (state.SERVING, event.RELEASED): Row(state.DELIVERED, (effect.RETURN_BLOCKS,)),
-        (state.QUEUED, event.SPAN_READY): Row(state.QUEUED),
     }
     live = (state.PARKED, state.QUEUED, state.STREAMING, state.RETRACTING, state.HELD, state.SERVING)
-    ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.LEG_FAILED)
+    ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.COPY_FAILED)
     for each in live:
-        rows[each, event.HEARD] = Row(each, (effect.EXTEND_LEASE,))
+        rows[each, event.PEER_ALIVE] = Row(each, (effect.EXTEND_LEASE,))
         for end in ending:
-            rows[each, end] = Row(state.STOPPING, (effect.STOP_LEGS,))
+            rows[each, end] = Row(state.STOPPING, (effect.STOP_COPY,))
+    # The end is sent when our copies are quiet, not before: the target takes it as the promise that nothing more is written.
     for end, final in _QUIET_SOURCE.items():
-        rows[state.STOPPING, end] = Row(final, (effect.TELL_END, effect.RETURN_BLOCKS))
+        rows[state.STOPPING, end] = Row(final, (effect.SEND_END, effect.RETURN_BLOCKS))
+    # Late: a message that crossed ours, or was delivered twice.
     late = {(state.STOPPING, each) for each in event if each not in _QUIET_SOURCE}
     late |= {(each, event.CONFIRM_ASKED) for each in live if each is not state.SERVING}
     late |= {(each, event.RELEASED) for each in live if each is not state.SERVING}
@@ -237,40 +252,49 @@ def _source() -> SourceTable:
 
 def _target() -> TargetTable:
     state, event, effect = TargetState, TargetEvent, TargetEffect
-    stop = Row(state.STOPPING, (effect.TELL_STOP, effect.STOP_LEGS))
-    deliver = Row(state.DELIVERED, (effect.TELL_RELEASE, effect.DELIVER))
+    # The quarantine begins before anything else is done about the end, and has no row that leads out but QUIET_*.
+    stop = Row(state.STOPPING, (effect.QUARANTINE, effect.SEND_STOP, effect.STOP_COPY))
+    # The release goes out before the engine decodes: the source's blocks are free while the first token is computed.
+    deliver = Row(state.DELIVERED, (effect.SEND_RELEASE, effect.DELIVER))
     rows: dict[tuple[TargetState, TargetEvent], Row[TargetState, TargetEffect]] = {
+        # A grant needs blocks and the source's card; they come in either order.
         (state.QUEUED, event.PEER_KNOWN): Row(state.QUEUED),
-        (state.QUEUED, event.ALLOCATED): Row(state.GREETING),
-        (state.GREETING, event.PEER_KNOWN): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
+        (state.QUEUED, event.ALLOCATED): Row(state.HANDSHAKING),
+        (state.HANDSHAKING, event.PEER_KNOWN): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
+        # The source has used this number, or cannot know whether it has. Nothing was moved under it, so another one will do.
         (state.GRANTED, event.STALE): Row(state.GRANTED, (effect.NEW_GRANT, effect.SEND_GRANT)),
         (state.GRANTED, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
         (state.FILLING, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
+        # The source was preempted. Reads of the old generation end in the same blocks as those of the new one: nothing new is
+        # moved in CLEARING, whatever is announced, until QUIET. In GRANTED nothing is in flight yet, so nothing is waited for.
         (state.GRANTED, event.RETRACTED): Row(state.FILLING, (effect.DROP_SPANS,)),
-        (state.FILLING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_LEGS)),
-        (state.CONFIRMING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_LEGS)),
+        (state.FILLING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_COPY)),
+        (state.CONFIRMING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_COPY)),
         (state.CLEARING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS,)),
         (state.CLEARING, event.ANNOUNCED): Row(state.CLEARING),
         (state.CLEARING, event.QUIET): Row(state.FILLING, (effect.MOVE_SPANS,)),
+        # The question goes out after the last byte; an answer that comes before it was asked (FILLING) is late.
         (state.FILLING, event.FILLED): Row(state.CONFIRMING, (effect.ASK_CONFIRMATION,)),
-        (state.FILLING, event.WRITTEN): deliver,
         (state.CONFIRMING, event.CONFIRMED): deliver,
+        (state.FILLING, event.WRITTEN): deliver,
         (state.FILLING, event.MISMATCHED): stop,
         (state.CONFIRMING, event.MISMATCHED): stop,
-        (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.TELL_STOP, effect.REVOKE_PEER)),
-        (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP, effect.RESET_REGION)),
-        (state.ISOLATED, event.STOP_LATE): Row(state.ISOLATED, (effect.TELL_STOP,)),
+        # The only rows that time makes happen here: from each fence to the next stronger one, and never to an end.
+        (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.SEND_STOP, effect.REVOKE_PEER)),
+        (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.SEND_STOP, effect.RESET_REGION)),
+        (state.ISOLATED, event.STOP_LATE): Row(state.ISOLATED, (effect.SEND_STOP,)),
     }
-    live = (state.QUEUED, state.GREETING, state.GRANTED, state.FILLING, state.CLEARING, state.CONFIRMING)
-    ending = (event.REFUSED, event.ABORTED, event.NO_PROGRESS, event.PEER_GONE, event.LEG_FAILED)
+    live = (state.QUEUED, state.HANDSHAKING, state.GRANTED, state.FILLING, state.CLEARING, state.CONFIRMING)
+    ending = (event.REFUSED, event.ABORTED, event.NO_PROGRESS, event.PEER_GONE, event.COPY_FAILED)
     for each in live:
-        rows[each, event.HEARD] = Row(each)
+        rows[each, event.PEER_ALIVE] = Row(each)
         for end in ending:
             rows[each, end] = stop
     closing = (state.STOPPING, state.REVOKING, state.ISOLATED)
     for each in closing:
         for end, final in _QUIET_TARGET.items():
             rows[each, end] = Row(final, (effect.RETURN_BLOCKS,))
+    # Late: a message that crossed ours, was delivered twice, or is about something that has been decided since.
     late = {(each, other) for each in closing for other in event if (each, other) not in rows}
     late |= {(each, event.PEER_KNOWN) for each in live if (each, event.PEER_KNOWN) not in rows}
     late |= {(each, event.STALE) for each in live if each is not state.GRANTED}
@@ -280,13 +304,15 @@ def _target() -> TargetTable:
     return Table("target", state.QUEUED, rows, terminal, frozenset(late))
 
 
-def _leg() -> LegTable:
-    state, event, effect = LegState, LegEvent, LegEffect
-    rows: dict[tuple[LegState, LegEvent], Row[LegState, LegEffect]] = {
+def _copy() -> CopyTable:
+    state, event, effect = CopyState, CopyEvent, CopyEffect
+    rows: dict[tuple[CopyState, CopyEvent], Row[CopyState, CopyEffect]] = {
         (state.OPEN, event.POSTED): Row(state.OPEN),
         (state.OPEN, event.MOVED): Row(state.OPEN, (effect.REPORT_MOVED,)),
+        # What is posted cannot be taken back, only cancelled; its memory is in use until the transport has completed all of it.
         (state.OPEN, event.ERROR): Row(state.BROKEN, (effect.CANCEL_POSTED,)),
         (state.OPEN, event.STOP): Row(state.STOPPING, (effect.CANCEL_POSTED,)),
+        # The coordinator waits for an answer to its StopCopy, so a broken copy that is stopped reports that it stopped.
         (state.BROKEN, event.STOP): Row(state.STOPPING),
         (state.BROKEN, event.DRAINED): Row(state.FAILED, (effect.REPORT_FAILED,)),
         (state.STOPPING, event.DRAINED): Row(state.STOPPED, (effect.REPORT_STOPPED,)),
@@ -294,7 +320,7 @@ def _leg() -> LegTable:
     busy = (state.BROKEN, state.STOPPING)
     late = {(each, other) for each in busy for other in (event.POSTED, event.MOVED, event.ERROR)}
     late |= {(state.STOPPING, event.STOP), (state.OPEN, event.DRAINED)}
-    return Table("leg", state.OPEN, rows, frozenset({state.FAILED, state.STOPPED}), frozenset(late))
+    return Table("copy", state.OPEN, rows, frozenset({state.FAILED, state.STOPPED}), frozenset(late))
 
 
 _QUIET_SOURCE = {
@@ -310,4 +336,4 @@ _QUIET_TARGET = {
 
 SOURCE = _source()
 TARGET = _target()
-LEG = _leg()
+COPY = _copy()

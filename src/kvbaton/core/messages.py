@@ -1,8 +1,11 @@
 """Every message of the control channel, typed and tagged, and the one decoder for all of them.
 
-Coordinators talk to coordinators with the messages below. A frame is one msgpack map `Envelope`; nothing else is read.
-Every message about a hand-off carries its key and the number of the grant it belongs to (0: before any grant). Only
-durations cross the wire, never points in time.
+Coordinators send each other the messages below. A frame is one msgpack map `Envelope`; nothing else is read. Every message
+about a hand-off carries its key and the number of the grant it belongs to (0: before any grant). Messages may be lost, doubled
+and reordered; the receiver decides by key, grant and generation what a message is about. Only durations cross the wire, never
+points in time: the clocks of two hosts are not compared.
+
+A new message is a struct here, a member of `HandoffMessage`, and a `case` in `Coordinator`; docs/protocol.md describes it.
 """
 
 from __future__ import annotations
@@ -59,14 +62,14 @@ Reason = Annotated[str, Meta(max_length=2 * MAX_REASON)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Here is my card; with `wants_answer`, send me yours."""
+    """Either side: the card of the sender; with `wants_answer`, a request for the card of the receiver."""
 
     card: Card
     wants_answer: bool
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Either way: no. Without a key it is the peer itself that is refused. `stale` means: ask again with a new number."""
+    """Either side: a refusal, of the peer itself where there is no key. `stale`: the target may grant again, newly numbered."""
 
     reason: Reason
     key: HandoffKey | None = None
@@ -75,11 +78,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """Target to source: these blocks are yours to fill, in this epoch; the first `cached_tokens` tokens I have already.
+    """Target to source: blocks for this hand-off are ready in this epoch; the first `cached_tokens` tokens need no copy.
 
-    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is only told to a
-    source that is to write. `integrity` is how much of it the source is to sum, `aux_way` how
-    the aux record is to travel. `tokens` is the length of the whole sequence, 0 where that is not said.
+    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is empty unless the
+    source is to write. `integrity` is how much of the cache the source is to sum, `aux_way` how the aux record is to travel.
+    `tokens` is the length of the whole sequence, 0 where it is unknown.
     """
 
     key: HandoffKey
@@ -96,7 +99,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
-    """Source to target: these spans are computed and lie in these blocks, as long as `generation` is confirmed afterwards."""
+    """Source to target: these spans are computed and lie in these blocks. It counts only if `generation` is confirmed later."""
 
     key: HandoffKey
     grant: Number
@@ -106,9 +109,9 @@ class Announced(msgspec.Struct, frozen=True, tag="announced"):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """Source to target: that was the last span; there are `span_count` of them over `tokens` tokens.
+    """Source to target: the prefill is complete; there are `span_count` spans over `tokens` tokens.
 
-    `held_s` is how long the source has been waiting with it, for the timeline.
+    `held_s` is how long the source has held the complete cache, for the timeline.
     """
 
     key: HandoffKey
@@ -137,7 +140,7 @@ class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
 
 
 class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
-    """Target to source, after the last byte: did the blocks hold `generation` all the time?"""
+    """Target to source, after the last byte: a request to confirm that the blocks held `generation` all the time."""
 
     key: HandoffKey
     grant: Number
@@ -145,7 +148,7 @@ class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
-    """Source to target, after the last byte: they did, and `span_count` spans of `generation` were moved.
+    """Source to target, after the last byte: the blocks held `generation` all the time, and it has `span_count` spans.
 
     `sums` are the checksums of every span of every rank, where the grant asked for them.
     """
@@ -158,14 +161,14 @@ class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Target to source: delivered; I need nothing more."""
+    """Target to source: delivered; the source's blocks are not needed any more."""
 
     key: HandoffKey
     grant: Number
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Target to source: it has ended here without delivery. Stop, and say so.
+    """Target to source: the hand-off has ended at the target without delivery. The source stops, and answers `Stopped`.
 
     Without a grant (0) it is about the hand-off of this key and this `prompt`, whether the source knows it yet or not.
     """
@@ -178,14 +181,14 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """Source to target: I have stopped, and will not touch your blocks for this grant again."""
+    """Source to target: the source has stopped, and will not touch the target's blocks for this grant again."""
 
     key: HandoffKey
     grant: Number
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """Source to target: it has ended here, I have stopped, and nothing I announced may be used."""
+    """Source to target: the hand-off has ended at the source, which has stopped; nothing that it announced may be used."""
 
     key: HandoffKey
     grant: Number
@@ -194,9 +197,9 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Either way: I am alive, and these hand-offs (with their grants) are alive with me.
+    """Either side: the sender is alive, and these hand-offs (with their grants) are live there.
 
-    `from_source` says which side of them I am.
+    `from_source` is whether the sender is their source.
     """
 
     from_source: bool
@@ -210,7 +213,7 @@ Message = Hello | Refused | HandoffMessage
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """One frame: who speaks, to which incarnation (empty: to whoever answers there), and what."""
+    """One frame: the sender, the incarnation that it is for (empty: whichever process answers there), and the message."""
 
     version: int
     sender: Annotated[Incarnation, Meta(min_length=1, max_length=MAX_INCARNATION)]
@@ -228,8 +231,8 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 
 
 def encode(sender: Incarnation, recipient: str, message: Message) -> bytes:
-    """The frame that says `message`."""
-    return _encoder.encode(Envelope(PROTOCOL, sender, recipient, message))
+    """The frame that carries `message`."""
+    return _encoder.encode(Envelope(version=PROTOCOL, sender=sender, recipient=recipient, message=message))
 
 
 def decode(frame: bytes | memoryview) -> Envelope:

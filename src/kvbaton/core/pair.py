@@ -1,8 +1,8 @@
-"""What two ranks have in common: the part of a plan that depends on their layouts alone, worked out once and kept.
+"""What two ranks have in common: the part of a plan that depends on their layouts alone, computed once and cached.
 
-Source and target slices are intersected plane by plane: layers, heads, channels. What is left is a `Piece`: the runs of one
-token (or of all tokens of a page, where those lie side by side), and the places of its layers. The request's block lists only
-multiply it. What does not fit is refused here, with the field and both values.
+Source and target slices are intersected plane by plane: layers, heads, channels. The result is a `Piece`: the runs of one
+token (or of all tokens of a page, where those are contiguous) and the offsets of its layers. The block lists of a request only
+multiply it. Layouts that do not fit are refused here, with the field and both values.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _GROUP_FIELDS = ("kind", "window", "whole_blocks")
 _PLANE_FIELDS = ("name", "dtype", "element_bytes", "total_heads", "head_size")
 _WHOLE_FIELDS = ("block_tokens", "page_tokens", "tokens")
 _WHOLE_PLANE_FIELDS = ("heads", "channels", "page_stride", "token_stride", "head_stride")
+# A peer's card can ask for any number of channels; beyond this one token alone would take megabytes of runs to plan.
 _MOST_RUNS = 1 << 20
 
 
@@ -51,16 +52,16 @@ class PlaneShare:
 
 
 Share = tuple[PlaneShare, ...]
-"""The part of a hand-off that one leg moves, where several sources hold the same."""
+"""The part of a hand-off that one leg moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Planes of one group that are moved alike.
+    """Planes of one group with the same strides and the same share on both sides.
 
     `runs` (source offset, target offset, bytes) are those of one token, sorted by target offset. With `joins_tokens` each of
-    them goes on through the tokens of a page. `slots` (source offset, target offset) are added for each layer and outer plane,
-    `slot_layers` says of which layer each slot is.
+    them continues through the tokens of a page. `slots` (source offset, target offset) are added for each layer and outer
+    plane; `slot_layers` is the layer of each slot. With `slots_in_block`, all layers of a block lie inside the block.
     """
 
     source: Plane
@@ -93,7 +94,7 @@ class Pair:
 def pair_layouts(source: Layout, target: Layout, share: Share | None = None) -> Pair:
     """Intersect two layouts, or the `share` of a leg between them; raises Incompatible with the field and both values.
 
-    Remembered: most peers have the layouts of a peer that was there before.
+    Cached: most peers have the same layouts as an earlier peer.
     """
     return _pair_layouts(source, target, share)
 
@@ -112,7 +113,7 @@ def _pair_layouts(source: Layout, target: Layout, share: Share | None) -> Pair:
 
 
 def check_groups(source: Layout, target: Layout) -> None:
-    """Refuse layouts of other models: groups, kinds, planes, types and sizes; raises Incompatible with both values."""
+    """Raise Incompatible for layouts of different models: groups, kinds, planes, types and sizes."""
     if len(source.groups) != len(target.groups):
         raise Incompatible("layout groups", _kinds(target), _kinds(source))
     for index, (theirs, ours) in enumerate(zip(source.groups, target.groups, strict=True)):
@@ -159,13 +160,16 @@ def _everything(index: int, source: Group, target: Group) -> list[PlaneShare]:
 
 
 def common_heads(some: Sequence[HeadRange], others: Sequence[HeadRange]) -> tuple[HeadRange, ...]:
-    """The heads that both hold, in ranges that neither cuts."""
+    """The heads that both hold, in ranges that neither side splits."""
     both = [(max(one.start, two.start), min(one.end, two.end)) for one in some for two in others]
     return tuple(HeadRange(start, end - start) for start, end in sorted(both) if start < end)
 
 
 def _pieces(index: int, source: Group, target: Group, shares: Sequence[PlaneShare]) -> Iterable[Piece]:
-    """One piece per set of planes that look alike on both sides and are shared out alike."""
+    """One piece per set of planes with the same strides on both sides and the same share: keys and values, nearly always.
+
+    Planes in one piece are planned once, and neighbouring ones are joined into longer runs.
+    """
     left = [share for share in shares if share.layers and share.heads]
     while left:
         first = left[0]
@@ -199,7 +203,7 @@ def _piece(index: int, source: Group, target: Group, shares: Sequence[PlaneShare
 
 
 def _layer_places(group: Group, shares: Sequence[PlaneShare], layers: Sequence[int]) -> Numbers:
-    """Offsets by layer and plane."""
+    """Offsets, one row per layer and one column per plane."""
     at = {layer: place for place, layer in enumerate(group.layers)}
     chosen = [at[layer] for layer in layers]
     planes = [np.asarray(group.planes[share.plane].layer_offsets, np.int64)[chosen] for share in shares]
@@ -207,7 +211,10 @@ def _layer_places(group: Group, shares: Sequence[PlaneShare], layers: Sequence[i
 
 
 def _in_block(planes: tuple[Plane, Plane], steps_by_layer: Numbers, steps: Numbers) -> bool:
-    """Whether the planes of a block lie within it on both sides, at the same distances in every layer."""
+    """Whether the planes of a block lie within it on both sides, at the same distances in every layer.
+
+    Then K and V of a token are runs of one block and can become one run; else each plane is a slot of its own.
+    """
     if not (steps_by_layer == steps[None]).all():
         return False
     spread = steps.max(axis=0) - steps.min(axis=0)
@@ -215,7 +222,7 @@ def _in_block(planes: tuple[Plane, Plane], steps_by_layer: Numbers, steps: Numbe
 
 
 def _slots_in_block(groups: tuple[Group, Group], planes: tuple[Plane, Plane], slots: Numbers, extent: Numbers) -> bool:
-    """Whether all layers of a block lie within it on both sides, so that they can be joined before blocks are."""
+    """Whether all layers of a block lie within it on both sides (cross-layer blocks): layers are then joined before blocks."""
     if len(slots) < 2:
         return False
     spread = slots.max(axis=0) - slots.min(axis=0)
@@ -228,7 +235,7 @@ def _slots_in_block(groups: tuple[Group, Group], planes: tuple[Plane, Plane], sl
 
 
 def _without_aliases(index: int, slots: Numbers, layers: Numbers) -> tuple[Numbers, Numbers]:
-    """Layers that share their memory are moved once; raises Incompatible where only the target's do."""
+    """Move layers that share their memory once; raises Incompatible where only the target's do."""
     _, first, group = np.unique(slots[:, 1], return_index=True, return_inverse=True)
     if len(first) == len(slots):
         return slots, layers
@@ -265,7 +272,7 @@ def _channel_runs(index: int, source: Plane, target: Plane) -> Numbers:
 
 
 def channel_offsets(plane: Plane) -> Numbers:
-    """Where the elements of a head lie, from its first byte on."""
+    """The offsets of the elements of a head from its first byte."""
     offsets = np.zeros(1, np.int64)
     for axis in plane.channels:
         offsets = (offsets[:, None] + np.arange(axis.count, dtype=np.int64) * axis.stride).reshape(-1)
@@ -273,7 +280,7 @@ def channel_offsets(plane: Plane) -> Numbers:
 
 
 def _head_places(source: Plane, target: Plane, heads: Sequence[HeadRange], channels: Numbers) -> Numbers:
-    """(source offset, target offset, bytes) of the heads; the bytes are 0 unless whole heads lie side by side."""
+    """(source offset, target offset, bytes) of the heads; the bytes are 0 unless whole heads are contiguous."""
     is_packed = len(channels) == 1 and source.head_stride == target.head_stride == source.head_bytes
     parts = []
     for each in common_heads(common_heads(source.heads, target.heads), heads):
@@ -282,13 +289,14 @@ def _head_places(source: Plane, target: Plane, heads: Sequence[HeadRange], chann
         if is_packed:
             parts.append(np.array([[*(first * strides), each.count * source.head_bytes]], np.int64))
         else:
+            # One more than allowed is enough for the caller to refuse; a count from a peer's card may be 2^62.
             count = np.arange(min(each.count, _MOST_RUNS + 1), dtype=np.int64)[:, None]
             parts.append(np.concatenate([(first + count) * strides, np.zeros_like(count)], axis=1))
     return np.concatenate(parts)
 
 
 def local_head(plane: Plane, head: int) -> int:
-    """Where one of the model's heads stands among those that this rank holds."""
+    """The position of one of the model's heads among those that this rank holds."""
     before = 0
     for each in plane.heads:
         if each.start <= head < each.end:
@@ -298,7 +306,7 @@ def local_head(plane: Plane, head: int) -> int:
 
 
 def join_runs(runs: Numbers) -> Numbers:
-    """Join runs that follow each other and are neighbours on both sides."""
+    """Join consecutive runs that are contiguous on both sides."""
     if len(runs) < 2:
         return runs
     sources, targets, sizes = runs.T

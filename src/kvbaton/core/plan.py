@@ -1,8 +1,8 @@
 """From two layouts and two block lists to the runs of a leg.
 
-The part that depends only on the pair of ranks (`Pair`, in `core/pair.py`) is worked out once per pair of cards. The part that
-depends on the request is here and only looks at block lists; it is vectorised over blocks, tokens, heads, planes and layers,
-and joins neighbours that are neighbours on both sides.
+The part that depends only on the pair of ranks (`Pair`, in `core/pair.py`) is computed once per pair of cards. The part that
+depends on the request is here; it reads block lists only, is vectorised over blocks, tokens, heads, planes and layers, and
+joins runs that are contiguous on both sides.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ Runs = npt.NDArray[np.uint64]
 """Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
 
 _TOGETHER = 16
+"""Runs that are added as one row of NumPy; measured: rows of 3 numbers are dominated by the cost per row."""
 
 BlockRuns = tuple[tuple[Numbers, ...], ...]
 """Per group and piece the runs of one layer, as offsets from where that layer starts."""
@@ -38,8 +39,8 @@ def plan_runs(
 ) -> Runs:
     """Runs that copy tokens `first_token` up to `tokens` of every layer, or of the global `layers` given.
 
-    `total_tokens` is the length of the whole sequence, `tokens` unless told: windows are counted from its end, and states
-    travel with its last tokens. Raises RangeError for what does not exist.
+    `total_tokens` is the length of the whole sequence, by default `tokens`: windows are counted from its end, and states move
+    with its last tokens. Raises RangeError for blocks and tokens that do not exist.
     """
     return plan_layers(pair, plan_blocks(pair, source_blocks, target_blocks, first_token, tokens, total_tokens), layers)
 
@@ -52,7 +53,7 @@ def plan_blocks(
     tokens: int,
     total_tokens: int | None = None,
 ) -> BlockRuns:
-    """The part of a plan that is the same for every layer. Raises RangeError for what does not exist."""
+    """The part of a plan that is the same for every layer. Raises RangeError for blocks and tokens that do not exist."""
     total = tokens if total_tokens is None else total_tokens
     if first_token < 0:
         raise RangeError(f"first_token is {first_token}; it must not be negative")
@@ -126,7 +127,7 @@ def _piece_runs(piece: Piece, source: Places, target: Places, counts: Numbers) -
 
 
 def _in_order(runs: Numbers) -> Numbers:
-    """Sorted by target offset, so that neighbours follow each other."""
+    """Sorted by target offset, so that runs that can be joined are consecutive."""
     targets = runs[:, 1]
     if (targets[1:] > targets[:-1]).all():
         return runs
@@ -156,7 +157,7 @@ def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
 
 
 def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
-    """Every run at every slot, slot after slot. Several runs are added as one long row, which is several times as fast."""
+    """Every run at every slot, slot after slot; several runs are added as one long row."""
     width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
     rows: Numbers = np.zeros((len(slots), _TOGETHER, 3), np.int64)
     rows[:, :, :2] = slots[:, None]
@@ -169,7 +170,7 @@ def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
 
 
 def _sums(runs: Numbers, offsets: Numbers) -> Numbers:
-    """Every run at every pair of offsets, with the axes as they come; column by column, which is several times as fast."""
+    """Every run at every pair of offsets, broadcast; column by column, because NumPy is slow on inner axes of length 3."""
     out = np.empty((max(len(runs), len(offsets)), max(runs.shape[1], offsets.shape[1]), 3), np.int64)
     if not (len(runs) and len(offsets)):
         return out[:0].reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""What is known of remote engines, stage by stage, and the questions that an engine asks about them."""
+"""What is known of remote engines, stage by stage: the counterpart of vLLM's `TransferTopology`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RemoteStage:
 
 
 class RemoteEngines:
-    """Stages by (engine, pp rank), of at most `limit` engines. The first word stands until the incarnation changes."""
+    """Stages by (engine, pp rank), of at most `limit` engines. The first registration counts until the incarnation changes."""
 
     def __init__(self, tp_size: int, tp_rank: int, total_heads: int, limit: int = 1024) -> None:
         self._tp_size = tp_size
@@ -38,7 +38,7 @@ class RemoteEngines:
         self._engines: OrderedDict[str, tuple[Incarnation, dict[int, RemoteStage]]] = OrderedDict()
 
     def register(self, engine: str, incarnation: Incarnation, stage: RemoteStage) -> RemoteStage:
-        """Remember a stage, unless it is known; another incarnation replaces everything. Returns what is known now."""
+        """Keep a stage unless it is known; another incarnation replaces all stages. Returns the stage that is known now."""
         known = self._engines.get(engine)
         if known is None or known[0] != incarnation:
             known = self._engines[engine] = (incarnation, {})
@@ -56,26 +56,26 @@ class RemoteEngines:
         _, stages = self._engines.get(engine, ("", {}))
         if pp_rank not in stages:
             known = ", ".join(map(str, sorted(stages))) or "none"
-            raise ConfigError(f"pp rank {pp_rank} of engine {engine} is not known (known: {known}); its handshake comes first")
+            raise ConfigError(f"pp rank {pp_rank} of engine {engine} is not known (known: {known}); wait for its handshake")
         return stages[pp_rank]
 
     def is_replicated(self, engine: str, pp_rank: int = 0) -> bool:
         """Whether several ranks of that stage hold the same heads."""
         return self.stage(engine, pp_rank).tp_size > self._total_heads
 
-    def ranks_to_meet(self, engine: str, pp_rank: int = 0) -> tuple[int, ...]:
-        """The tp ranks of that stage that hold heads of ours, one per head; raises Incompatible for a cut that cannot be."""
+    def ranks_to_read(self, engine: str, pp_rank: int = 0) -> tuple[int, ...]:
+        """The tp ranks of that stage that hold our heads, one per head; raises Incompatible where heads cannot be split so."""
         theirs = self.stage(engine, pp_rank).tp_size
         ours = _heads(self._total_heads, self._tp_size, self._tp_rank)
-        met: OrderedDict[HeadRange, int] = OrderedDict()
+        chosen: OrderedDict[HeadRange, int] = OrderedDict()
         for rank in range(theirs):
             held = _heads(self._total_heads, theirs, rank)
             if common_heads([held], [ours]):
                 copies = max(1, theirs // self._total_heads)
-                wanted = self._tp_rank % copies
-                if held not in met or rank % copies == wanted:
-                    met[held] = rank
-        return tuple(met.values())
+                # Ranks that need the same head read from different replicas.
+                if held not in chosen or rank % copies == self._tp_rank % copies:
+                    chosen[held] = rank
+        return tuple(chosen.values())
 
 
 def _heads(total: int, tp_size: int, tp_rank: int) -> HeadRange:

@@ -1,7 +1,7 @@
-"""Tokens cut into segments: stretches that lie in one page of the source and in one page of the target, for one leg.
+"""Tokens cut into segments: ranges that lie in one page of the source and in one page of the target, for one leg.
 
-Block sizes, page sizes and context-parallel splits of the two sides may differ in any way; what comes out is the same plain
-arrays. Everything is vectorised: no step is taken per block or per token.
+Block sizes, page sizes and context-parallel splits of the two sides may differ in any way; the result is the same plain
+arrays. Everything is vectorised: there is no Python loop over blocks or tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ __all__ = ["HOLE", "Numbers", "Places", "Segments", "block_places", "check_list"
 Numbers = npt.NDArray[np.int64]
 
 HOLE = -1
-"""In a block list: the block of this place is not held, and may not be needed. Keeps trimmed lists aligned with the tokens."""
+"""Entry of a block list without a block (vLLM's null block): keeps a list aligned with the tokens where blocks before a window
+or of a cached prefix are left out. Refused where its tokens have to be moved."""
 
 _NO_END = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Stretches of tokens, by their first token within what each side holds of the sequence, and how many tokens each has."""
+    """Ranges of tokens: the first token of each, counted among the tokens that each side holds, and the number of tokens."""
 
     source: Numbers
     target: Numbers
@@ -44,11 +45,11 @@ class Places:
 
 
 def segments_of(source: Group, target: Group, first_token: int, end_token: int, total_tokens: int) -> Segments:
-    """Cut tokens `first_token` up to `end_token` of a sequence of `total_tokens`; what not both hold is left out."""
+    """Cut tokens `first_token` up to `end_token` of a sequence of `total_tokens`, without those that only one side holds."""
     if first_token >= end_token:
         return Segments(*(np.empty(0, np.int64),) * 3)
-    low, high = _stretch(source, total_tokens)
-    low_target, high_target = _stretch(target, total_tokens)
+    low, high = _held_range(source, total_tokens)
+    low_target, high_target = _held_range(target, total_tokens)
     low, high = max(first_token, low, low_target), min(end_token, high, high_target)
     starts = _starts(_grain(source), _grain(target), low, high)
     counts = np.empty_like(starts)
@@ -81,8 +82,8 @@ def _multiples(grain: int, low: int, high: int) -> Numbers:
     return cuts
 
 
-def _stretch(group: Group, total_tokens: int) -> tuple[int, int]:
-    """The first token and the end of the only stretch that this rank holds; of everything, where ranks take turns."""
+def _held_range(group: Group, total_tokens: int) -> tuple[int, int]:
+    """The first token and the end of the contiguous range that this rank holds; everything, where ranks take turns."""
     split = group.tokens
     if split.size == 1 or split.interleave:
         return 0, _NO_END
@@ -100,18 +101,18 @@ def _holds(split: TokenSplit, tokens: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _local(group: Group, tokens: Numbers, total_tokens: int) -> Numbers:
-    """Where tokens stand among those that this rank holds."""
+    """The positions of tokens among those that this rank holds."""
     split = group.tokens
     if split.size == 1:
         return tokens
     if not split.interleave:
-        return tokens - _stretch(group, total_tokens)[0]
+        return tokens - _held_range(group, total_tokens)[0]
     return tokens // (split.interleave * split.size) * split.interleave + tokens % split.interleave
 
 
 def local_count(group: Group, end_token: int, total_tokens: int) -> int:
     """How many of the first `end_token` tokens of a sequence this rank holds."""
-    low, high = _stretch(group, total_tokens)
+    low, high = _held_range(group, total_tokens)
     split = group.tokens
     if split.size == 1 or not split.interleave:
         return max(0, min(high, end_token) - low)
@@ -120,7 +121,10 @@ def local_count(group: Group, end_token: int, total_tokens: int) -> int:
 
 
 def check_list(side: str, group: Group, ids: tuple[int, ...], end_token: int, total_tokens: int) -> None:
-    """Raise RangeError for a block list that is too short for the tokens before `end_token` that this rank holds."""
+    """Raise RangeError for a block list that is too short for the tokens before `end_token` that this rank holds.
+
+    A longer list is fine: engines allocate ahead.
+    """
     needed = -(-local_count(group, end_token, total_tokens) // group.block_tokens)
     if len(ids) < needed:
         raise RangeError(f"{side} block list has {len(ids)} blocks where {needed} are needed")
@@ -146,27 +150,31 @@ def state_block(side: str, group: Group, ids: tuple[int, ...]) -> int:
     return ids[0]
 
 
-def _block_ids(side: str, group: Group, ids: tuple[int, ...], wanted: Numbers) -> Numbers:
-    """The ids at the wanted places of a block list. `wanted` only ever rises."""
-    if not len(wanted):
-        return wanted
-    first, last = int(wanted[0]), int(wanted[-1]) + 1
+def _block_ids(side: str, group: Group, ids: tuple[int, ...], places: Numbers) -> Numbers:
+    """The ids at `places` of a block list; `places` never decreases.
+
+    Only the slice between the first and the last place is converted: lists of a long prompt have thousands of entries, a chunk
+    needs a few. An id of a peer may be any integer, so the conversion itself can overflow.
+    """
+    if not len(places):
+        return places
+    first, last = int(places[0]), int(places[-1]) + 1
     try:
         listed = np.array(ids[first:last], np.int64)
     except OverflowError:
         raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
-    places = wanted - first
-    has_gaps = bool((wanted[1:] - wanted[:-1] > 1).any())
-    _check_ids(side, group, listed[np.unique(places)] if has_gaps else listed)
-    return listed[places]
+    at = places - first
+    has_gaps = bool((places[1:] - places[:-1] > 1).any())
+    _check_ids(side, group, listed[np.unique(at)] if has_gaps else listed)
+    return listed[at]
 
 
 def _check_ids(side: str, group: Group, ids: Numbers) -> None:
     ordered = np.sort(ids)
     if ordered[0] < 0 or ordered[-1] >= group.blocks:
         bad = int(ids[(ids < 0) | (ids >= group.blocks)][0])
-        why = " (a place without a block, where tokens have to be moved)" if bad == HOLE else ""
+        why = " (an entry without a block, where tokens have to be moved)" if bad == HOLE else ""
         raise RangeError(f"{side} block {bad} is outside 0..{group.blocks - 1}{why}")
     is_twice = ordered[1:] == ordered[:-1]
     if is_twice.any():
-        raise RangeError(f"{side} block {int(ordered[1:][is_twice][0])} is listed twice; each block holds other tokens")
+        raise RangeError(f"{side} block {int(ordered[1:][is_twice][0])} is listed twice; each entry needs a block of its own")

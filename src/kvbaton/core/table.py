@@ -1,4 +1,4 @@
-"""A transition table: (state, event) -> (state, effects). Pure data, one way to step, nothing else."""
+"""A transition table: (state, event) -> (state, effects). Pure data and one function to step, nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EffectT = TypeVar("EffectT", bound=enum.StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[StateT, EffectT]):
-    """Where a step leads, and what to do on the way, in this order."""
+    """The next state, and the effects to perform, in this order."""
 
     state: StateT
     effects: tuple[EffectT, ...] = ()

@@ -1,15 +1,17 @@
-"""From a real tensor's shape, strides and type to a group: an engine only names its axes, and what it holds of the model."""
+"""From a tensor's shape, strides and type to a group: an engine names its axes and the heads that it holds, nothing else."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbaton.core.layout import Axis, Group, HeadRange, Plane, TokenSplit
 from kvbaton.errors import ConfigError
 
-__all__ = ["LayerTensor", "read_axes", "tensor_group"]
+__all__ = ["LayerTensor", "dense_tensor", "read_axes", "split_layers", "tensor_group"]
 
 _NAMES = ("plane", "block", "page", "token", "head", "channel")
 _NONE = Axis(1, 0)
@@ -17,7 +19,7 @@ _NONE = Axis(1, 0)
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """The cache of one layer: where it starts in the region, and how its axes step. All in bytes."""
+    """A tensor of one layer, or of all: its offset in the region and the strides of its axes, in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -26,11 +28,26 @@ class LayerTensor:
     element_bytes: int
 
 
+def dense_tensor(shape: tuple[int, ...], dtype: str, element_bytes: int) -> LayerTensor:
+    """A tensor without gaps, outermost axis first, at the start of the region."""
+    steps = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=element_bytes)
+    return LayerTensor(0, shape, tuple(reversed(list(steps))), dtype, element_bytes)
+
+
+def split_layers(tensor: LayerTensor) -> list[LayerTensor]:
+    """The tensor of each layer, for a cache whose outermost axis is the layer."""
+    step, *strides = tensor.strides
+    return [
+        LayerTensor(tensor.offset + layer * step, tensor.shape[1:], tuple(strides), tensor.dtype, tensor.element_bytes)
+        for layer in range(tensor.shape[0])
+    ]
+
+
 def read_axes(tensor: LayerTensor, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, tuple[Axis, ...]]:
     """What each axis of a tensor means, by name: plane, block, page, token, head, channel.
 
-    An axis that holds several, such as K and V behind each other, is written `plane*channel`, the outer one first; `sizes` has
-    the counts of its inner ones. A name that comes twice (channels in two axes) has several axes, outermost first.
+    An axis that combines several, such as K and V fused in the last axis, is written `plane*channel`, the outer one first;
+    `sizes` has the counts of its inner ones. A name that occurs twice (channels in two axes) has several axes, outermost first.
     """
     if len(axes) != len(tensor.shape):
         raise ConfigError(f"the tensor has the shape {tensor.shape}, which is not {len(axes)} axes: {', '.join(axes)}")
@@ -38,7 +55,7 @@ def read_axes(tensor: LayerTensor, axes: Sequence[str], sizes: Mapping[str, int]
     for text, count, stride in zip(axes, tensor.shape, tensor.strides, strict=True):
         for name, axis in _split_axis(text, count, stride, sizes):
             if name not in _NAMES or (name in found and name != "channel"):
-                raise ConfigError(f"axis {name!r} of {', '.join(axes)}: each of {', '.join(_NAMES)} can be there once")
+                raise ConfigError(f"axis {name!r} of {', '.join(axes)}: each of {', '.join(_NAMES)} may occur once")
             found[name] = (*found.get(name, ()), axis)
     return found
 
@@ -71,7 +88,7 @@ def tensor_group(
     tokens: TokenSplit | None = None,
     whole_blocks: bool = False,
 ) -> Group:
-    """The group of layers with one tensor each; raises ConfigError for tensors that differ, or that are not what is said."""
+    """The group of layers with one tensor each; raises ConfigError for tensors that differ or contradict the arguments."""
     first = _common(tensors)
     found = read_axes(first, axes, sizes or {})
     plane, block, page, token, head = (found.get(name, (_NONE,))[0] for name in _NAMES[:-1])
@@ -79,7 +96,7 @@ def tensor_group(
     if plane.count != len(planes) or head.count != held or "block" not in found:
         raise ConfigError(
             f"the tensor has {plane.count} planes and {head.count} heads in {', '.join(axes)}; "
-            f"{len(planes)} ({', '.join(planes)}) and {held} were said, in blocks"
+            f"{len(planes)} ({', '.join(planes)}) and {held} were given, in blocks"
         )
     each = tuple(
         Plane(
@@ -113,7 +130,7 @@ def tensor_group(
 
 def _common(tensors: Sequence[LayerTensor]) -> LayerTensor:
     if not tensors:
-        raise ConfigError("a group without tensors was described; leave it out, or give it its layers")
+        raise ConfigError("a group has no tensors; leave it out, or pass the tensors of its layers")
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         for field in ("shape", "strides", "dtype", "element_bytes"):

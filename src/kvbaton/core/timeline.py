@@ -1,8 +1,8 @@
-"""What can be told about the way of one hand-off: notes that the layers emit, for whoever wants to draw a timeline.
+"""Notes: the facts about a hand-off that coordinators, ranks and engines emit, from which timelines are made.
 
-A note is a fact with a moment of its side's own clock; moments of two processes are never compared directly. What the other
-side is told is noted before it is sent, so that no effect is noted before its cause. Emitting a note must cost next to nothing
-and must not fail: an `Observer` returns at once and does not raise.
+A note is a fact with a moment of its side's own clock; moments of two processes are never compared directly. A message is noted
+before it is sent, so that no effect is noted before its cause: `observe/clocks.py` relies on that order to join two clocks.
+Notes are emitted on the hot path: an `Observer` returns at once and does not raise.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Note", "Observer", "Side", "Stage", "no_observer", "note"]
 
 
 class Side(enum.StrEnum):
-    """Which side of a hand-off tells."""
+    """One of the two sides of a hand-off."""
 
     SOURCE = "source"
     TARGET = "target"
 
 
 class Stage(enum.StrEnum):
-    """What has just happened. In the order of a push hand-off; a side tells only those that are its own."""
+    """What has just happened, in the order of a push hand-off; a side notes only its own stages."""
 
     ARRIVED = "arrived"
     """Both: the engine has the request."""
@@ -34,25 +34,25 @@ class Stage(enum.StrEnum):
     ALLOCATED = "allocated"
     """Target: there are blocks."""
     GRANT_SENT = "grant sent"
-    """Target: the source was told of the blocks."""
+    """Target: the grant is sent."""
     GRANTED = "granted"
-    """Source: a grant came in."""
+    """Source: a grant was received."""
     COMPUTED = "computed"
     """Source: one chunk is computed, in all its layers."""
     ANNOUNCED = "announced"
-    """Source: a span was announced (pull: all of it at once). Target: the announcement came in."""
+    """Source: a span was announced (pull: all of it at once). Target: the announcement was received."""
     MOVED = "moved"
     """Target, where it reads: a span of one rank lies in its blocks."""
     PREFILLED = "prefilled"
-    """Source: the first token is chosen and the cache complete. Target: that word came in."""
+    """Source: the first token is chosen and the cache complete. Target: `prefilled` was received."""
     FILLED = "filled"
-    """Target: everything is in; the source was asked to confirm it."""
+    """Target: everything is in; the source is asked to confirm it."""
     CONFIRMED = "confirmed"
-    """Source: it was confirmed. Target: the confirmation came in."""
+    """Source: the confirmation is sent. Target: it was received."""
     RETRACTED = "retracted"
-    """Source: what was announced is void, computing starts over. Target: that word came in."""
+    """Source: what was announced is void, computing starts over. Target: `retracted` was received."""
     ENDED = "ended"
-    """Both: the side is over; `outcome` and `text` say how."""
+    """Both: the side has ended; `outcome` and `text` state how."""
     FIRST_STEP = "first step"
     """Target: the engine takes the landed cache into its next step."""
 
@@ -86,7 +86,7 @@ def note(
     outcome: Outcome | None = None,
     text: str = "",
 ) -> Note:
-    """A note, about one span where that is given."""
+    """A note, about one span where one is given."""
     if span is None:
         return Note(key, side, stage, at, moved_bytes=moved_bytes, rank=rank, outcome=outcome, text=text)
     tokens, layers = (span.first_token, span.end_token), (span.first_layer, span.end_layer)
@@ -94,8 +94,8 @@ def note(
 
 
 Observer = Callable[[Note], None]
-"""Takes notes; may be called from several threads."""
+"""Takes notes; called from several threads."""
 
 
 def no_observer(_: Note) -> None:
-    """The observer that looks away."""
+    """The observer that discards every note."""

@@ -1,7 +1,7 @@
-"""Instances cut into ranks: how ranks are numbered, what each holds, and what the ranks of an instance have to be together.
+"""Instances cut into ranks: how ranks are numbered, what each holds, and when the ranks of an instance are complete.
 
-One function numbers ranks, on both sides of every hand-off. What an engine learns rank by rank is collected here into one
-list for the card, and refused by name when a rank is missing, doubled, or holds what it should not.
+One function numbers ranks, on both sides of every hand-off. What workers report one by one is collected here into one list for
+the card; a rank that is missing, duplicated, or holds the wrong part is refused by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read `pp2,tp4`; axes in any order, each once at most, 1 when missing. Raises ConfigError."""
+        """Read `pp2,tp4`; axes in any order, each at most once, 1 when missing. Raises ConfigError."""
         sizes: dict[str, int] = {}
         for part in text.replace(" ", "").split(","):
             found = re.fullmatch(r"(dp|pp|tp|cp)([1-9]\d{0,4})", part)
@@ -78,11 +78,11 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Ranks of one dp rank: those that decide a hand-off together."""
+        """Ranks of one dp rank: those that take part in a hand-off together."""
         return self.pp * self.tp * self.cp
 
     def number(self, at: RankAt) -> int:
-        """The number of a rank over all dp ranks; tp runs fastest, then cp, pp, dp. Raises ConfigError outside the shape."""
+        """The number of a rank over all dp ranks; tp varies fastest, then cp, pp, dp. Raises ConfigError outside the shape."""
         for name in _AXES:
             if not 0 <= getattr(at, name) < getattr(self, name):
                 raise ConfigError(f"{name} rank {getattr(at, name)} is outside 0..{getattr(self, name) - 1} of shape {self}")
@@ -98,12 +98,12 @@ class Shape(msgspec.Struct, frozen=True):
         return RankAt(dp, pp, tp, cp)
 
     def all(self) -> Iterator[RankAt]:
-        """Every rank, in the order of their numbers."""
+        """Every rank, in the order of rank numbers."""
         return (self.at(number) for number in range(self.ranks * self.dp))
 
 
 def rank_port(base: int, shape: Shape, at: RankAt) -> int:
-    """The port of a rank where ports are counted from `base`: no two ranks share one. Raises ConfigError past the last one."""
+    """The port of a rank, counted from `base`; no two ranks share one. Raises ConfigError past the last port."""
     last = base + shape.ranks * shape.dp - 1
     if not 0 < base <= last <= _LAST_PORT:
         raise ConfigError(
@@ -113,37 +113,37 @@ def rank_port(base: int, shape: Shape, at: RankAt) -> int:
 
 
 def head_range(total_heads: int, tp_size: int, tp_rank: int) -> HeadRange:
-    """The heads that a rank holds: an equal share, or one head that neighbours hold too. Raises ConfigError for other cuts."""
+    """The heads that a rank holds: an equal share, or one head that other ranks hold too. Raises ConfigError otherwise."""
     if total_heads >= tp_size and total_heads % tp_size == 0:
         each = total_heads // tp_size
         return HeadRange(tp_rank * each, each)
     if total_heads and tp_size % total_heads == 0:
         return HeadRange(tp_rank * total_heads // tp_size, 1)
     raise ConfigError(
-        f"{total_heads} heads cannot be cut for tp{tp_size}: neither number divides the other; choose a tp that does"
+        f"{total_heads} heads cannot be divided for tp{tp_size}: neither number divides the other; choose a tp that does"
     )
 
 
 def part_ranges(parts: Sequence[int], tp_size: int, tp_rank: int) -> tuple[HeadRange, ...]:
-    """The channels that a rank holds of several parts that lie behind each other (`[q|k|v]`), each shared out by itself."""
+    """The channels that a rank holds of several consecutive parts (`[q|k|v]` of a convolution), each divided by itself."""
     starts = [0, *itertools.accumulate(parts)]
     shares = [head_range(count, tp_size, tp_rank) for count in parts]
     return tuple(HeadRange(start + share.start, share.count) for start, share in zip(starts, shares, strict=False))
 
 
 def stage_layers(layers: int, pp_size: int, pp_rank: int) -> range:
-    """The layers of a stage where nothing else is said: as even as can be, the first stages one more."""
+    """The layers of a stage by default: as even as possible, the first stages one more."""
     base, more = divmod(layers, pp_size)
     first = pp_rank * base + min(pp_rank, more)
     return range(first, first + base + (pp_rank < more))
 
 
 def only_first_stage(component: str, metadata: Mapping[tuple[int, int], T]) -> dict[int, T]:
-    """Handshake metadata by tp rank, for a component that cannot do pipelines; raises ConfigError for a pp rank above 0."""
+    """Handshake metadata by tp rank, for a component without pipeline support; raises ConfigError for a pp rank above 0."""
     for pp_rank, tp_rank in metadata:
         if pp_rank:
             raise ConfigError(
-                f"{component} cannot hand off from pipeline stages: it was given pp rank {pp_rank}, tp rank {tp_rank}; "
+                f"{component} cannot hand off from pipeline stages: it got pp rank {pp_rank}, tp rank {tp_rank}; "
                 "start it with pp1, or choose a component that can"
             )
     return {tp_rank: each for (_, tp_rank), each in metadata.items()}
@@ -152,22 +152,22 @@ def only_first_stage(component: str, metadata: Mapping[tuple[int, int], T]) -> d
 def forward_handshake(
     metadata: Mapping[tuple[int, int], T], children: Iterable[Callable[[Mapping[tuple[int, int], T]], None]]
 ) -> None:
-    """Give the same metadata to every child of a composite, each once."""
+    """Pass the same metadata to every child of a composite connector, once each."""
     for child in children:
         child(metadata)
 
 
 def collect_ranks(shape: Shape, reports: Iterable[Mapping[tuple[int, int], T] | None]) -> tuple[T, ...]:
-    """What every worker said of itself by (pp rank, tp rank), merged and in the order of rank numbers; None says nothing.
+    """The reports of all workers by (pp rank, tp rank), merged in the order of rank numbers; None is an empty report.
 
-    Raises ConfigError for a rank that is missing, outside the shape, or there twice. For shapes without cp.
+    Raises ConfigError for a rank that is missing, outside the shape, or reported twice. For shapes without cp.
     """
     found: dict[int, T] = {}
     for report in reports:
         for (pp_rank, tp_rank), each in (report or {}).items():
             number = shape.number(RankAt(pp=pp_rank, tp=tp_rank))
             if number in found:
-                raise ConfigError(f"pp rank {pp_rank}, tp rank {tp_rank} is there twice; each worker reports itself once")
+                raise ConfigError(f"pp rank {pp_rank}, tp rank {tp_rank} is reported twice; each worker reports itself once")
             found[number] = each
     for number in range(shape.ranks):
         if number not in found:
@@ -179,7 +179,7 @@ def collect_ranks(shape: Shape, reports: Iterable[Mapping[tuple[int, int], T] | 
 
 
 def instance_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
-    """What the ranks of an instance lack or hold twice, by name; empty when together they hold the model once."""
+    """What the ranks of an instance lack or hold twice, by name; empty when together they hold the model exactly once."""
     if len(layouts) != shape.ranks:
         return f"{len(layouts)} ranks where shape {shape} has {shape.ranks}"
     for number, layout in enumerate(layouts):
@@ -215,7 +215,7 @@ def _stage_problem(shape: Shape, layouts: Sequence[Layout]) -> str:
 
 
 def _other_layers(one: Layout, other: Layout) -> str:
-    """Both sets of layers, all in all or of the first group in which two ranks differ; empty when they hold the same."""
+    """Both sets of layers, in total or of the first group in which two ranks differ; empty when they hold the same."""
     if one.layers != other.layers:
         return f"layers {numbers_text(one.layers)} and {numbers_text(other.layers)}"
     for index, groups in enumerate(zip(one.groups, other.groups, strict=True)):
@@ -226,7 +226,7 @@ def _other_layers(one: Layout, other: Layout) -> str:
 
 
 def _layer_problem(layouts: Sequence[Layout]) -> str:
-    """The first gap. Numbers of a peer can be huge: no step is taken for a layer that nobody holds."""
+    """The first gap. Layer numbers come from a peer and can be huge, so this never iterates over layers that no rank holds."""
     held = sorted({layer for layout in layouts for layer in layout.layers})
     for before, after in itertools.pairwise([-1, *held]):
         if after - before > 1:
@@ -269,6 +269,7 @@ def _missing_head(groups: Sequence[Group], plane: int) -> int | None:
 
 
 def _kinds_of_split(layouts: Sequence[Layout]) -> str:
+    """All ranks split the tokens of a group alike, or none does: else a token could be held by two ranks, or by none."""
     for number, groups in enumerate(zip(*(layout.groups for layout in layouts), strict=True)):
         kinds = {
             (split.size, split.interleave, 0 if split.interleave else group.block_tokens)
@@ -276,7 +277,7 @@ def _kinds_of_split(layouts: Sequence[Layout]) -> str:
             for split in [group.tokens]
         }
         if len(kinds) > 1 and kinds != {(1, 0, group.block_tokens) for group in groups}:
-            return f"group {number}: ranks split tokens in {len(kinds)} ways (ranks, turns, block_tokens): {sorted(kinds)}"
+            return f"group {number}: ranks split tokens differently (ranks, turns, block_tokens): {sorted(kinds)}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Under which address an instance is known to others: the one it was told, else where it listens, else what its router sees."""
+"""The address that others use for an instance: the configured one, else where it listens, else what its router sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OwnAddress = Callable[[str, int], str | None]
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether listening on `host` means every address of this machine: nobody can be told to come there."""
+    """Whether listening on `host` means every address of this machine; no peer can dial such an address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:

@@ -1,7 +1,7 @@
-"""What an instance's owner should hear of its routers: who was reached, who refuses, and what to look at when nobody asks.
+"""Logs for an instance's operator which routers were reached, which refuse it, and what to check when no request arrives.
 
-Real routers never answer a registration, so an instance that they refuse cannot know it. The sign is that no request comes;
-then the owner is told once, in words, what usually is the matter.
+Real routers never answer a registration, so an instance that they refuse cannot know it. The only sign is that no request
+arrives; one warning then lists the usual causes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvbaton.discovery.heartbeats import News, NewsKind
+from kvbaton.discovery.heartbeats import RouterEvent, RouterEventKind
 from kvbaton.discovery.messages import Registration
 
 __all__ = ["DEFAULT_ADVISE_AFTER_S", "Adviser"]
@@ -17,11 +17,11 @@ __all__ = ["DEFAULT_ADVISE_AFTER_S", "Adviser"]
 _logger = logging.getLogger(__name__)
 
 DEFAULT_ADVISE_AFTER_S = 60.0
-"""So long after its registration an instance that nobody has asked anything says so."""
+"""An instance that has received no request logs advice so long after its registration."""
 
 
 class Adviser:
-    """Logs the news of one instance's routers, and gives advice when `is_used` stays false. Belongs to one thread."""
+    """Logs the events of one instance's routers, and gives advice when `is_used` stays false. Belongs to one thread."""
 
     def __init__(
         self,
@@ -35,28 +35,28 @@ class Adviser:
         self._advise_after_s = advise_after_s
         self._silent_since: dict[str, float] = {}
 
-    def hear(self, news: News, now: float) -> None:
-        """Log it, and remember which routers say nothing."""
-        match news.kind:
-            case NewsKind.REACHED:
-                _logger.info("discovery: %s registers with router %s", self._name, news.router)
-                self._silent_since.setdefault(news.router, now)
-            case NewsKind.AWAY:
+    def on_event(self, event: RouterEvent, now: float) -> None:
+        """Log the event, and remember which routers have not answered."""
+        match event.kind:
+            case RouterEventKind.REACHED:
+                _logger.info("discovery: %s registers with router %s", self._name, event.router)
+                self._silent_since.setdefault(event.router, now)
+            case RouterEventKind.AWAY:
                 _logger.warning(
                     "discovery: router %s has not been reachable for %s; is it running, and is this its discovery port?"
                     " Trying on.",
-                    news.router,
-                    news.detail,
+                    event.router,
+                    event.detail,
                 )
-            case NewsKind.WELCOME:
-                self._silent_since.pop(news.router, None)
-                _logger.info("discovery: router %s has taken %s in", news.router, self._name)
-            case NewsKind.REFUSED:
-                self._silent_since.pop(news.router, None)
-                _logger.warning("discovery: router %s refuses %s: %s", news.router, self._name, news.detail)
+            case RouterEventKind.WELCOME:
+                self._silent_since.pop(event.router, None)
+                _logger.info("discovery: router %s has taken %s in", event.router, self._name)
+            case RouterEventKind.REFUSED:
+                self._silent_since.pop(event.router, None)
+                _logger.warning("discovery: router %s refuses %s: %s", event.router, self._name, event.detail)
 
     def advise(self, now: float) -> None:
-        """Speak up, once, for each router that has said nothing and sent nothing for too long."""
+        """Warn once about each router that has neither answered nor sent a request for too long."""
         late = [r for r, since in self._silent_since.items() if now - since >= self._advise_after_s]
         if self._is_used is None or not late:
             return
@@ -66,10 +66,10 @@ class Adviser:
             return
         mode = self._registration.transfer_mode
         _logger.warning(
-            "discovery: %s has registered with router %s for %g s, and no request has come. Nobody may have asked yet. If"
-            " somebody has: this instance registers with transfer_mode %s (--mode %s); a router that runs with the other mode"
-            " drops it without a word, and vllm-router keeps the mode of its first instance until it is restarted. See the"
-            " router's log, whether it reaches %s, and whether the other side (%s) is registered too.",
+            "discovery: %s has registered with router %s for %g s, and no request has come. If clients have sent some: this"
+            " instance registers with transfer_mode %s (--mode %s); a router that runs with the other mode drops it without an"
+            " answer, and vllm-router keeps the mode of its first instance until it is restarted. See the router's log,"
+            " whether it reaches %s, and whether the other side (%s) is registered too.",
             self._name,
             " and ".join(late),
             self._advise_after_s,

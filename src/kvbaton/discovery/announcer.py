@@ -1,12 +1,12 @@
-"""The instance's voice: registers with every router, keeps sending heartbeats, and says goodbye.
+"""Registers an instance with every router, keeps sending heartbeats, and sends a goodbye at the end.
 
 `Announcer` has a small process do it (`announcer_child.py`). A thread cannot send while something else holds the interpreter:
 a long call into native code, a huge collection of garbage, a model that is being compiled. Routers forget an instance after a
-few seconds of silence, and a busy one is still alive. So a child process beats, and this side shows it twice a second that it
-lives. When it has not for `stall_limit_s`, the child says goodbye, and registers again once there is life; when this process
-dies, however it dies, the child says goodbye and ends. Rejected: a thread without the interpreter lock, which Python does not
-have; a fork, which would copy an engine. `ThreadAnnouncer` does the same on a thread of this process: lighter, for tests and
-for what never stalls.
+few seconds of silence, and a busy one is still alive. So a child process sends the heartbeats, and this process signals twice
+a second that it is alive. Without a signal for `stall_limit_s` the child sends a goodbye, and registers again after the next
+signal; when this process dies, however it dies, the child sends a goodbye and ends. Rejected: a thread without the interpreter
+lock, which Python does not have; a fork, which would copy an engine. `ThreadAnnouncer` does the same on a thread of this
+process: lighter, for tests and for what never stalls.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import msgspec
 import kvbaton
 from kvbaton.core.auth import Seal
 from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
-from kvbaton.discovery.announcer_child import Order
-from kvbaton.discovery.heartbeats import Errand, Heartbeats, News
+from kvbaton.discovery.announcer_child import AnnouncerTask
+from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent
 from kvbaton.discovery.messages import Registration, check_http_address
 from kvbaton.errors import ConfigError
 
@@ -54,7 +54,7 @@ _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 
 
-class _Voice:
+class _AnnouncerBase:
     """What both announcers have in common: the checks, the frames, and one thread between `start` and `stop`."""
 
     def __init__(
@@ -71,7 +71,7 @@ class _Voice:
     ) -> None:
         if not math.isfinite(stall_limit_s) or stall_limit_s <= _SIGN_S:
             raise ConfigError(f"stall_limit_s is {stall_limit_s}; it must be above {_SIGN_S} and finite")
-        self._errand = _errand(registration, routers, heartbeat_s, cluster_key)
+        self._announcement = _announcement(registration, routers, heartbeat_s, cluster_key)
         self._adviser = Adviser(registration, is_used, advise_after_s)
         self._stall_limit_s = stall_limit_s
         self._clock = clock
@@ -80,12 +80,12 @@ class _Voice:
 
     def start(self) -> None:
         """Begin to register; returns at once, whether or not a router is there. Do it when the engine is healthy."""
-        if self._thread is None and self._errand.routers:
+        if self._thread is None and self._announcement.routers:
             self._thread = threading.Thread(target=self._run, name="kvbaton-announcer", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Say goodbye to every router that can be reached, and end. Idempotent."""
+        """Send a goodbye to every router that can be reached, and end. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(2 * _STOP_S)
@@ -103,27 +103,27 @@ class _Voice:
         self.stop()
 
     def _run(self) -> None:
-        """Beat until stopped, then say goodbye."""
+        """Send heartbeats until stopped, then a goodbye."""
         raise NotImplementedError
 
 
-class ThreadAnnouncer(_Voice):
+class ThreadAnnouncer(_AnnouncerBase):
     """Registers `registration` with every router from `start` on until `stop`, on a thread of this process."""
 
     def _run(self) -> None:
         clock = self._clock
-        with Heartbeats(self._errand, lambda news: self._adviser.hear(news, clock()), clock()) as beats:
+        with Heartbeats(self._announcement, lambda event: self._adviser.on_event(event, clock()), clock()) as beats:
             while not self._stopping.is_set():
                 due = beats.turn(clock())
                 self._adviser.advise(clock())
                 self._stopping.wait(min(_LOOK_S, max(0.0, due - clock())))
-            beats.say_goodbye(clock())
+            beats.send_goodbye(clock())
 
 
-class Announcer(_Voice):
+class Announcer(_AnnouncerBase):
     """Registers `registration` with every router from `start` on until `stop`, whatever this interpreter is busy with.
 
-    `is_used` tells whether a request has ever come; while none has, advice is logged, because real routers say nothing to
+    `is_used` returns whether a request has ever come; while none has, advice is logged, because real routers do not answer
     instances that they refuse.
     """
 
@@ -135,7 +135,7 @@ class Announcer(_Voice):
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
-                self._mind_a_child()
+                self._run_child()
             except Exception:
                 _logger.exception("discovery: the process that sends heartbeats failed")
             if time.monotonic() - began > _LONGEST_BACKOFF_S:
@@ -145,19 +145,19 @@ class Announcer(_Voice):
                 self._stopping.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _mind_a_child(self) -> None:
-        """Start a child, show it that we live until it ends or we stop, and wait for its goodbye."""
+    def _run_child(self) -> None:
+        """Start a child, signal it until it ends or we stop, and wait for its goodbye."""
         with _spawn() as child:
             self.pid = child.pid
             try:
-                self._talk_to(child)
+                self._serve(child)
             finally:
                 _end(child)
 
-    def _talk_to(self, child: subprocess.Popen[bytes]) -> None:
+    def _serve(self, child: subprocess.Popen[bytes]) -> None:
         if child.stdin is None or child.stdout is None:
             raise OSError("it has no pipes")
-        child.stdin.write(msgspec.json.encode(Order(self._errand, self._stall_limit_s)) + b"\n")
+        child.stdin.write(msgspec.json.encode(AnnouncerTask(self._announcement, self._stall_limit_s)) + b"\n")
         os.set_blocking(child.stdin.fileno(), False)
         os.set_blocking(child.stdout.fileno(), False)
         rest = b""
@@ -166,17 +166,19 @@ class Announcer(_Voice):
                 os.write(child.stdin.fileno(), b".")
             *lines, rest = (rest + (child.stdout.read() or b"")).split(b"\n")
             for line in lines:
-                self._hear(line)
+                self._on_line(line)
             self._adviser.advise(self._clock())
             self._stopping.wait(_SIGN_S)
 
-    def _hear(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         """A line may be torn when the child could not wait for us."""
         with contextlib.suppress(msgspec.MsgspecError):
-            self._adviser.hear(msgspec.json.decode(line, type=News), self._clock())
+            self._adviser.on_event(msgspec.json.decode(line, type=RouterEvent), self._clock())
 
 
-def _errand(registration: Registration, routers: Sequence[str], heartbeat_s: float, cluster_key: bytes | None) -> Errand:
+def _announcement(
+    registration: Registration, routers: Sequence[str], heartbeat_s: float, cluster_key: bytes | None
+) -> Announcement:
     for router in routers:
         wrong = check_http_address(router)
         if wrong is not None:
@@ -184,7 +186,7 @@ def _errand(registration: Registration, routers: Sequence[str], heartbeat_s: flo
     if not 0 < heartbeat_s <= LONGEST_HEARTBEAT_S:
         raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
     Seal(cluster_key)  # Refuses a key that is too short, here rather than in the child.
-    return Errand(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key)
+    return Announcement(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key)
 
 
 def _spawn() -> subprocess.Popen[bytes]:
@@ -200,7 +202,7 @@ def _spawn() -> subprocess.Popen[bytes]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Closing its input tells the child to say goodbye and end."""
+    """Closing its input makes the child send a goodbye and end."""
     with contextlib.suppress(OSError):
         if child.stdin is not None:
             child.stdin.close()

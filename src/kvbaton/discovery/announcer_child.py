@@ -1,6 +1,6 @@
-"""The process that beats for an `Announcer`: orders come in on its input, then a dot now and then; news go out as lines.
+"""The process that sends heartbeats for an `Announcer`: reads its task and then dots on its input, writes events as lines.
 
-It ends, with a goodbye, when its input closes or its parent is gone. While no dot comes for too long it keeps silent.
+It ends, with a goodbye, when its input closes or its parent is gone. It sends nothing while the last dot is too old.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import time
 
 import msgspec
 
-from kvbaton.discovery.heartbeats import Errand, Heartbeats, News
+from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent
 
-__all__ = ["Order", "main"]
+__all__ = ["AnnouncerTask", "main"]
 
 _INPUT, _OUTPUT = 0, 1
 _LOOK_S = 0.25
-_MAX_ORDER_BYTES = 1024 * 1024
+_MAX_TASK_BYTES = 1024 * 1024
 
 
-class Order(msgspec.Struct, frozen=True):
+class AnnouncerTask(msgspec.Struct, frozen=True):
     """What the parent sends first, as one line of JSON."""
 
-    errand: Errand
+    announcement: Announcement
     stall_limit_s: float
 
 
@@ -34,12 +34,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     os.set_blocking(_OUTPUT, False)
-    order = _read_order()
-    if order is None:
+    task = _read_task()
+    if task is None:
         return 0
-    with Heartbeats(order.errand, _tell, time.monotonic()) as beats:
-        _beat(beats, order.stall_limit_s, parent)
-        beats.say_goodbye(time.monotonic())
+    with Heartbeats(task.announcement, _report, time.monotonic()) as beats:
+        _beat(beats, task.stall_limit_s, parent)
+        beats.send_goodbye(time.monotonic())
     return 0
 
 
@@ -52,7 +52,7 @@ def _beat(beats: Heartbeats, stall_limit_s: float, parent: int) -> None:
             due, is_quiet = beats.turn(now), False
         else:
             if not is_quiet:
-                beats.say_goodbye(now)
+                beats.send_goodbye(now)
             due, is_quiet = now + _LOOK_S, True
         if select.select([_INPUT], [], [], min(_LOOK_S, max(0.0, due - now)))[0]:
             if not os.read(_INPUT, 4096):
@@ -60,20 +60,20 @@ def _beat(beats: Heartbeats, stall_limit_s: float, parent: int) -> None:
             life = time.monotonic()
 
 
-def _read_order() -> Order | None:
+def _read_task() -> AnnouncerTask | None:
     content = b""
     while b"\n" not in content:
         piece = os.read(_INPUT, 65536)
-        if not piece or len(content) > _MAX_ORDER_BYTES:
+        if not piece or len(content) > _MAX_TASK_BYTES:
             return None
         content += piece
-    return msgspec.json.decode(content.partition(b"\n")[0], type=Order)
+    return msgspec.json.decode(content.partition(b"\n")[0], type=AnnouncerTask)
 
 
-def _tell(news: News) -> None:
+def _report(event: RouterEvent) -> None:
     """What the parent does not read in time is not worth waiting for."""
     try:
-        os.write(_OUTPUT, msgspec.json.encode(news) + b"\n")
+        os.write(_OUTPUT, msgspec.json.encode(event) + b"\n")
     except OSError:
         return
 

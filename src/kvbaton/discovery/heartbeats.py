@@ -1,8 +1,8 @@
-"""Heartbeats to any number of routers: what is due is sent, what a router answers is told. One thread owns the sockets.
+"""Heartbeats to any number of routers: sends what is due and reports what a router answers. One thread owns the sockets.
 
 Each router has its own socket, and a send never waits: a router that is away holds up no other, and nothing stale queues up
-for it. Real routers never answer; kvbaton's does, when a registration asks for it. With a cluster key it asks back first: it
-gives the connection a nonce, which belongs under the seal of all that follows.
+for it. Real routers never answer; kvbaton's does, when a registration asks for it. With a cluster key it sends a challenge
+first: a nonce for the connection, which belongs under the seal of all that follows.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from typing import Self
 import msgspec
 import zmq
 
-from kvbaton.core.auth import Seal
-from kvbaton.discovery.messages import Registration, encode_registration
+from kvbaton.core.auth import NONCE_BYTES, Seal
+from kvbaton.discovery.messages import Freshness, Registration, encode_registration
 
-__all__ = ["AnswerKind", "Errand", "Heartbeats", "News", "NewsKind"]
+__all__ = ["AnswerKind", "Announcement", "Heartbeats", "RouterEvent", "RouterEventKind"]
 
 _RETRY_S = 0.1
 _COMPLAIN_AFTER_S = 5.0
 _LINGER_MS = 300
 _MAX_ANSWER_BYTES = 4096
 _MAX_ANSWERS = 16
-_MAX_NONCE_BYTES = 64
 _EAGER_S = 1.0
 _EAGER_LOOK_S = 0.02
 
 
-class Errand(msgspec.Struct, frozen=True):
-    """What to tell whom, and how often; with a key, under its seal."""
+class Announcement(msgspec.Struct, frozen=True):
+    """What is sent to which routers, and how often; with a key, under its seal."""
 
     registration: Registration
     routers: tuple[str, ...]
@@ -39,18 +38,18 @@ class Errand(msgspec.Struct, frozen=True):
     cluster_key: bytes | None = None
 
     def __repr__(self) -> str:
-        return f"Errand({self.registration.http_address} to {', '.join(self.routers)})"
+        return f"Announcement({self.registration.http_address} to {', '.join(self.routers)})"
 
 
 class AnswerKind(enum.StrEnum):
-    """What a router may say to a registration."""
+    """What a router may answer to a registration."""
 
     WELCOME = "welcome"
     REFUSED = "refused"
     CHALLENGE = "challenge"
 
 
-class NewsKind(enum.StrEnum):
+class RouterEventKind(enum.StrEnum):
     """What has changed between us and a router."""
 
     REACHED = "reached"
@@ -59,53 +58,58 @@ class NewsKind(enum.StrEnum):
     REFUSED = "refused"
 
 
-class News(msgspec.Struct, frozen=True):
-    """Something to tell of one router; `detail` is a reason in words, or empty."""
+class RouterEvent(msgspec.Struct, frozen=True):
+    """A change at one router; `detail` is a reason as text, or empty."""
 
     router: str
-    kind: NewsKind
+    kind: RouterEventKind
     detail: str = ""
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    """What kvbaton's router answers to a registration that asks, or that it does not believe yet."""
+class _RouterAnswer(msgspec.Struct, frozen=True):
+    """What kvbaton's router answers to a registration that requests an answer, or that must prove its key first."""
 
     type: AnswerKind
     reason: str = ""
     nonce: bytes = b""
 
 
-class _Words:
+class _Frames:
     """The two messages of an instance, as frames."""
 
-    def __init__(self, errand: Errand) -> None:
-        self._seal = Seal(errand.cluster_key)
-        self._hello = msgspec.structs.replace(errand.registration, answer=True, bye=False)
-        self._goodbye = msgspec.structs.replace(errand.registration, answer=False, bye=True)
+    def __init__(self, announcement: Announcement) -> None:
+        self._seal = Seal(announcement.cluster_key)
+        self._hello = msgspec.structs.replace(announcement.registration, answer=True, bye=False)
+        self._goodbye = msgspec.structs.replace(announcement.registration, answer=False, bye=True)
 
     @property
     def are_sealed(self) -> bool:
-        """Whether a router may ask back."""
+        """Whether a router may send a challenge."""
         return self._seal.is_keyed
 
-    def frames(self, nonce: bytes) -> tuple[bytes, bytes]:
-        """Hello and goodbye, for a connection that was given `nonce`."""
-        return encode_registration(self._hello, self._seal, nonce), encode_registration(self._goodbye, self._seal, nonce)
+    def hello(self, stamp: bytes) -> bytes:
+        """The registration; `stamp` shows that it is new."""
+        return encode_registration(self._hello, self._seal, stamp)
+
+    def goodbye(self, stamp: bytes) -> bytes:
+        """The message that the instance leaves."""
+        return encode_registration(self._goodbye, self._seal, stamp)
 
 
 class _Link:
-    """One router: its socket, when the next message is due, and what was last told of it."""
+    """One router: its socket, when the next message is due, and its last answer."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, words: _Words, now: float) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, frames: _Frames, now: float) -> None:
         self.router = router
         self.due = now
         self.sent_at = now
-        self._words = words
+        self._frames = frames
         self._asked_at = -_RETRY_S
-        self.hello, self.goodbye = words.frames(b"")
+        self._nonce = b""
+        self._count = 0
         self.away_since: float | None = now
         self.complained = False
-        self.answer: _Answer | None = None
+        self.answer: _RouterAnswer | None = None
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, 4)
@@ -126,34 +130,47 @@ class _Link:
             return False
         return True
 
-    def read_answer(self, now: float) -> _Answer | None:
+    def send_hello(self) -> bool:
+        """Register, or send a heartbeat; False when the router cannot be reached now."""
+        return self.send(self._frames.hello(self._next_stamp()))
+
+    def send_goodbye(self) -> bool:
+        """Report that the instance leaves; False when the router cannot be reached now."""
+        return self.send(self._frames.goodbye(self._next_stamp()))
+
+    def _next_stamp(self) -> bytes:
+        """The nonce of the connection and the next count: the router takes each once."""
+        self._count += 1
+        return Freshness.stamp(self._nonce, self._count) if self._nonce else b""
+
+    def read_answer(self, now: float) -> _RouterAnswer | None:
         """The latest answer, when it differs from the one before. What is no answer is skipped."""
         latest = self.answer
         for _ in range(_MAX_ANSWERS):
             try:
-                said = msgspec.msgpack.decode(self._socket.recv(zmq.NOBLOCK), type=_Answer)
+                answer = msgspec.msgpack.decode(self._socket.recv(zmq.NOBLOCK), type=_RouterAnswer)
             except zmq.ZMQError:
                 break
             except msgspec.MsgspecError:
                 continue
-            if said.type is AnswerKind.CHALLENGE:
-                self._prove(said.nonce, now)
+            if answer.type is AnswerKind.CHALLENGE:
+                self._prove(answer.nonce, now)
             else:
-                latest = said
+                latest = answer
         if latest == self.answer:
             return None
         self.answer = latest
         return latest
 
     def _prove(self, nonce: bytes, now: float) -> None:
-        """Say it again with the nonce, at once, but not as often as somebody likes to ask."""
-        self.hello, self.goodbye = self._words.frames(nonce[:_MAX_NONCE_BYTES])
+        """Send it again with the nonce, at once, but not as often as a hostile router likes to ask."""
+        self._nonce = nonce[:NONCE_BYTES]
         if now - self._asked_at >= _RETRY_S:
             self._asked_at = self.due = now
 
     def next_look(self, now: float) -> float:
-        """When to look at it again: soon while a router that may ask back has not said a word, else when a beat is due."""
-        is_eager = self._words.are_sealed and self.answer is None and now - self.sent_at < _EAGER_S
+        """When to look at it again: soon while a router that may send a challenge has not answered, else when a beat is due."""
+        is_eager = self._frames.are_sealed and self.answer is None and now - self.sent_at < _EAGER_S
         return min(self.due, now + _EAGER_LOOK_S) if is_eager else self.due
 
     def close(self) -> None:
@@ -162,14 +179,14 @@ class _Link:
 
 
 class Heartbeats:
-    """Sends the hello of `errand` to each of its routers whenever it is due; `tell` hears what changes."""
+    """Sends the hello of `announcement` to each of its routers whenever it is due; `report` receives what changes."""
 
-    def __init__(self, errand: Errand, tell: Callable[[News], None], now: float) -> None:
-        self._errand = errand
-        self._tell = tell
+    def __init__(self, announcement: Announcement, report: Callable[[RouterEvent], None], now: float) -> None:
+        self._announcement = announcement
+        self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        words = _Words(errand)
-        self._links = [_Link(self._context, router, words, now) for router in errand.routers]
+        frames = _Frames(announcement)
+        self._links = [_Link(self._context, router, frames, now) for router in announcement.routers]
 
     def __enter__(self) -> Self:
         return self
@@ -186,26 +203,26 @@ class Heartbeats:
                 self._beat(link, now)
             answer = link.read_answer(now)
             if answer is not None:
-                self._tell(News(link.router, NewsKind(answer.type), answer.reason))
+                self._report(RouterEvent(link.router, RouterEventKind(answer.type), answer.reason))
         return min(link.next_look(now) for link in self._links)
 
-    def say_goodbye(self, now: float) -> None:
-        """Tell every router that can be reached that we leave; the next turn after this registers anew."""
+    def send_goodbye(self, now: float) -> None:
+        """Send every router that can be reached a goodbye; the next turn after this registers anew."""
         for link in self._links:
-            link.send(link.goodbye)
+            link.send_goodbye()
             link.due, link.away_since, link.answer = now, now, None
 
     def _beat(self, link: _Link, now: float) -> None:
-        if link.send(link.hello):
-            link.due = now + self._errand.heartbeat_s
+        if link.send_hello():
+            link.due = now + self._announcement.heartbeat_s
             if link.away_since is not None:
                 link.sent_at = now
-                self._tell(News(link.router, NewsKind.REACHED))
+                self._report(RouterEvent(link.router, RouterEventKind.REACHED))
             link.away_since, link.complained = None, False
             return
-        link.due = now + min(_RETRY_S, self._errand.heartbeat_s)
+        link.due = now + min(_RETRY_S, self._announcement.heartbeat_s)
         if link.away_since is None:
             link.away_since, link.answer = now, None
         if not link.complained and now - link.away_since >= _COMPLAIN_AFTER_S:
             link.complained = True
-            self._tell(News(link.router, NewsKind.AWAY, f"{now - link.away_since:.0f} s"))
+            self._report(RouterEvent(link.router, RouterEventKind.AWAY, f"{now - link.away_since:.0f} s"))

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvbaton.core.addresses import ControlAddress, check_embeddable, is_host
-from kvbaton.core.auth import SEAL_BYTES, Seal, Way
+from kvbaton.core.auth import NONCE_BYTES, SEAL_BYTES, Seal
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import AddressError, ProtocolError
 
 __all__ = [
     "Cause",
     "Dispatch",
+    "Freshness",
     "InstanceType",
     "Malformed",
     "Registration",
@@ -37,6 +38,7 @@ _MAX_FRAME_BYTES = 8192
 _MAX_TEXT = 512
 _MAX_SIZE = 65535
 
+_COUNT_BYTES = 8
 _MAX_PORT_DIGITS = 5
 _GOODBYE = "BYE"
 _LEFT_OUT = ("handoffs_address", "dispatch", "bootstrap_port")
@@ -57,7 +59,7 @@ class InstanceType(enum.StrEnum):
 
 
 class TransferMode(enum.StrEnum):
-    """Who decides when the cache moves: READ is pull, WRITE is push."""
+    """Which side decides when the cache moves: READ is pull, WRITE is push."""
 
     READ = "READ"
     WRITE = "WRITE"
@@ -81,9 +83,9 @@ class Dispatch(enum.StrEnum):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says about itself; `bye` means that it leaves now, `answer` that it wants to hear what came of it.
+    """What an instance states about itself; `bye` means that it leaves now, `answer` that it requests the outcome.
 
-    `handoffs_address` is where it tells of its hand-offs, when that is not its `http_address`.
+    `handoffs_address` is where it serves its hand-off records, when that is not its `http_address`.
     """
 
     type: InstanceType
@@ -121,7 +123,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A message that is skipped: the cause, the field it lies in (empty: the whole message), and what was wrong, in words."""
+    """A message that is skipped: the cause, the field it lies in (empty: the whole message), and what was wrong, as text."""
 
     cause: Cause
     field: str
@@ -131,10 +133,35 @@ class Malformed:
         return f"{self.field}: {self.detail}" if self.field else self.detail
 
 
-def encode_registration(registration: Registration, seal: Seal | None = None, nonce: bytes = b"") -> bytes:
-    """The one frame that is sent, sealed where there is a key; what says nothing new is left out.
+class Freshness:
+    """Which sealed messages of one connection are new: those with its nonce, and a higher count than any before."""
 
-    `nonce` is what the router gave this connection: under the seal, it shows that the frame was not recorded elsewhere.
+    __slots__ = ("_last", "nonce")
+
+    def __init__(self, nonce: bytes) -> None:
+        self.nonce = nonce
+        self._last = -1
+
+    @staticmethod
+    def stamp(nonce: bytes, count: int) -> bytes:
+        """What the sender puts under its seal."""
+        return nonce + count.to_bytes(_COUNT_BYTES, "big")
+
+    def take(self, stamp: object) -> bool:
+        """Whether a message with this stamp is new; it never is again."""
+        if not isinstance(stamp, bytes) or len(stamp) != NONCE_BYTES + _COUNT_BYTES or not stamp.startswith(self.nonce):
+            return False
+        count = int.from_bytes(stamp[NONCE_BYTES:], "big")
+        is_new = count > self._last
+        self._last = max(count, self._last)
+        return is_new
+
+
+def encode_registration(registration: Registration, seal: Seal | None = None, nonce: bytes = b"") -> bytes:
+    """The one frame that is sent, sealed where there is a key; fields at their defaults are left out.
+
+    `nonce` is what the router gave this connection and a count (`Freshness.stamp`): under the seal, it shows that the frame
+    was not recorded.
     """
     fields = msgspec.structs.asdict(registration)
     del fields["bye"]
@@ -148,14 +175,14 @@ def encode_registration(registration: Registration, seal: Seal | None = None, no
     if seal is not None and seal.is_keyed:
         if nonce:
             fields["nonce"] = nonce
-        fields["seal"] = seal.seal(msgspec.msgpack.encode(fields), Way.TO_ROUTER)[:SEAL_BYTES]
+        fields["seal"] = seal.seal(msgspec.msgpack.encode(fields))[:SEAL_BYTES]
     return msgspec.msgpack.encode(fields)
 
 
-def decode_registration(frame: bytes, seal: Seal | None = None, nonce: bytes = b"") -> Registration | Malformed:
+def decode_registration(frame: bytes, seal: Seal | None = None, freshness: Freshness | None = None) -> Registration | Malformed:
     """Read one frame; never raises, whatever the bytes are. Unknown keys are ignored.
 
-    With a key, only frames that are sealed, and with the connection's `nonce` in them, are read.
+    With a key, only frames that are sealed, and new by the `freshness` of their connection, are read.
     """
     if len(frame) > _MAX_FRAME_BYTES:
         return Malformed(Cause.TOO_LONG, "", f"{len(frame)} bytes; the limit is {_MAX_FRAME_BYTES}")
@@ -167,11 +194,12 @@ def decode_registration(frame: bytes, seal: Seal | None = None, nonce: bytes = b
         return Malformed(Cause.NOT_A_MAP, "", f"{len(frame)} bytes that are no msgpack map with string keys ({error})")
     if seal is not None and seal.is_keyed:
         try:
-            seal.open((given if isinstance(given, bytes) else b"") + content, Way.TO_ROUTER)
+            seal.open((given if isinstance(given, bytes) else b"") + content)
         except ProtocolError as error:
             return Malformed(Cause.NOT_SEALED, "seal", str(error))
-        if raw.get("nonce", b"") != nonce:
-            return Malformed(Cause.NOT_FRESH, "nonce", "is not the one that this connection was given; send that one")
+        if freshness is not None and not freshness.take(raw.get("nonce")):
+            detail = "is not the one that this connection was given, with a count that grows; send that one"
+            return Malformed(Cause.NOT_FRESH, "nonce", detail)
     return read_registration(raw)
 
 

@@ -1,10 +1,14 @@
-"""Who is alive: the instances a router may send requests to, and those it refused, with the reason.
+"""The live instances, to which a router may send requests, and those it refused, with the reason.
 
 An instance is known by its `http_address` and type. Another incarnation, or another control address, at the same
-`http_address` means that the process there was restarted: whatever was known of it is dropped at once, and a late message
-of the earlier incarnation does not bring it back. An instance that cannot be reached although it registers is put aside for
-a while, longer each time, until it was reached again; so is one that comes and goes all the time. Silence ends it after
-`expire_after_s`, or after three of its own heartbeats if those are slower.
+`http_address` claims that the process there was restarted. Any process can claim that, so a live instance keeps its address:
+the claim is granted once the earlier process has sent its goodbye or has expired; with a cluster key, where every sender is
+authenticated, as soon as the earlier process has missed a heartbeat or cannot be reached. Then whatever was known of it is
+dropped, and a late message of the earlier incarnation does not bring it back.
+
+An instance that cannot be reached although it registers is put aside for a while, longer each time, until it was reached
+again; so is one that comes and goes all the time. Silence ends it after `expire_after_s`, or after three of its own
+heartbeats if those are slower.
 Time is an argument; every table is bounded; any thread may call. A heartbeat costs the same however many instances there are.
 """
 
@@ -21,7 +25,7 @@ __all__ = [
     "Left",
     "Outcome",
     "Refreshed",
-    "Refused",
+    "RegistrationRefused",
     "RefusedInstance",
     "Registered",
     "Registry",
@@ -33,10 +37,15 @@ _Key = tuple[str, InstanceType]
 
 _FIRST_ASIDE_S = 0.5
 _LONGEST_ASIDE_S = 8.0
+# vLLM's own connectors beat every 3 s; with a limit of 5 s one lost heartbeat would end such an instance. So the limit grows
+# with the interval that was seen, but at most to twice the setting.
 _MISSED_HEARTBEATS = 3.3
-_MOST_PATIENCE = 2.0
+_MOST_SILENCE = 2.0
 _SWEEP_S = 0.05
 _CALM_S = 60.0
+_LATE_HEARTBEAT = 1.5
+_SUPERSEDED_S = 30.0
+_PAUSE_S = 1.0
 _COMINGS_FORGIVEN = 3
 _MOST_STRIKES = 16
 _NEVER = float("-inf")
@@ -44,9 +53,10 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A live instance: its latest registration, when it came and was last heard of, and until when it is put aside.
+    """A live instance: its latest registration, when it came and was last seen, and until when it is put aside.
 
-    `beat_s` is how far apart its heartbeats have been of late; 0 while that is unknown.
+    `beat_s` is how far apart its heartbeats have been of late; 0 while that is unknown. `beat_at` is when it last sent one
+    itself; an instance that only a file lists never has.
     """
 
     registration: Registration
@@ -55,6 +65,7 @@ class Instance:
     strikes: int = 0
     aside_until: float = _NEVER
     beat_s: float = 0.0
+    beat_at: float = _NEVER
 
     @property
     def http_address(self) -> str:
@@ -63,7 +74,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """The instance in words."""
+        """The instance as it is named in logs and errors."""
         return f"{self.type.word} instance {self.http_address}"
 
     @property
@@ -115,8 +126,8 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The instance is not used; `is_new` when this reason was not known before, `wants_answer` when it is to be told."""
+class RegistrationRefused:
+    """The instance is not used; `is_new` when this reason was not known before, `wants_answer` when it requested an answer."""
 
     reason: str
     is_new: bool
@@ -125,14 +136,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The instance said goodbye; None when it was not known."""
+    """The instance sent a goodbye; None when it was not known."""
 
     instance: Instance | None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is held against an instance, told to a registry that has not seen it itself; 0 strikes is nothing any more."""
+    """The strikes of an instance, for a registry that has not counted them itself; 0 strikes clears them."""
 
     http_address: str
     type: InstanceType
@@ -141,13 +152,15 @@ class Standing:
     aside_s: float
 
 
-Outcome = Registered | Refreshed | Replaced | Refused | Left
+Outcome = Registered | Refreshed | Replaced | RegistrationRefused | Left
 
 
 class Registry:
-    """The instances that were heard of within `expire_after_s`, at most `max_instances` of them.
+    """The instances that were seen within `expire_after_s`, at most `max_instances` of them.
 
     Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side.
+    `is_keyed` when every message was authenticated with the cluster key. `notices_pauses` when `expire` is called several
+    times a second: a longer gap then means that this process stood still, and is not held against the instances.
     """
 
     def __init__(
@@ -156,7 +169,13 @@ class Registry:
         expire_after_s: float = 5.0,
         max_instances: int = 1024,
         max_refused: int = 64,
+        *,
+        is_keyed: bool = False,
+        notices_pauses: bool = False,
     ) -> None:
+        self._is_keyed = is_keyed
+        self._notices_pauses = notices_pauses
+        self._looked_at: float | None = None
         self.transfer_mode = transfer_mode
         self.expire_after_s = expire_after_s
         self._max_instances = max_instances
@@ -164,44 +183,53 @@ class Registry:
         self._live: OrderedDict[_Key, Instance] = OrderedDict()
         self._models = _Models()
         self._refused: OrderedDict[_Key, RefusedInstance] = OrderedDict()
-        self._superseded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._superseded: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._left: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._comings: OrderedDict[_Key, tuple[int, float]] = OrderedDict()
         self._expired: deque[Instance] = deque(maxlen=max_instances)
         self._next_sweep = _NEVER
-        self._keeps_silent = False
+        self._never_expires = False
         self._lock = threading.Lock()
         self.version = 0
         """Another number each time that the live instances may have changed."""
 
-    def register(self, message: Registration, now: float) -> Outcome:
-        """Take in one message (registration, heartbeat or goodbye), and say what it changed."""
+    def register(self, message: Registration, now: float, *, is_listed: bool = False, is_decided: bool = False) -> Outcome:
+        """Take in one message (registration, heartbeat or goodbye) and return what it changed.
+
+        `is_listed` when a file lists the instance: that is no sign of life. `is_decided` when another registry, which sees
+        all messages, has granted the instance its address.
+        """
         with self._lock:
+            self._excuse_pause(now)
             self._drop_expired(now)
             if message.bye:
-                return self._leave(message)
+                return self._leave(message, now)
+            beat_at = _NEVER if is_listed else now
             known = self._live.get(_key(message))
             if known is not None and known.registration == message and self._is_alive(known, now):
-                return Refreshed(self._refresh(known, message, now))
-            if (message.http_address, message.incarnation) in self._superseded:
-                return self._refuse(message, now, _superseded_reason(message))
-            earlier = self._supersede(message)
+                return Refreshed(self._refresh(known, message, now, beat_at))
+            reason = None if is_decided else self._claim_objection(message, now)
+            if reason is not None:
+                return self._refuse(message, now, reason)
+            earlier = self._supersede(message, now)
             reason = self._objection(message)
             if reason is not None:
                 return self._refuse(message, now, reason)
-            return self._admit(message, now, earlier)
+            return self._admit(message, now, earlier, beat_at)
 
-    def keep_silent(self) -> None:
-        """From now on silence ends nobody: whoever told of the instances has stopped. Goodbyes still do."""
+    def stop_expiring(self) -> None:
+        """From now on no instance expires, because the process that forwarded heartbeats has stopped. Goodbyes still count."""
         with self._lock:
-            self._keeps_silent = True
+            self._never_expires = True
 
     def expire(self, now: float) -> tuple[Instance, ...]:
         """Forget the instances that have been silent for too long; each of them is returned by one call."""
         with self._lock:
+            self._excuse_pause(now)
             self._drop_expired(now, at_once=True)
-            told = tuple(self._expired)
+            expired = tuple(self._expired)
             self._expired.clear()
-            return told
+            return expired
 
     def report_lost(self, instance: Instance, now: float) -> float | None:
         """The instance could not be reached: put it aside. Returns for how long; None when it is gone, or already aside."""
@@ -215,8 +243,8 @@ class Registry:
             self.version += 1
             return aside_s
 
-    def report_heard(self, instance: Instance) -> bool:
-        """The instance answered: what was held against it is forgotten. Whether there was anything."""
+    def report_reached(self, instance: Instance) -> bool:
+        """The instance answered: clear its strikes. Returns whether it had any."""
         with self._lock:
             known = self._live.get(_key(instance.registration))
             if known is None or not known.strikes or not _is_same_process(known.registration, instance.registration):
@@ -226,13 +254,13 @@ class Registry:
             return True
 
     def standing(self, instance: Instance, now: float) -> Standing:
-        """What is held against an instance now, in a form that can be told."""
+        """The strikes of an instance now, in a form that can be sent."""
         known = self.find(instance.http_address, instance.type) or instance
         aside_s = max(0.0, known.aside_until - now)
         return Standing(known.http_address, known.type, known.registration.incarnation, known.strikes, aside_s)
 
     def adopt(self, standing: Standing, now: float) -> None:
-        """Hold the same against an instance as whoever tells it; nothing changes when it is not the one that is live."""
+        """Take over the strikes that another process counted; nothing changes when its instance is not the one that is live."""
         with self._lock:
             known = self._live.get((standing.http_address, standing.type))
             if known is None or known.registration.incarnation != standing.incarnation:
@@ -244,7 +272,7 @@ class Registry:
             self.version += 1
 
     def find(self, http_address: str, kind: InstanceType, now: float | None = None) -> Instance | None:
-        """The instance of that type at that address, as it was last heard of. Only with `now` must it still be live."""
+        """The instance of that type at that address, as it was last seen. Only with `now` must it still be live."""
         with self._lock:
             known = self._live.get((http_address, kind))
             return None if known is None or (now is not None and not self._is_alive(known, now)) else known
@@ -259,14 +287,42 @@ class Registry:
         with self._lock:
             return tuple(r for r in self._refused.values() if now - r.last_seen < self.expire_after_s)
 
+    def is_registered(self, instance: Instance) -> bool:
+        """Whether the process of `instance` still has its address: it has not left, expired or been replaced."""
+        with self._lock:
+            known = self._live.get(_key(instance.registration))
+            return known is not None and _is_same_process(known.registration, instance.registration)
+
+    def left_at(self, instance: Instance) -> float | None:
+        """When the instance sent its goodbye; None when it did not, or too long ago."""
+        with self._lock:
+            return self._left.get(_process(instance.registration))
+
     def _is_alive(self, instance: Instance, now: float) -> bool:
-        patience_s = self.expire_after_s
-        if instance.beat_s:
-            patience_s = min(max(patience_s, _MISSED_HEARTBEATS * instance.beat_s), _MOST_PATIENCE * patience_s)
-        return self._keeps_silent or now - instance.last_seen < patience_s
+        return self._never_expires or now - instance.last_seen < self._silence_s(instance)
+
+    def _silence_s(self, instance: Instance) -> float:
+        """How long the instance may be silent before it expires."""
+        if not instance.beat_s:
+            return self.expire_after_s
+        return min(max(self.expire_after_s, _MISSED_HEARTBEATS * instance.beat_s), _MOST_SILENCE * self.expire_after_s)
+
+    def _excuse_pause(self, now: float) -> None:
+        """Do not count the time in which this process stood still: heartbeats that came meanwhile wait to be read.
+
+        After a pause the sweep of the event loop, or the first heartbeat that the listener reads, would otherwise expire
+        every instance whose heartbeats are still in a socket.
+        """
+        pause_s = now - self._looked_at if self._looked_at is not None and self._notices_pauses else 0.0
+        self._looked_at = now
+        if pause_s < _PAUSE_S:
+            return
+        for key, i in self._live.items():
+            last_seen, beat_at = min(now, i.last_seen + pause_s), min(now, i.beat_at + pause_s)
+            self._live[key] = replace(i, last_seen=last_seen, beat_at=beat_at)
 
     def _drop_expired(self, now: float, at_once: bool = False) -> None:
-        """Looking at everybody is done now and then only: a flood of messages must not make each of them dear."""
+        """All instances are looked at now and then only: a flood of messages must not make each of them expensive."""
         if not at_once and now < self._next_sweep:
             return
         self._next_sweep = now + _SWEEP_S
@@ -281,23 +337,57 @@ class Registry:
         self.version += 1
         return gone
 
-    def _leave(self, message: Registration) -> Left:
+    def _leave(self, message: Registration, now: float) -> Left:
         key = _key(message)
         self._forgive(message)
+        self._left[_process(message)] = now
+        while len(self._left) > self._max_instances:
+            self._left.popitem(last=False)
         known = self._live.get(key)
         if known is None or not _is_same_process(known.registration, message):
             return Left(None)
         return Left(self._remove(key))
 
-    def _supersede(self, message: Registration) -> tuple[Instance, ...]:
-        keys = [(message.http_address, kind) for kind in InstanceType]
-        known = [self._live[key] for key in keys if key in self._live]
-        earlier = tuple(i for i in known if not _is_same_process(i.registration, message))
+    def _other_processes(self, message: Registration) -> tuple[Instance, ...]:
+        """The live instances at the address of `message` that are another process than its sender."""
+        found = (self._live.get((message.http_address, kind)) for kind in InstanceType)
+        return tuple(i for i in found if i is not None and not _is_same_process(i.registration, message))
+
+    def _claim_objection(self, message: Registration, now: float) -> str | None:
+        """Why the sender may not have its address; None when no other process holds it, or that process is gone."""
+        superseded_at = self._superseded.get((message.http_address, message.incarnation), _NEVER)
+        others = self._other_processes(message)
+        if now - superseded_at < _SUPERSEDED_S or (superseded_at > _NEVER and others):
+            return (
+                f"incarnation {message.incarnation!r} at {message.http_address} was replaced by a later one; if both processes"
+                " still run, give each its own http_address"
+            )
+        holder = next((i for i in others if not self._may_replace(i, message, now)), None)
+        if holder is None:
+            return None
+        return (
+            f"incarnation {message.incarnation!r} claims {message.http_address}, which the live incarnation"
+            f" {holder.registration.incarnation!r} ({holder.zmq_address}) has; it is replaced once it is silent"
+        )
+
+    def _may_replace(self, holder: Instance, message: Registration, now: float) -> bool:
+        if holder.beat_at == _NEVER:
+            # Only a file lists it. An instance that registers itself knows more than the file, its incarnation above all.
+            return self._is_keyed or holder.zmq_address == message.zmq_address
+        silent_s = now - holder.beat_at
+        if not self._is_keyed:
+            return silent_s >= self._silence_s(holder)
+        return holder.aside_until > now or silent_s >= _LATE_HEARTBEAT * (holder.beat_s or self.expire_after_s / 2)
+
+    def _supersede(self, message: Registration, now: float) -> tuple[Instance, ...]:
+        earlier = self._other_processes(message)
         for instance in earlier:
             self._remove(_key(instance.registration))
             incarnation = instance.registration.incarnation
             if incarnation and incarnation != message.incarnation:
-                self._superseded[instance.http_address, incarnation] = None
+                self._superseded[instance.http_address, incarnation] = now
+        if message.incarnation:
+            self._superseded.pop((message.http_address, message.incarnation), None)
         while len(self._superseded) > self._max_instances:
             self._superseded.popitem(last=False)
         return earlier
@@ -315,7 +405,7 @@ class Registry:
             return f"the registry is full: {len(self._live)} instances are live"
         return None
 
-    def _refuse(self, message: Registration, now: float, reason: str) -> Refused:
+    def _refuse(self, message: Registration, now: float, reason: str) -> RegistrationRefused:
         key = _key(message)
         self._drop_live_process(message)
         before = self._refused.pop(key, None)
@@ -324,7 +414,7 @@ class Registry:
         self._refused[key] = RefusedInstance(message, reason, since, now)
         while len(self._refused) > self._max_refused:
             self._refused.popitem(last=False)
-        return Refused(reason, is_new, message.answer)
+        return RegistrationRefused(reason, is_new, message.answer)
 
     def _forgive(self, message: Registration) -> None:
         refused = self._refused.get(_key(message))
@@ -336,27 +426,29 @@ class Registry:
         if known is not None and _is_same_process(known.registration, message):
             self._remove(_key(message))
 
-    def _admit(self, message: Registration, now: float, earlier: tuple[Instance, ...]) -> Outcome:
+    def _admit(self, message: Registration, now: float, earlier: tuple[Instance, ...], beat_at: float) -> Outcome:
         key = _key(message)
         self._forgive(message)
         known = self._live.get(key)
         if known is not None and self._is_alive(known, now):
-            return Refreshed(self._refresh(known, message, now))
+            return Refreshed(self._refresh(known, message, now, beat_at))
         if known is not None:
             self._expired.append(self._remove(key))
         self.version += 1
         strikes, aside_until = self._damp(key, now)
-        self._live[key] = Instance(message, since=now, last_seen=now, strikes=strikes, aside_until=aside_until)
+        self._live[key] = Instance(message, now, now, strikes, aside_until, beat_at=beat_at)
         self._models.add(message)
         return Replaced(self._live[key], earlier) if earlier else Registered(self._live[key])
 
-    def _refresh(self, known: Instance, message: Registration, now: float) -> Instance:
+    def _refresh(self, known: Instance, message: Registration, now: float, beat_at: float) -> Instance:
         beat_s = max(now - known.last_seen, 0.75 * known.beat_s)
         if known.registration != message:
             self._models.remove(known.registration)
             self._models.add(message)
             self.version += 1
-        fresh = self._live[_key(message)] = replace(known, registration=message, last_seen=now, beat_s=beat_s)
+        fresh = self._live[_key(message)] = replace(
+            known, registration=message, last_seen=now, beat_s=beat_s, beat_at=max(beat_at, known.beat_at)
+        )
         return fresh
 
     def _damp(self, key: _Key, now: float) -> tuple[int, float]:
@@ -412,12 +504,9 @@ def _aside_s(strikes: int) -> float:
     return min(_FIRST_ASIDE_S * 2.0**strikes, _LONGEST_ASIDE_S)
 
 
+def _process(message: Registration) -> tuple[str, str, str]:
+    return message.http_address, message.incarnation, message.zmq_address
+
+
 def _is_same_process(one: Registration, other: Registration) -> bool:
     return (one.incarnation, one.zmq_address) == (other.incarnation, other.zmq_address)
-
-
-def _superseded_reason(message: Registration) -> str:
-    return (
-        f"incarnation {message.incarnation!r} at {message.http_address} was replaced by a later one; if both processes still"
-        " run, give each its own http_address"
-    )

@@ -1,7 +1,7 @@
-"""Instances that do not register by themselves: a JSON list of registrations in a file, which speaks for them.
+"""Instances that do not register by themselves: a JSON list of registrations in a file.
 
-The file is read again when it changes. Whoever is on the list is kept alive; whoever was taken off it leaves. A file that
-cannot be read changes nothing, and is complained about once. An instance that is on the list and registers too is one.
+The file is read again when it changes. Listed instances are kept alive; one that was taken off the list leaves. A file that
+cannot be read changes nothing, and is logged once. An instance that is on the list and registers too is one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.discovery.messages import Malformed, Registration, read_registration
-from kvbaton.discovery.registry import Refused, Registry
+from kvbaton.discovery.registry import RegistrationRefused, Registry
 from kvbaton.errors import ConfigError
 
 __all__ = ["StaticInstances", "read_instances"]
@@ -47,7 +47,7 @@ def _read_entry(path: Path, number: int, entry: dict[str, Any]) -> Registration:
     if isinstance(registration, Malformed):
         raise ConfigError(f"instances_file {path}: instance {number}: {registration}")
     if registration.bye:
-        raise ConfigError(f"instances_file {path}: instance {number}: type: says goodbye; it must be 'P' or 'D'")
+        raise ConfigError(f"instances_file {path}: instance {number}: type: is a goodbye; it must be 'P' or 'D'")
     return msgspec.structs.replace(registration, answer=False)
 
 
@@ -62,7 +62,7 @@ class StaticInstances:
         self._due = float("-inf")
 
     def refresh(self, now: float) -> None:
-        """Read the file again if it has changed, and speak for whoever is on the list."""
+        """Read the file again if it has changed, and register every listed instance."""
         if now < self._due:
             return
         self._due = now + min(_BEAT_S, self._registry.expire_after_s / 3)
@@ -74,10 +74,10 @@ class StaticInstances:
             self._keep(registration, now)
 
     def _keep(self, listed: Registration, now: float) -> None:
-        """An instance that speaks for itself knows better than the list."""
+        """What an instance registers itself takes precedence over the list."""
         known = self._registry.find(listed.http_address, listed.type, now)
-        outcome = self._registry.register(listed if known is None else known.registration, now)
-        if isinstance(outcome, Refused) and outcome.is_new:
+        outcome = self._registry.register(listed if known is None else known.registration, now, is_listed=True)
+        if isinstance(outcome, RegistrationRefused) and outcome.is_new:
             name = f"{listed.type.word} instance {listed.http_address}"
             _logger.warning("discovery: %s of %s refused: %s", name, self._path, outcome.reason)
 

@@ -1,6 +1,6 @@
 """Serves an engine that has no HTTP server of its own, registers it, and ends it in good order.
 
-The server is the embedded engine's; `ServedEngine` is all that it needs of an engine. An engine whose instance is a Python
+The server is the embedded engine's; `EngineClient` is all that it needs of an engine. An engine whose instance is a Python
 module takes the rest from here as well: `ModuleServers` describes its process, `serve_local` is its `main`.
 """
 
@@ -17,11 +17,13 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.agent.driver import RanksDriver
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, parse_trust
+from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import EngineOptions, PreparedEngine, Role
-from kvbaton.engines.embedded.server import ServedEngine, make_app, start_server
+from kvbaton.engines.embedded.server import make_app, start_server
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
+from kvbaton.engines.embedded.submission import EngineClient
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.engines.instance import AgentSettings, ModelIdentity, announcer_of
 from kvbaton.errors import ConfigError
@@ -83,7 +85,7 @@ class ModuleServers(PreparedEngine):
         )
 
 
-class LocalEngine(ServedEngine, Protocol):
+class LocalEngine(EngineClient, Protocol):
     """An engine with agents of its own, which it has opened and not started."""
 
     @property
@@ -107,13 +109,13 @@ def serve_local(make_engine: Callable[[LocalSettings], LocalEngine]) -> None:
             control_address=settings.agents().control_address,
             mode=settings.handoff.mode,
             routers=settings.routers,
-            cluster_key=settings.agents().trust.key,
+            trust=settings.agents().trust,
         )
     )
 
 
 async def serve_engine(
-    engine: ServedEngine,
+    engine: EngineClient,
     driver: RanksDriver,
     *,
     role: Role,
@@ -123,7 +125,8 @@ async def serve_engine(
     control_address: ControlAddress,
     mode: Mode,
     routers: Sequence[str],
-    cluster_key: bytes | None,
+    trust: Trust,
+    http: HttpSettings = DEFAULT_HTTP,
     timelines: Timelines | None = None,
     ended: asyncio.Future[None] | None = None,
     drain_s: float = 5.0,
@@ -140,6 +143,8 @@ async def serve_engine(
         handoff=HandoffInfo(control_address, card.incarnation),
         agent=driver.stats,
         timelines=timelines,
+        trust=trust,
+        settings=http,
     )
     try:
         runner = await start_server(app, host, port)
@@ -154,7 +159,7 @@ async def serve_engine(
         model=ModelIdentity(card.model, card.fingerprint),
         routers=routers,
         is_used=lambda: engine.stats().prompt_tokens_total > 0,
-        cluster_key=cluster_key,
+        cluster_key=trust.key,
     )
     if announcer is not None:
         announcer.start()
@@ -167,7 +172,7 @@ async def serve_engine(
         await runner.cleanup()
 
 
-async def _drain(engine: ServedEngine, limit_s: float) -> None:
+async def _drain(engine: EngineClient, limit_s: float) -> None:
     """Wait until nothing is computed and no block is held, but not for ever."""
     give_up_at = time.monotonic() + limit_s
     while time.monotonic() < give_up_at:

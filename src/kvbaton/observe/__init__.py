@@ -1,1 +1,1 @@
-"""What happened, for people: timelines of hand-offs, from the notes that the layers below emit."""
+"""Timelines of hand-offs, for operators: built from the notes that the layers below emit, and imported by none of them."""

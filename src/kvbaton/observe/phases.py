@@ -1,7 +1,7 @@
-"""From the notes of a hand-off to its phases: bars with a beginning and an end on one clock, and what was waited for in turn.
+"""From the notes of a hand-off to its phases: bars with a start and an end on one clock, and the sequence of waits.
 
-Bars may overlap; that is the point of streaming. Waits may not: they cut the time from the first token to the first decode
-step into pieces that follow each other and add up to all of it.
+Bars may overlap; that is the point of streaming. Waits do not: they divide the time from the first token to the first decode
+step into consecutive pieces that add up to it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import msgspec
 
 from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side, Stage
+from kvbaton.observe.clocks import Moment, Track
 from kvbaton.observe.records import NoteRecord
-from kvbaton.observe.tracks import Moment, Track
 
-__all__ = ["Bar", "Phase", "Sides", "Wait", "bars", "waits"]
+__all__ = ["Bar", "HandoffPhase", "Sides", "Wait", "bars", "waits"]
 
 _LOOK_BACK = 64
 
 
-class Phase(enum.StrEnum):
-    """What a stretch of time was spent on, in the order in which it usually comes."""
+class HandoffPhase(enum.StrEnum):
+    """What a period of time was spent on, in the usual order."""
 
     QUEUE = "queue"
     """Either side: until the engine had room for the request."""
@@ -33,28 +33,28 @@ class Phase(enum.StrEnum):
     CHUNK = "chunk"
     ROUTER = "router"
     """Pull: from the source's first token until the target has the request."""
-    GREETING = "greeting"
-    """Target: from its blocks to the grant; long only when the two instances meet for the first time."""
+    HANDSHAKE = "handshake"
+    """Target: from its blocks to the grant; long only for the first hand-off between two instances."""
     GRANT = "grant"
     """From the target's grant to its arrival at the source."""
     ANNOUNCEMENT = "announcement"
-    """From what the source says to its arrival at the target; seen only where somebody waited for it."""
+    """From the source's announcement to its arrival at the target; shown only where the request waited for it."""
     WIRE = "wire"
     """From the first span announced to the last one moved; where the source writes, to the confirmation. Parts: spans."""
     SPAN = "span"
     CONFIRMATION = "confirmation"
-    """Target: from everything being in to the source's word that it is right."""
+    """Target: from the last byte to the source's confirmation."""
     FIRST_STEP = "first step"
     """Target: from the confirmation until the engine takes the cache into a step."""
 
 
 class Bar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stretch of the timeline. `hidden_s` of it lay behind prefill, `exposed_s` came after the first token.
+    """A period on the timeline. `hidden_s` of it overlapped prefill, `exposed_s` came after the first token.
 
-    Of a wire, only moments in which something was on its way count for either. `is_cut`: it ended without getting done.
+    Of the wire, only moments in which bytes were moving count for either. `is_cut`: the phase began and was not completed.
     """
 
-    phase: Phase
+    phase: HandoffPhase
     side: Side
     start_s: float
     end_s: float
@@ -70,15 +70,15 @@ class Bar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Time after the first token in which nothing but this phase stood between the request and its next token."""
+    """Time after the first token in which only this phase delayed the next token."""
 
-    phase: Phase
+    phase: HandoffPhase
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The two tracks of one hand-off on one clock; None for a side that nobody tells of."""
+    """The two tracks of one hand-off on one clock; None for a side without a record."""
 
     source: Track | None
     target: Track | None
@@ -89,7 +89,7 @@ class Sides:
         return None if track is None else track.first(stage)
 
     def settled(self, side: Side, stage: Stage) -> float | None:
-        """When a side first reached a stage for good, after whatever was retracted."""
+        """When a side first reached a stage after its last retraction."""
         track = self._of(side)
         return None if track is None else track.settled(stage)
 
@@ -100,12 +100,12 @@ class Sides:
 
     @property
     def first_token_s(self) -> float | None:
-        """When the source chose its first token; of a source that nobody tells of, when the target heard of it."""
+        """When the source chose its first token; without a record of the source, when the target received `prefilled`."""
         return _either(self.settled(Side.SOURCE, Stage.PREFILLED), self.settled(Side.TARGET, Stage.PREFILLED))
 
     @property
     def granted_s(self) -> float | None:
-        """When the source had its grant; one that held its cache ready for it answers at once, by announcing."""
+        """When the source had its grant. A source that held the finished cache notes no grant: it announces at once."""
         return _either(self.first(Side.SOURCE, Stage.GRANTED), self.first(Side.SOURCE, Stage.ANNOUNCED))
 
     @property
@@ -115,14 +115,14 @@ class Sides:
 
     @property
     def confirmed_s(self) -> float | None:
-        """When the target knew that what it has is right; where the source writes, that is when it was delivered."""
+        """When the target had the confirmation; where the source writes, when it was delivered."""
         ended = self.moments(Side.TARGET, Stage.ENDED)
         delivered = next((at for at, note in ended if note.outcome is Outcome.DELIVERED), None)
         return _either(self.settled(Side.TARGET, Stage.CONFIRMED), delivered)
 
     @property
     def moved(self) -> list[Moment]:
-        """Every span that was moved; none where the source writes, because nobody tells of them."""
+        """Every span that was moved; none where the source writes, because only the side that executes the copy notes spans."""
         return self.moments(Side.TARGET, Stage.MOVED)
 
     def _of(self, side: Side) -> Track | None:
@@ -130,12 +130,12 @@ class Sides:
 
 
 def bars(sides: Sides) -> tuple[Bar, ...]:
-    """The phases of a hand-off, those of the source first, each in order; phases that never began are left out."""
+    """The phases of a hand-off, the source's first, in order; phases that never began are left out."""
     return tuple(bar for bar in _all_bars(sides) if bar is not None)
 
 
 def waits(sides: Sides) -> tuple[Wait, ...]:
-    """What was waited for between the first token and the first decode step, in order; the seconds add up to all of it."""
+    """The waits between the first token and the first decode step, in order; their seconds add up to that time."""
     start, end = sides.first_token_s, sides.ready_s
     if start is None or end is None:
         return ()
@@ -148,39 +148,41 @@ def waits(sides: Sides) -> tuple[Wait, ...]:
     return tuple(found)
 
 
-def _milestones(sides: Sides) -> Iterator[tuple[Phase, float | None]]:
+def _milestones(sides: Sides) -> Iterator[tuple[HandoffPhase, float | None]]:
     target = Side.TARGET
-    yield Phase.ROUTER, sides.first(target, Stage.ARRIVED)
-    yield Phase.QUEUE, sides.first(target, Stage.ALLOCATED)
-    yield Phase.GREETING, sides.first(target, Stage.GRANT_SENT)
-    yield Phase.GRANT, sides.granted_s
-    yield Phase.ANNOUNCEMENT, sides.settled(target, Stage.PREFILLED)
-    yield Phase.WIRE, _either(sides.settled(target, Stage.FILLED), max((at for at, _ in sides.moved), default=None))
-    yield Phase.CONFIRMATION, sides.confirmed_s
-    yield Phase.FIRST_STEP, sides.first(target, Stage.FIRST_STEP)
+    yield HandoffPhase.ROUTER, sides.first(target, Stage.ARRIVED)
+    yield HandoffPhase.QUEUE, sides.first(target, Stage.ALLOCATED)
+    yield HandoffPhase.HANDSHAKE, sides.first(target, Stage.GRANT_SENT)
+    yield HandoffPhase.GRANT, sides.granted_s
+    yield HandoffPhase.ANNOUNCEMENT, sides.settled(target, Stage.PREFILLED)
+    yield HandoffPhase.WIRE, _either(sides.settled(target, Stage.FILLED), max((at for at, _ in sides.moved), default=None))
+    yield HandoffPhase.CONFIRMATION, sides.confirmed_s
+    yield HandoffPhase.FIRST_STEP, sides.first(target, Stage.FIRST_STEP)
 
 
 def _all_bars(sides: Sides) -> Iterator[Bar | None]:
     source, target = Side.SOURCE, Side.TARGET
-    yield _bar(sides, Phase.QUEUE, source, sides.first(source, Stage.ARRIVED), _started(sides))
+    yield _bar(sides, HandoffPhase.QUEUE, source, sides.first(source, Stage.ARRIVED), _started(sides))
     yield _prefill(sides)
     yield _router(sides)
-    yield _bar(sides, Phase.QUEUE, target, sides.first(target, Stage.ARRIVED), sides.first(target, Stage.ALLOCATED))
-    yield _bar(sides, Phase.GREETING, target, sides.first(target, Stage.ALLOCATED), sides.first(target, Stage.GRANT_SENT))
+    yield _bar(sides, HandoffPhase.QUEUE, target, sides.first(target, Stage.ARRIVED), sides.first(target, Stage.ALLOCATED))
+    granted = sides.first(target, Stage.GRANT_SENT)
+    yield _bar(sides, HandoffPhase.HANDSHAKE, target, sides.first(target, Stage.ALLOCATED), granted)
     answered = _either(sides.first(target, Stage.ANNOUNCED), sides.first(target, Stage.PREFILLED))
-    heard = _either(sides.granted_s, answered)
-    yield _bar(sides, Phase.GRANT, target, sides.first(target, Stage.GRANT_SENT), heard)
+    # A source that is not recorded had the grant at the latest when its first answer arrived.
+    received = _either(sides.granted_s, answered)
+    yield _bar(sides, HandoffPhase.GRANT, target, granted, received)
     yield _wire(sides)
     asked = _either(sides.settled(target, Stage.FILLED), sides.settled(source, Stage.CONFIRMED))
     confirmed = sides.confirmed_s
-    yield _bar(sides, Phase.CONFIRMATION, target, asked, confirmed)
+    yield _bar(sides, HandoffPhase.CONFIRMATION, target, asked, confirmed)
     stepped = sides.first(target, Stage.FIRST_STEP)
     if stepped is not None or sides.first(target, Stage.ENDED) is None:
-        yield _bar(sides, Phase.FIRST_STEP, target, confirmed, stepped)
+        yield _bar(sides, HandoffPhase.FIRST_STEP, target, confirmed, stepped)
 
 
-def _bar(sides: Sides, phase: Phase, side: Side, start: float | None, end: float | None) -> Bar | None:
-    """One bar; a phase that was begun and never done lasts as long as its side did."""
+def _bar(sides: Sides, phase: HandoffPhase, side: Side, start: float | None, end: float | None) -> Bar | None:
+    """One bar; a phase that was not completed lasts until the last note of its side."""
     if start is None:
         return None
     track = sides.source if side is Side.SOURCE else sides.target
@@ -193,7 +195,7 @@ def _bar(sides: Sides, phase: Phase, side: Side, start: float | None, end: float
 
 
 def _shares(sides: Sides, start: float, end: float) -> tuple[float, float]:
-    """How much of a stretch lay before the first token, and how much after it. Without a first token all is hidden."""
+    """How much of a period lay before the first token, and how much after it. Without a first token all of it is hidden."""
     border = sides.first_token_s
     if border is None:
         return end - start, 0.0
@@ -205,24 +207,24 @@ def _started(sides: Sides) -> float | None:
 
 
 def _router(sides: Sides) -> Bar | None:
-    """In pull the target is asked when the source has answered; in push it has the request long before."""
+    """Pull only: the router calls the target after the source has answered. In push the target has the request earlier."""
     done, asked = sides.settled(Side.SOURCE, Stage.PREFILLED), sides.first(Side.TARGET, Stage.ARRIVED)
     if done is None or asked is None or asked <= done:
         return None
-    return _bar(sides, Phase.ROUTER, Side.TARGET, done, asked)
+    return _bar(sides, HandoffPhase.ROUTER, Side.TARGET, done, asked)
 
 
 def _prefill(sides: Sides) -> Bar | None:
-    whole = _bar(sides, Phase.PREFILL, Side.SOURCE, _started(sides), sides.settled(Side.SOURCE, Stage.PREFILLED))
+    whole = _bar(sides, HandoffPhase.PREFILL, Side.SOURCE, _started(sides), sides.settled(Side.SOURCE, Stage.PREFILLED))
     if whole is None:
         return None
     return msgspec.structs.replace(whole, parts=tuple(_chunks(sides.moments(Side.SOURCE, Stage.COMPUTED), whole.start_s)))
 
 
 def _chunks(computed: list[Moment], start: float) -> Iterator[Bar]:
-    """One bar per chunk. A chunk that was computed again after a retraction is a chunk of its own."""
+    """One bar per chunk. A chunk that was computed again after a retraction has a bar of its own."""
     for at, note in computed:
-        yield _part(Phase.CHUNK, Side.SOURCE, start, at, note)
+        yield _part(HandoffPhase.CHUNK, Side.SOURCE, start, at, note)
         start = at
 
 
@@ -234,11 +236,11 @@ def _wire(sides: Sides) -> Bar | None:
     start = min([span.start_s for span in spans] + ([] if announced is None else [announced]))
     done = max((span.end_s for span in spans), default=sides.confirmed_s)
     is_in = _either(sides.settled(Side.TARGET, Stage.FILLED), sides.confirmed_s) is not None
-    whole = _bar(sides, Phase.WIRE, Side.TARGET, start, done)
+    whole = _bar(sides, HandoffPhase.WIRE, Side.TARGET, start, done)
     if whole is None:
         return None
     busy = tuple(_merged([(span.start_s, span.end_s) for span in spans]))
-    shares = [_shares(sides, *stretch) for stretch in busy]
+    shares = [_shares(sides, *period) for period in busy]
     return msgspec.structs.replace(
         whole,
         hidden_s=sum(hidden for hidden, _ in shares),
@@ -257,7 +259,7 @@ def _spans(sides: Sides) -> Iterator[Bar]:
         by_layers.setdefault((moment[1].first_layer, moment[1].end_layer), []).append(moment)
     for at, note in sides.moved:
         start = _announced_at(by_layers.get((note.first_layer, note.end_layer), announced[:1]), at, note)
-        part = _part(Phase.SPAN, Side.TARGET, start, at, note)
+        part = _part(HandoffPhase.SPAN, Side.TARGET, start, at, note)
         hidden, exposed = _shares(sides, start, at)
         yield msgspec.structs.replace(part, hidden_s=hidden, exposed_s=exposed, moved_bytes=note.moved_bytes)
 
@@ -272,7 +274,7 @@ def _overlap(one: NoteRecord, other: NoteRecord) -> bool:
     return one.first_token < other.end_token and other.first_token < one.end_token
 
 
-def _part(phase: Phase, side: Side, start: float, end: float, note: NoteRecord) -> Bar:
+def _part(phase: HandoffPhase, side: Side, start: float, end: float, note: NoteRecord) -> Bar:
     return Bar(
         phase,
         side,
@@ -285,10 +287,10 @@ def _part(phase: Phase, side: Side, start: float, end: float, note: NoteRecord) 
     )
 
 
-def _merged(stretches: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The moments that any of the stretches covers, as stretches that do not overlap."""
+def _merged(periods: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The union of these periods, as periods that do not overlap."""
     current: tuple[float, float] | None = None
-    for start, end in sorted(stretches):
+    for start, end in sorted(periods):
         if current is not None and start <= current[1]:
             current = (current[0], max(current[1], end))
             continue

@@ -1,6 +1,6 @@
-"""What an instance tells of its hand-offs, as JSON. Moments are told as durations: no clock means anything elsewhere.
+"""The JSON in which an instance reports its hand-offs. Moments are durations, because clocks of two processes do not compare.
 
-Readers take these values from another process. Their bounds are part of their types, so that decoding is also checking.
+Readers take these values from another process: bounds are part of the types, so that decoding also validates.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from msgspec import Meta
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Outcome
 from kvbaton.core.timeline import Side, Stage
 
-__all__ = ["MAX_TEXT", "About", "InstanceRecord", "NoteRecord", "SideRecord", "Summary"]
+__all__ = ["MAX_TEXT", "InstanceInfo", "InstanceRecord", "NoteRecord", "SideRecord", "Summary"]
 
 MAX_TEXT = 512
-"""Characters that are told of a note's text."""
+"""Characters of a note's text that are reported."""
 
 _MAX_NOTES = 16_384
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -25,8 +25,8 @@ _Name = Annotated[str, Meta(max_length=MAX_TRANSFER_ID)]
 _TransferId = Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
 
 
-class About(msgspec.Struct, frozen=True):
-    """Who tells: the instance's role, the address by which a router knows it, and its incarnation."""
+class InstanceInfo(msgspec.Struct, frozen=True):
+    """The reporting instance: its role, the address by which a router knows it, and its incarnation."""
 
     role: _Name
     name: _Name
@@ -59,16 +59,16 @@ class SideRecord(msgspec.Struct, frozen=True):
 
 
 class InstanceRecord(msgspec.Struct, frozen=True):
-    """All that one instance tells of one transfer. `notes_dropped` counts what it could not keep."""
+    """All notes of one instance about one transfer. `notes_dropped` counts those that it had no room for."""
 
     transfer_id: _TransferId
-    instance: About
+    instance: InstanceInfo
     sides: Annotated[tuple[SideRecord, ...], Meta(max_length=_MAX_NOTES)]
     notes_dropped: _Count = 0
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One line of a list of transfers. `outcome` is None while a hand-off is under way, else the worst of all."""
+    """One line of a list of transfers. `outcome` is None while a hand-off is under way, else the worst of its sides."""
 
     transfer_id: str
     sides: tuple[Side, ...]

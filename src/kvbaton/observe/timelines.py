@@ -1,9 +1,8 @@
-"""Keeps the notes of an instance's newest transfers, so that somebody who asks later can see where their time went.
+"""Keeps the notes of an instance's newest transfers, so that an operator can ask later where their time went.
 
-`note` is called by the threads that do the work: it appends to a list under a lock, and nothing else. Sorting, relating and
-naming happen when somebody asks. What is kept is bounded three times: transfers, notes of one transfer, and notes in all.
-Of the notes of one transfer a quarter is kept free for those that come once per hand-off, so that a prompt of very many
-spans still has its end.
+`note` is called by the threads that do the work, so it only appends to a list under a lock. Sorting and naming happen when a
+record is asked for. Three bounds: transfers, notes of one transfer, notes in total. A quarter of a transfer's notes is
+reserved for those that come once per hand-off, so that a prompt of very many spans still has its end.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable
 from kvbaton.core.handoff import HandoffKey, Outcome
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.errors import ConfigError
-from kvbaton.observe.records import MAX_TEXT, About, InstanceRecord, NoteRecord, SideRecord, Summary
+from kvbaton.observe.records import MAX_TEXT, InstanceInfo, InstanceRecord, NoteRecord, SideRecord, Summary
 
 __all__ = ["Timelines"]
 
@@ -26,7 +25,7 @@ _SEVERITY = (Outcome.FAILED, Outcome.EXPIRED, Outcome.CANCELLED, Outcome.DELIVER
 
 
 class _Transfer:
-    """The notes of one transfer, side by side, as they came."""
+    """The notes of one transfer by side, in order of arrival."""
 
     __slots__ = ("count", "dropped", "sides", "spans")
 
@@ -37,7 +36,7 @@ class _Transfer:
         self.dropped = 0
 
     def restart(self, side: _SideKey) -> int:
-        """Forget a side that is over, because its name is used again; returns how many notes that were."""
+        """Forget an ended side whose key is used again; returns how many notes were dropped."""
         notes = self.sides.get(side, [])
         if not any(note.stage is Stage.ENDED for note in notes):
             return 0
@@ -60,12 +59,12 @@ class Timelines:
     """The newest `max_transfers` transfers, at most `max_notes` notes of each and `max_notes_total` in all."""
 
     def __init__(
-        self, about: About, *, max_transfers: int = 1024, max_notes: int = 2048, max_notes_total: int = 131_072
+        self, instance: InstanceInfo, *, max_transfers: int = 1024, max_notes: int = 2048, max_notes_total: int = 131_072
     ) -> None:
         for name, value in (("max_transfers", max_transfers), ("max_notes", max_notes), ("max_notes_total", max_notes_total)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        self.about = about
+        self.instance = instance
         self._max_transfers = max_transfers
         self._max_notes = min(max_notes, max_notes_total)
         self._max_spans = self._max_notes - self._max_notes // 4
@@ -77,7 +76,7 @@ class Timelines:
         self._total = 0
 
     def note(self, note: Note) -> None:
-        """Keep a note; any thread may call. Late notes of a transfer that had to make room are ignored."""
+        """Keep a note; callable from any thread. Late notes of a transfer that was evicted are ignored."""
         with self._lock:
             transfer = self._transfers.get(note.key.transfer_id) or self._open(note)
             if transfer is None:
@@ -94,7 +93,7 @@ class Timelines:
                 self._make_room()
 
     def record(self, transfer_id: str) -> InstanceRecord | None:
-        """All that is kept of one transfer; None when it is not known, or not any more."""
+        """All that is kept of one transfer; None when it is unknown or was evicted."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
@@ -102,8 +101,8 @@ class Timelines:
             sides = {side: tuple(notes) for side, notes in transfer.sides.items()}
             dropped = transfer.dropped
         first = min(note.at for notes in sides.values() for note in notes)
-        told = tuple(_side_record(side, sides[side], first) for side in sorted(sides))
-        return InstanceRecord(transfer_id, self.about, told, dropped)
+        records = tuple(_side_record(side, sides[side], first) for side in sorted(sides))
+        return InstanceRecord(transfer_id, self.instance, records, dropped)
 
     def newest(self, limit: int) -> tuple[Summary, ...]:
         """The newest transfers, newest first, at most `limit`."""
@@ -116,7 +115,10 @@ class Timelines:
         return len(self._transfers)
 
     def _open(self, note: Note) -> _Transfer | None:
-        """A place for a transfer that is not kept; None when it was, and had to go while it was still under way."""
+        """A new entry for a transfer; None for one that was evicted while under way.
+
+        Without that memory, the late notes of an evicted transfer would come back as a transfer without a beginning.
+        """
         transfer_id = note.key.transfer_id
         if transfer_id in self._forgotten:
             if note.stage is not Stage.ARRIVED:
@@ -143,8 +145,8 @@ def _side_record(side: _SideKey, notes: tuple[Note, ...], first: float) -> SideR
     ordered = sorted(notes, key=lambda note: note.at)
     start = ordered[0].at
     key, which = side
-    told = tuple(_note_record(note, start) for note in ordered)
-    return SideRecord(key.prompt_index, key.sample_index, which, start - first, told)
+    records = tuple(_note_record(note, start) for note in ordered)
+    return SideRecord(key.prompt_index, key.sample_index, which, start - first, records)
 
 
 def _note_record(note: Note, start: float) -> NoteRecord:
@@ -174,6 +176,6 @@ def _summary(transfer_id: str, sides: dict[_SideKey, tuple[Note, ...]]) -> Summa
 
 
 def _worst(sides: Iterable[tuple[Note, ...]]) -> Outcome | None:
-    """The worst end of several sides; None as long as one of them goes on."""
+    """The worst outcome of several sides; None while one of them is live."""
     ends = [next((note.outcome for note in notes if note.stage is Stage.ENDED), None) for notes in sides]
     return None if None in ends else next(outcome for outcome in _SEVERITY if outcome in ends)

@@ -15,7 +15,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def error_object(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """The body of an error: what happened, whose fault, and the field it lies in."""
+    """The body of an error: what happened, which side is to blame, and the field it lies in."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
@@ -38,5 +38,5 @@ def error_response(
 
 
 def error_event(message: str, code: str) -> bytes:
-    """A server-sent event that tells a client, in the middle of a stream, that the rest will not come."""
+    """A server-sent event that reports to a client, in the middle of a stream, that the rest will not come."""
     return b"data: " + msgspec.json.encode(error_object(502, message, code=code)) + b"\n\n"

@@ -1,17 +1,14 @@
 """The router as a server: its routes, and the life of everything it owns.
 
-`serve_router` runs inside an event loop until it is cancelled; then it drains. `run_router` is a whole process's main function.
+`serve_router` runs inside an event loop until it is cancelled; then it drains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable
-
-import uvloop
 
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.registry import Registry
@@ -19,16 +16,16 @@ from kvbaton.discovery.static import StaticInstances
 from kvbaton.router.board import Board, Loads
 from kvbaton.router.choosing import Chooser
 from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.handoffs import HandoffFace
+from kvbaton.router.handoffs import HandoffPages
 from kvbaton.router.http.server import HttpServer
 from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.metrics import COLUMNS, RouterMetrics
-from kvbaton.router.routed import Rings, RoutedTransfers, SharedTransfers, TransferBook
-from kvbaton.router.routes import Routes
+from kvbaton.router.routed import Rings, RoutedTransfers
+from kvbaton.router.routes import HttpRoutes
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
 
-__all__ = ["MAX_SLOTS", "RouterCore", "RouterSettings", "new_board", "run_router", "serve_router"]
+__all__ = ["MAX_SLOTS", "RouterCore", "new_board", "serve_router"]
 
 _logger = logging.getLogger(__name__)
 
@@ -39,27 +36,23 @@ _SWEEP_S = 0.1
 
 
 class RouterCore:
-    """One process's router over a registry that somebody else feeds; `row` of `board` and of `rings` is its own."""
+    """One process's router over a registry that another component feeds; `row` of `board` and of `rings` is its own."""
 
-    def __init__(
-        self, settings: RouterSettings, registry: Registry, board: Board, row: int = 0, rings: Rings | None = None
-    ) -> None:
+    def __init__(self, settings: RouterSettings, registry: Registry, board: Board, rings: Rings, row: int = 0) -> None:
         self.settings = settings
         self.registry = registry
         self.slots = SlotBook(MAX_SLOTS)
         self.metrics = RouterMetrics(board, row, registry)
         self.upstream = Upstream(settings.connect_timeout_s)
-        routed: TransferBook = RoutedTransfers()
-        if rings is not None:
-            routed = SharedTransfers(rings, row, self.slots, registry)
+        routed = RoutedTransfers(rings, row, self.slots, registry)
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
-        handoffs = HandoffFace(registry, self.upstream, routed, settings.explain_timeout_s, rings is not None)
-        self.routes = Routes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
-        self.server = HttpServer(settings, self.routes.handle, self.routes.count)
+        handoffs = HandoffPages(registry, self.upstream, routed, settings, is_shared=rings.rows > 1)
+        self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
+        self.server = HttpServer(settings, self.routes.check_head, self.routes.handle, self.routes.count)
 
     def sweep(self, now: float) -> None:
-        """Whatever time brings: deadlines, instances that fell silent, requests that waited too long."""
+        """What depends on time: deadlines, instances that fell silent, requests that waited too long."""
         self.registry.expire(now)
         self.dispatcher.sweep(now)
         self.upstream.sweep(now)
@@ -68,11 +61,11 @@ class RouterCore:
     async def stop(self) -> None:
         """Finish the requests in flight within the drain's limit, then close everything.
 
-        Those that wait for a seat need the instances, of which nobody may tell any more: the file of them is not read now,
-        and the first of several processes has ended.
+        Requests in the queue still need instances, and heartbeats no longer arrive: the instances file is not read now, and
+        the first of several processes has ended. So instances stop expiring.
         """
         self.routes.is_draining = True
-        self.registry.keep_silent()
+        self.registry.stop_expiring()
         deadline = asyncio.get_running_loop().create_task(self.server.drain(self.settings.drain_timeout_s))
         while not deadline.done():
             self.sweep(time.monotonic())
@@ -89,10 +82,17 @@ def new_board(processes: int) -> Board:
     return Board(processes, COLUMNS + MAX_SLOTS)
 
 
+def new_registry(settings: RouterSettings) -> Registry:
+    """The registry of a router with these settings."""
+    return Registry(
+        settings.transfer_mode, settings.expire_after_s, is_keyed=settings.cluster_key is not None, notices_pauses=True
+    )
+
+
 async def serve_router(settings: RouterSettings, ready: Callable[[], None] | None = None) -> None:
     """Run a router until cancelled; `ready` is called once both ports are open. Raises ConfigError when one cannot be bound."""
-    registry = Registry(settings.transfer_mode, settings.expire_after_s)
-    core = RouterCore(settings, registry, new_board(1))
+    registry = new_registry(settings)
+    core = RouterCore(settings, registry, new_board(1), Rings(1))
     static = None if settings.instances_file is None else StaticInstances(settings.instances_file, registry)
     with Listener(registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key) as listener:
         await core.server.open()
@@ -109,19 +109,3 @@ async def serve_router(settings: RouterSettings, ready: Callable[[], None] | Non
                 await asyncio.sleep(_SWEEP_S)
         finally:
             await asyncio.shield(core.stop())
-
-
-def run_router(settings: RouterSettings, ready: Callable[[], None] | None = None) -> None:
-    """Run a router as this process's work, on uvloop, until SIGINT or SIGTERM; a second signal ends it at once."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signal(settings, ready))
-
-
-async def _until_signal(settings: RouterSettings, ready: Callable[[], None] | None) -> None:
-    serving = asyncio.ensure_future(serve_router(settings, ready))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, serving.cancel)
-    await asyncio.wait([serving])
-    if not serving.cancelled():
-        serving.result()

@@ -1,11 +1,11 @@
 """One try of a request on one pair: its call to the prefill instance and its call to the decode instance.
 
 In pull prefill is called first, and what it answers goes to decode; in push and between SGLang instances both are called at
-once. The client is served by decode alone: nothing waits for prefill's answer. Only when prefill fails before decode has
-said its first word is decode, which would wait in vain, given up. An instance whose call is closed gives that request up.
+once. The client is served by decode alone: nothing waits for prefill's answer. Only when prefill fails before decode's first
+byte is decode's call closed, because its cache would never arrive. An instance aborts a request whose call is closed.
 
-Prefill may fail *because* decode refused. Both answers then come within moments of each other, and the refusal is what the
-client must be told: so the verdict on a prefill that answers with a server error waits for a moment.
+Prefill may fail *because* decode refused. Both answers then come within milliseconds of each other, and the refusal is what
+the client must see: so the verdict on a prefill that answers with a server error waits for `_VERDICT_S`.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ from kvbaton.discovery.messages import InstanceType, TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError
 from kvbaton.router.choosing import Seats
-from kvbaton.router.http.call import Call, Nobody
-from kvbaton.router.http.messages import Answer, request_head
+from kvbaton.router.http.call import Call, Caller
+from kvbaton.router.http.messages import InstanceAnswer, request_head
 from kvbaton.router.http.upstream import Upstream
-from kvbaton.router.job import Job
+from kvbaton.router.pair_request import PairRequest
 from kvbaton.router.settings import RouterSettings
 
-__all__ = ["Attempt", "Failure", "Owner"]
+__all__ = ["Attempt", "Failure", "AttemptOwner"]
 
+# Decode's refusal reaches the router right after the prefill failure that it caused; 20 ms covers a busy event loop.
 _VERDICT_S = 0.02
 _AFTERMATH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One side came to nothing: `said` is the instance's own answer, or how its connection failed."""
+    """One side failed: `cause` is the instance's own answer, or how its connection failed."""
 
     side: InstanceType
     instance: Instance
-    said: Answer | PeerError
+    cause: InstanceAnswer | PeerError
     was_reached: bool = True
+    was_cut: bool = False
+    """Whether its connection broke after the request was sent: the instance may have died of it."""
     was_kept: bool = False
-    """Whether a kept connection broke before a word was said: the instance may have closed it in that very moment."""
+    """Whether a kept connection broke before a byte came: the instance may have closed it as idle at that very moment."""
 
 
-class Owner(Protocol):
-    """Whoever makes attempts, and hears what becomes of them."""
+class AttemptOwner(Protocol):
+    """Makes attempts, and is notified of their outcome."""
 
-    def decode_answered(self, answer: Answer) -> None:
+    def decode_answered(self, answer: InstanceAnswer) -> None:
         """Decode has answered, completely and well. The attempt is over."""
 
-    def decode_said(self, content_type: str, piece: bytes) -> None:
+    def decode_streamed(self, content_type: str, piece: bytes) -> None:
         """A piece of decode's stream."""
 
     def decode_ended(self) -> None:
@@ -58,40 +61,44 @@ class Owner(Protocol):
         """One side has failed, and the other was given up. The attempt is over."""
 
 
-class Attempt:
+class Attempt(Caller):
     """Runs `job` in `seats`, which it leaves as soon as each side is done."""
 
     _prefill: Call | None = None
     _decode: Call | None = None
     _verdict: asyncio.TimerHandle | None = None
     _has_begun = False
-    _is_held = False
+    _may_hold = False
+    """Whether prefill may hold a cache that only a decode which goes on would fetch."""
     _is_paused = False
     _is_over = False
 
-    def __init__(self, owner: Owner, upstream: Upstream, settings: RouterSettings, job: Job, seats: Seats) -> None:
+    def __init__(
+        self, owner: AttemptOwner, upstream: Upstream, settings: RouterSettings, job: PairRequest, seats: Seats
+    ) -> None:
         self._owner = owner
         self._upstream = upstream
         self._settings = settings
-        self._job = job
+        self._pair_request = job
         self._seats = seats
 
     def start(self) -> None:
-        """Call the instances; in pull, the first of them."""
-        job = self._job
+        """Call the instances; in pull, only prefill."""
+        job = self._pair_request
         if job.pair.prefill is None:
             self._call_decode(job.local_payload())
-        elif job.is_bootstrap:
+        elif job.pair.is_bootstrap:
             self._call_prefill(job.bootstrap_payload(job.pair.prefill))
             self._call_decode(job.bootstrap_payload(job.pair.decode))
         elif job.pair.transfer_mode is TransferMode.WRITE:
+            self._may_hold = True
             self._call_prefill(job.prefill_payload())
             self._call_decode(job.push_payload())
         else:
             self._call_prefill(job.prefill_payload())
 
     def close(self) -> None:
-        """Give both calls up, now."""
+        """Close both calls, now."""
         self._is_over = True
         if self._verdict is not None:
             self._verdict.cancel()
@@ -101,7 +108,7 @@ class Attempt:
                 call.close()
         self._seats.leave_prefill()
         self._seats.leave_decode()
-        self._release_cache()
+        self._release_caches()
 
     def pause(self) -> None:
         """Take no more of decode's stream for now, or of the one that is to come."""
@@ -115,7 +122,7 @@ class Attempt:
         if self._decode is not None:
             self._decode.resume()
 
-    def call_answered(self, call: Call, answer: Answer) -> None:
+    def call_answered(self, call: Call, answer: InstanceAnswer) -> None:
         """An answer is complete."""
         if call is self._prefill:
             self._prefill = None
@@ -127,15 +134,12 @@ class Attempt:
         else:
             self._fail(InstanceType.DECODE, answer)
 
-    def call_begun(self, call: Call) -> None:
-        """A stream's head is in; the client is not told before there is something to tell."""
-
     def call_data(self, call: Call, piece: bytes) -> None:
         """A piece of a stream; what prefill streams is of no use."""
         if call is self._decode:
             self._has_begun = True
-            self._is_held = False
-            self._owner.decode_said(call.content_type, piece)
+            self._may_hold = False
+            self._owner.decode_streamed(call.content_type, piece)
 
     def call_ended(self, call: Call) -> None:
         """A stream is complete."""
@@ -156,7 +160,7 @@ class Attempt:
         if not self._has_begun and not self._is_over:
             self._fail(InstanceType.PREFILL, error, call)
 
-    def _on_prefill(self, answer: Answer) -> None:
+    def _on_prefill(self, answer: InstanceAnswer) -> None:
         if self._is_over or self._has_begun:
             return
         if not answer.is_ok:
@@ -167,44 +171,49 @@ class Attempt:
             else:
                 self._give_up(failure)
         elif self._decode is None:
-            self._is_held = True
+            self._may_hold = True
             try:
-                payload = self._job.pull_payload(answer.content)
+                payload = self._pair_request.pull_payload(answer.content)
             except PeerError as error:
                 self._give_up(self._failure(InstanceType.PREFILL, error))
                 return
             self._call_decode(payload)
 
-    def _release_cache(self) -> None:
-        """In pull, tell prefill that nobody will come for what it holds; who does not understand lets it expire."""
-        source = self._job.pair.prefill
-        if not self._is_held or source is None:
+    def _release_caches(self) -> None:
+        """Have prefill release what it holds, in push also decode what it expects; an instance without that route ignores it.
+
+        Closing a call aborts a request that still runs. A short prefill may have finished, and its source then waits for a
+        target that was aborted before the two had met: only this message reaches it before `defer_timeout`.
+        """
+        pair = self._pair_request.pair
+        if not self._may_hold or pair.prefill is None:
             return
-        self._is_held = False
-        path = f"/handoffs/{self._job.transfer_id}"
-        payload = request_head("DELETE", path, source.http_address, 0, self._job.lines)
+        self._may_hold = False
+        path = f"/handoffs/{self._pair_request.transfer_id}"
         deadline = self._upstream.clock() + _AFTERMATH_S
-        self._upstream.start(Call(Nobody(), source, payload, deadline=deadline))
+        for instance in (pair.prefill, pair.decode) if pair.transfer_mode is TransferMode.WRITE else (pair.prefill,):
+            payload = request_head("DELETE", path, instance.http_address, 0, self._pair_request.lines)
+            self._upstream.start(Call(Caller(), instance, payload, deadline=deadline))
 
     def _pronounce(self, failure: Failure) -> None:
         if not self._is_over and not self._has_begun:
             self._give_up(failure)
 
     def _call_prefill(self, payload: bytes) -> None:
-        instance = self._job.pair.prefill
+        instance = self._pair_request.pair.prefill
         assert instance is not None  # noqa: S101
         self._prefill = Call(
             self,
             instance,
             payload,
             deadline=self._upstream.clock() + self._settings.prefill_timeout_s,
-            may_stream=self._job.is_bootstrap,
+            may_stream=self._pair_request.pair.is_bootstrap,
             max_bytes=self._settings.max_answer_bytes,
         )
         self._upstream.start(self._prefill)
 
     def _call_decode(self, payload: bytes) -> None:
-        instance = self._job.pair.decode
+        instance = self._pair_request.pair.decode
         idle_s = self._settings.decode_timeout_s
         self._decode = Call(
             self,
@@ -220,24 +229,25 @@ class Attempt:
         self._upstream.start(self._decode)
 
     def _finish(self) -> None:
-        """Decode is done; prefill, which then is nearly so, may end in peace."""
+        """Decode is done; prefill, which then is nearly done, is not interrupted."""
         self._is_over = True
-        self._is_held = False
+        self._may_hold = False
         self._decode = None
         self._seats.leave_decode()
         if self._prefill is not None and not self._prefill.is_over:
             self._prefill.deadline = min(self._prefill.deadline, self._upstream.clock() + _AFTERMATH_S)
 
-    def _fail(self, side: InstanceType, said: Answer | PeerError, call: Call | None = None) -> None:
+    def _fail(self, side: InstanceType, cause: InstanceAnswer | PeerError, call: Call | None = None) -> None:
         if not self._is_over:
-            self._give_up(self._failure(side, said, call))
+            self._give_up(self._failure(side, cause, call))
 
-    def _failure(self, side: InstanceType, said: Answer | PeerError, call: Call | None = None) -> Failure:
-        instance = self._job.pair.prefill if side is InstanceType.PREFILL else self._job.pair.decode
+    def _failure(self, side: InstanceType, cause: InstanceAnswer | PeerError, call: Call | None = None) -> Failure:
+        instance = self._pair_request.pair.prefill if side is InstanceType.PREFILL else self._pair_request.pair.decode
         assert instance is not None  # noqa: S101
         if call is None:
-            return Failure(side, instance, said)
-        return Failure(side, instance, said, call.was_sent, call.was_kept and not call.has_heard and not call.is_stream)
+            return Failure(side, instance, cause)
+        was_kept = call.was_kept and not call.has_received and not call.is_stream
+        return Failure(side, instance, cause, call.was_sent, call.was_cut, was_kept)
 
     def _give_up(self, failure: Failure) -> None:
         self.close()

@@ -1,8 +1,8 @@
 """Numbers that the processes of one router share: what each counts, and how many requests each has at which instance.
 
-Every process writes its own row only, so counting needs no lock; whoever reads adds the rows up. Only who must not take one
-seat too many locks the board for a moment. A row of a process that died is
-cleared by whoever starts its successor.
+Every process writes its own row only, so counting needs no lock; a reader adds the rows up. Only with limits per instance is
+the board locked for a moment, because two processes could both take the last seat. The first process clears the row of a
+worker that died before it starts the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 __all__ = ["Board", "Loads"]
 
 _CELL_BYTES = 8
+# A process that was stopped (SIGSTOP, a debugger) may hold the lock for ever; one seat too many is the smaller harm.
 _LOCK_S = 0.005
 
 

@@ -71,7 +71,7 @@ class ClientBody(msgspec.Struct, frozen=True):
         return "use_beam_search" in self.fields and bytes(self.fields["use_beam_search"]) == b"true"
 
     def prompt_chars(self) -> int | None:
-        """How long the prompt is, in characters as they were sent; None when that says nothing of its length in tokens."""
+        """How long the prompt is, in characters as they were sent; None when that is no measure of its length in tokens."""
         names = [name for name in ("prompt", "messages") if name in self.fields]
         if len(names) != 1 or self.batch_size() is not None:
             return None
@@ -122,10 +122,10 @@ def _check_count(fields: Fields, name: str, least: int = 1) -> None:
         raise BadRequest(name, f"{name} is {value}; it must be at least {least}")
 
 
-def _check_kind(fields: Fields, name: str, kind: type, words: str) -> Any:
+def _check_kind(fields: Fields, name: str, kind: type, expected: str) -> Any:
     value = _value(fields, name)
     if value is not None and not isinstance(value, kind):
-        raise BadRequest(name, f"{name} is {_shown(value)}; it must be {words}")
+        raise BadRequest(name, f"{name} is {_shown(value)}; it must be {expected}")
     return value
 
 
@@ -150,7 +150,7 @@ def prefill_body(body: ClientBody, params: bytes) -> bytes:
 
 
 def transfer_params(answer: bytes, source_dp_size: int) -> bytes:
-    """What decode is told in pull: the `kv_transfer_params` of prefill's answer, and the size of the source.
+    """What decode gets in pull: the `kv_transfer_params` of prefill's answer, and the size of the source.
 
     Raises ProtocolError when there are none.
     """

@@ -1,7 +1,7 @@
 """Gives requests their seats: a pair of instances that may be used now, within what each takes at once.
 
-Seats are counted from the moment they are given, so that no instance ever gets more than its share; whoever has them leaves
-each seat once, when its part is over.
+Seats are counted from the moment they are given, so that no instance ever gets more than its share; an attempt leaves each
+seat once, when that instance is done.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import msgspec
 from kvbaton.discovery.messages import Dispatch, InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.router.board import Loads
-from kvbaton.router.policy import Candidate, Pair, Pool, RouteRequest, least_from, make_policy, missing_sides, pools_of
+from kvbaton.router.policy import Candidate, InstancePair, Pool, RouteRequest, least_from, make_policy, missing_sides, pools_of
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook, instance_key
 
-__all__ = ["Busy", "Chooser", "Missing", "Seats", "Wish"]
+__all__ = ["Busy", "Chooser", "Missing", "Seats", "SeatRequest"]
 
-_NOBODY: frozenset[str] = frozenset()
+_NO_ADDRESSES: frozenset[str] = frozenset()
 _MOST_PAIRS = 4096
 
 
-class Wish(msgspec.Struct, frozen=True):
+class SeatRequest(msgspec.Struct, frozen=True):
     """What a request needs: `local` when decode may do it all; `avoid` has failed it, `shun` may have had a part in that."""
 
     request: RouteRequest
     local: bool = False
-    avoid: Collection[str] = _NOBODY
-    shun: Collection[str] = _NOBODY
+    avoid: Collection[str] = _NO_ADDRESSES
+    shun: Collection[str] = _NO_ADDRESSES
     dispatch: Dispatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """There is nobody to send the request to, and why."""
+    """There is no instance for the request, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Everybody who could serve the request on this side has as much as it takes."""
+    """Every instance of this side that could serve the request is at its limit."""
 
     side: InstanceType
 
@@ -57,7 +57,7 @@ class Seats:
 
     __slots__ = ("_chooser", "_decode_slot", "_prefill_slot", "pair")
 
-    def __init__(self, chooser: Chooser, pair: Pair, prefill_slot: int | None, decode_slot: int) -> None:
+    def __init__(self, chooser: Chooser, pair: InstancePair, prefill_slot: int | None, decode_slot: int) -> None:
         self.pair = pair
         self._chooser = chooser
         self._prefill_slot = prefill_slot
@@ -82,7 +82,7 @@ class Seats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _SidePlaces:
     """The instances of one type, what each takes at most, and until when any of them is put aside."""
 
     places: tuple[Candidate, ...]
@@ -94,10 +94,10 @@ class _Side:
         return self.aside_until > now and all(place.instance.aside_until > now for place in self.places)
 
 
-_Entry = tuple[Pool, _Side, _Side]
+_Entry = tuple[Pool, _SidePlaces, _SidePlaces]
 
 
-class _Ranks:
+class _RankLoads:
     """The requests of this process at each data-parallel rank of one instance."""
 
     def __init__(self, counts: list[int]) -> None:
@@ -128,20 +128,20 @@ class Chooser:
         self._prefill_policy = make_policy(settings.prefill_policy)
         self._decode_policy = make_policy(settings.decode_policy)
         self._must_lock = loads.is_shared and bool(settings.max_per_prefill or settings.max_per_decode)
-        self._ranks: dict[str, _Ranks] = {}
+        self._ranks: dict[str, _RankLoads] = {}
         self._version = -1
         self._turn = 0
         self._pools: list[_Entry] = []
         self._decodes = self._side(())
-        self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], Pair] = {}
+        self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], InstancePair] = {}
         self._live: tuple[Instance, ...] = ()
         self.freed = False
-        """Set when a seat was left; whoever keeps requests waiting looks at it and unsets it."""
+        """Set when a seat was left; the dispatcher unsets it when it has woken its queue."""
         self.on_freed: Callable[[], None] = _nothing
         """Called each time that a seat was left."""
 
     def refresh(self, now: float) -> bool:
-        """Take in what the registry has learned; whether anything has changed."""
+        """Take in what has changed in the registry; returns whether anything has."""
         if self._version == self._registry.version:
             return False
         self._version = self._registry.version
@@ -154,48 +154,48 @@ class Chooser:
         self._ranks = {address: counts for address, counts in self._ranks.items() if address in known}
         return True
 
-    def choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
+    def choose(self, wanted: SeatRequest, now: float) -> Seats | Missing | Busy:
         """Seats for a request, taken; or why there are none."""
         if self._version != self._registry.version:
             self.refresh(now)
         if not self._must_lock:
-            return self._choose(wish, now)
+            return self._choose(wanted, now)
         with self._loads.locked():
-            return self._choose(wish, now)
+            return self._choose(wanted, now)
 
-    def _choose(self, wish: Wish, now: float) -> Seats | Missing | Busy:
-        pools = self._pools if wish.dispatch is None else [p for p in self._pools if p[0].dispatch is wish.dispatch]
-        if wish.local and self._decodes.places:
-            return self._alone(wish, now)
+    def _choose(self, wanted: SeatRequest, now: float) -> Seats | Missing | Busy:
+        pools = self._pools if wanted.dispatch is None else [p for p in self._pools if p[0].dispatch is wanted.dispatch]
+        if wanted.local and self._decodes.places:
+            return self._alone(wanted, now)
         if not pools:
             return Missing(missing_sides(self._live) or "no instance serves this path; see /instances")
         self._turn += 1
-        found = self._choose_from(pools[0], wish, now) if len(pools) == 1 else self._choose_among(pools, wish, now)
+        found = self._choose_from(pools[0], wanted, now) if len(pools) == 1 else self._choose_among(pools, wanted, now)
         if isinstance(found, Busy) and found.side is InstanceType.PREFILL and self._settings.local_prefill_when_busy:
-            alone = self._alone(wish, now)
+            alone = self._alone(wanted, now)
             return found if isinstance(alone, _NO_SEATS) else alone
         return found
 
-    def _choose_among(self, pools: list[_Entry], wish: Wish, now: float) -> Seats | Missing | Busy:
+    def _choose_among(self, pools: list[_Entry], wanted: SeatRequest, now: float) -> Seats | Missing | Busy:
         """Seats in the pool whose turn it is, else in another one; those that cannot be reached as a whole come last."""
-        said: Missing | Busy | None = None
+        refusal: Missing | Busy | None = None
         for entry in sorted(self._share(pools), key=lambda entry: entry[1].is_aside(now) or entry[2].is_aside(now)):
-            found = self._choose_from(entry, wish, now)
+            found = self._choose_from(entry, wanted, now)
             if isinstance(found, Seats):
                 return found
-            said = found if said is None or isinstance(found, Busy) else said
-        assert said is not None  # noqa: S101
-        return said
+            refusal = found if refusal is None or isinstance(found, Busy) else refusal
+        assert refusal is not None  # noqa: S101
+        return refusal
 
-    def _choose_from(self, entry: _Entry, wish: Wish, now: float) -> Seats | Missing | Busy:
+    def _choose_from(self, entry: _Entry, wanted: SeatRequest, now: float) -> Seats | Missing | Busy:
         pool, prefills, decodes = entry
-        source = self._candidates(prefills, wish, now)
-        target = self._candidates(decodes, wish, now)
+        source = self._candidates(prefills, wanted, now)
+        target = self._candidates(decodes, wanted, now)
         if isinstance(source, _NO_SEATS):
             return source
         if isinstance(target, _NO_SEATS):
             return target
-        return self._seated(wish, pool, source, target)
+        return self._seated(wanted, pool, source, target)
 
     def load_of(self, instance: Instance) -> int:
         """The requests at an instance, of all processes."""
@@ -210,24 +210,25 @@ class Chooser:
             ranks.give(dp_rank)
         self.on_freed()
 
-    def _seated(self, wish: Wish, pool: Pool, sources: Sequence[Candidate], targets: Sequence[Candidate]) -> Seats:
+    def _seated(self, wanted: SeatRequest, pool: Pool, sources: Sequence[Candidate], targets: Sequence[Candidate]) -> Seats:
+        # Without the shift, 2 prefills and 2 decodes in turn would always form the same two pairs.
         shift = self._turn // pool.period
-        source = self._prefill_policy.choose(wish.request, sources, self._turn)
-        target = self._decode_policy.choose(wish.request, targets, self._turn + shift)
+        source = self._prefill_policy.choose(wanted.request, sources, self._turn)
+        target = self._decode_policy.choose(wanted.request, targets, self._turn + shift)
         self._loads.take(source.slot)
         self._loads.take(target.slot)
         return Seats(self, self._pair(source, target), source.slot, target.slot)
 
-    def _alone(self, wish: Wish, now: float) -> Seats | Missing | Busy:
-        found = self._candidates(self._decodes, wish, now)
+    def _alone(self, wanted: SeatRequest, now: float) -> Seats | Missing | Busy:
+        found = self._candidates(self._decodes, wanted, now)
         if isinstance(found, _NO_SEATS):
             return found
         self._turn += 1
-        target = self._decode_policy.choose(wish.request, found, self._turn)
+        target = self._decode_policy.choose(wanted.request, found, self._turn)
         self._loads.take(target.slot)
         return Seats(self, self._pair(None, target), None, target.slot)
 
-    def _pair(self, source: Candidate | None, target: Candidate) -> Pair:
+    def _pair(self, source: Candidate | None, target: Candidate) -> InstancePair:
         """The same two are the same pair each time, as long as nothing changes."""
         source_rank = None if source is None or source.ranks == 1 else self._rank(source.instance)
         target_rank = None if target.ranks == 1 else self._rank(target.instance)
@@ -237,35 +238,35 @@ class Chooser:
             if len(self._pairs) >= _MOST_PAIRS:
                 self._pairs.clear()
             prefill = None if source is None else source.instance
-            pair = self._pairs[key] = Pair(prefill, target.instance, source_rank, target_rank)
+            pair = self._pairs[key] = InstancePair(prefill, target.instance, source_rank, target_rank)
         return pair
 
     def _share(self, pools: list[_Entry]) -> list[_Entry]:
-        """Whose turn it is, and the others; each pool has as large a share of the turns as of the prefill instances."""
+        """The pool whose turn it is, then the others; a pool's share of the turns is its share of the prefill instances."""
         shares = [index for index, entry in enumerate(pools) for _ in entry[0].prefills]
         first = shares[self._turn % len(shares)]
         return pools[first:] + pools[:first]
 
-    def _candidates(self, side: _Side, wish: Wish, now: float) -> Sequence[Candidate] | Missing | Busy:
+    def _candidates(self, side: _SidePlaces, wanted: SeatRequest, now: float) -> Sequence[Candidate] | Missing | Busy:
         found: Sequence[Candidate] = side.places
-        if wish.avoid:
-            found = [place for place in found if place.instance.http_address not in wish.avoid]
+        if wanted.avoid:
+            found = [place for place in found if place.instance.http_address not in wanted.avoid]
         if side.aside_until > now:
             found = [place for place in found if place.instance.aside_until <= now] or found
-        if wish.shun:
-            found = [place for place in found if place.instance.http_address not in wish.shun] or found
+        if wanted.shun:
+            found = [place for place in found if place.instance.http_address not in wanted.shun] or found
         if not found:
             return Missing("no other instance is left to try")
         if side.cap < math.inf:
             found = [place for place in found if place.load < side.cap]
         return found or Busy(side.places[0].instance.type)
 
-    def _side(self, instances: tuple[Instance, ...]) -> _Side:
+    def _side(self, instances: tuple[Instance, ...]) -> _SidePlaces:
         is_prefill = bool(instances) and instances[0].type is InstanceType.PREFILL
         cap = self._settings.max_per_prefill if is_prefill else self._settings.max_per_decode
         load_of, slots = self._loads.of, self._slots
         places = tuple(Candidate(i, slots.slot_of(instance_key(i.registration)), load_of) for i in instances)
-        return _Side(places, cap or math.inf, max((i.aside_until for i in instances), default=-math.inf))
+        return _SidePlaces(places, cap or math.inf, max((i.aside_until for i in instances), default=-math.inf))
 
     def _rank(self, instance: Instance) -> int | None:
         """The data-parallel rank with the fewest requests of ours; of equal ones, the next. None without a choice."""
@@ -274,14 +275,14 @@ class Chooser:
             return None
         ranks = self._ranks.get(instance.http_address)
         if ranks is None or len(ranks.counts) != size:
-            ranks = self._ranks[instance.http_address] = _Ranks([0] * size)
+            ranks = self._ranks[instance.http_address] = _RankLoads([0] * size)
         return ranks.take()
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """No request waits."""
 
 
 def _can_prefill(instance: Instance) -> bool:
-    """Whether it is a decode instance that can do it all; one of SGLang's waits for a bootstrap room that nobody enters."""
+    """Whether a decode instance can prefill by itself; SGLang's cannot, it waits for a bootstrap room that no peer enters."""
     return instance.type is InstanceType.DECODE and instance.registration.dispatch is Dispatch.HANDOFF

@@ -2,7 +2,8 @@
 
 Everything that a request has belongs to its `Exchange`. When the client goes away, the exchange closes both calls at once.
 Until the first byte for the client, a failure that another instance may not have is tried again with new ids, on other
-instances, a bounded number of times; afterwards it is told as an event of the stream.
+instances, a bounded number of times, unless the instance died and the request may be the cause (`deaths.py`); afterwards it
+is sent as an event of the stream.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from kvbaton.discovery.listener import LogLimit
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import BadRequest, PeerError
 from kvbaton.router.answers import error_event, error_response
 from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.bodies import ClientBody, parse_body
-from kvbaton.router.choosing import Busy, Chooser, Missing, Seats, Wish
+from kvbaton.router.choosing import Busy, Chooser, Missing, SeatRequest, Seats
+from kvbaton.router.deaths import MOST_DEATHS, DeathBook
 from kvbaton.router.http.client_connection import ClientConnection
-from kvbaton.router.http.messages import Answer, Request, Response, head_lines, is_header_value
+from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response, head_lines, is_header_value
 from kvbaton.router.http.upstream import Upstream
-from kvbaton.router.job import Digits, Job, new_job
+from kvbaton.router.json_scan import is_simple, scan
 from kvbaton.router.metrics import RouterMetrics
+from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
+from kvbaton.router.pair_template import instance_lines
 from kvbaton.router.policy import RouteRequest
-from kvbaton.router.routed import TransferBook
+from kvbaton.router.request_queue import RequestQueue
+from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
-from kvbaton.router.waiting import Waiting
+from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
 
@@ -40,8 +44,14 @@ BOOTSTRAP_PATHS = frozenset(("/generate",))
 """What only SGLang instances serve."""
 
 _RETRY_AFTER = {"Retry-After": "2"}
+# OpenAI's client libraries retry a 5xx by themselves, unless this header forbids it.
+_NO_RETRY = {"X-Should-Retry": "false"}
+# An instance that is stopped sends its goodbye before it closes connections. When one dies, a child of it sends the goodbye,
+# which this process may read just before it notices the closed connection.
+_GOODBYE_AHEAD_S = 0.02
 _MAX_ECHO = 256
 _EVENT_END = b"\n\n"
+# Other statuses (4xx, 501) would be the same on every instance.
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
 
 
@@ -55,7 +65,7 @@ class Dispatcher:
         chooser: Chooser,
         upstream: Upstream,
         metrics: RouterMetrics,
-        routed: TransferBook,
+        routed: RoutedTransfers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -67,7 +77,8 @@ class Dispatcher:
         self.routed = routed
         self.clock = clock
         self.digits = Digits()
-        self.waiting = Waiting(settings.queue_limit)
+        self.deaths = DeathBook()
+        self.queue = RequestQueue(settings.queue_limit)
         self._in_flight = 0
         self._limit = LogLimit()
         self._is_waking = False
@@ -76,15 +87,10 @@ class Dispatcher:
         ]
         self._forwarded = tuple(name.encode() for name in names)
         self._forwarded_names = frozenset(self._forwarded)
-        key = settings.instance_api_key
-        self._instance_lines = head_lines({"Authorization": f"Bearer {key}"}) if key is not None else b""
+        self._instance_lines = instance_lines(settings)
+        self._replaces_authorization = settings.instance_api_key is not None
 
-    @property
-    def in_flight(self) -> int:
-        """Requests that are not over."""
-        return self._in_flight
-
-    def serve(self, connection: ClientConnection, request: Request) -> None:
+    def serve(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one completion request, now or later."""
         if self._in_flight >= self.settings.max_in_flight:
             message = f"{self._in_flight} requests are in flight, which is the limit; try again"
@@ -101,37 +107,37 @@ class Dispatcher:
 
     def wake_waiting(self) -> None:
         """Let waiting requests go on soon, when a seat was left."""
-        if self.chooser.freed and len(self.waiting) and not self._is_waking:
+        if self.chooser.freed and len(self.queue) and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake)
 
     def sweep(self, now: float) -> None:
-        """Take in news of instances, send away who waited too long, and look whether others left seats."""
+        """Take in changes of instances, refuse requests that waited too long, and look whether other processes left seats."""
         self.chooser.refresh(now)
-        self.waiting.sweep(now)
-        self.waiting.wake(now)
+        self.queue.sweep(now)
+        self.queue.wake(now)
 
-    def forwarded_lines(self, request: Request) -> bytes:
+    def forwarded_lines(self, request: HttpRequest) -> bytes:
         """The client's headers that instances may see, as lines."""
         headers = request.headers
         if self._forwarded_names.isdisjoint(headers):
             return self._instance_lines
         found = [b"%b: %b\r\n" % (name, headers[name]) for name in self._forwarded if name in headers]
-        if self._instance_lines:
+        if self._replaces_authorization:
             found = [line for line in found if not line.startswith(b"authorization:")]
         return self._instance_lines + b"".join(found)
 
-    def complain(self, job: Job, failure: Failure, words: str) -> None:
+    def log_failure(self, job: PairRequest, failure: Failure, text: str) -> None:
         """Log a failure, but not the same one for every request."""
         held_back = self._limit.allow((failure.side, failure.instance.http_address), self.clock())
         if held_back is not None:
             more = f" ({held_back} similar lines held back)" if held_back else ""
-            _logger.warning("%s: %s%s", job, words, more)
+            _logger.warning("%s: %s%s", job, text, more)
 
     def _wake(self) -> None:
         self._is_waking = False
         self.chooser.freed = False
-        self.waiting.wake(self.clock())
+        self.queue.wake(self.clock())
 
 
 class Exchange:
@@ -139,7 +145,7 @@ class Exchange:
 
     _body: ClientBody | None = None
     _attempt: Attempt | None = None
-    _job: Job | None = None
+    _job: PairRequest | None = None
     _failure: Failure | None = None
     _avoid: frozenset[str] = frozenset()
     _shun: frozenset[str] = frozenset()
@@ -152,7 +158,7 @@ class Exchange:
     _is_held_back = False
     _is_over = False
 
-    def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: Request) -> None:
+    def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: HttpRequest) -> None:
         self._dispatcher = dispatcher
         self._connection = connection
         self._request = request
@@ -161,6 +167,28 @@ class Exchange:
     def begin(self) -> None:
         """Read the request and find it a pair."""
         self._connection.host(self)
+        if self._dispatcher.deaths.bodies and self._is_suspected():
+            return
+        body, settings = self._request.body, self._dispatcher.settings
+        if is_simple(body, settings.max_json_depth, settings.max_json_keys):
+            self._parse()
+        else:
+            self._scan_on(scan(body, settings.max_json_depth, settings.max_json_keys))
+
+    def _scan_on(self, slices: Iterator[None]) -> None:
+        """Look at one slice of a body, and let the event loop run before the next."""
+        if self._is_over:
+            return
+        try:
+            next(slices)
+        except StopIteration:
+            self._parse()
+        except BadRequest as error:
+            self._refuse(error)
+        else:
+            asyncio.get_running_loop().call_soon(self._scan_on, slices)
+
+    def _parse(self) -> None:
         try:
             self._body = parse_body(self._request.body)
         except BadRequest as error:
@@ -199,13 +227,15 @@ class Exchange:
         message = f"no instance was free within {dispatcher.settings.queue_timeout_s:g} s; try again"
         self._send(error_response(503, message, code="overloaded", headers=_RETRY_AFTER))
 
-    def decode_answered(self, answer: Answer) -> None:
+    def decode_answered(self, answer: InstanceAnswer) -> None:
         """Pass a whole answer on."""
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
-        self._heard()
+        self._report_reached()
+        if self._dispatcher.deaths.bodies:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._pass_on(answer)
 
-    def decode_said(self, content_type: str, piece: bytes) -> None:
+    def decode_streamed(self, content_type: str, piece: bytes) -> None:
         """Pass a piece of a stream on, as it came."""
         self._tail = piece[-2:] if len(piece) > 1 else (self._tail + piece)[-2:]
         if self._has_begun:
@@ -213,33 +243,76 @@ class Exchange:
             return
         self._has_begun = True
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
-        self._heard()
+        self._report_reached()
         self._connection.begin_stream(content_type, self._answer_lines, piece)
 
     def decode_ended(self) -> None:
         """End the stream."""
         if not self._has_begun:
-            self.decode_said("text/event-stream", b"")
+            self.decode_streamed("text/event-stream", b"")
         self._attempt = None
+        if self._dispatcher.deaths.bodies:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._finish()
         self._connection.end_stream()
 
     def attempt_failed(self, failure: Failure) -> None:
-        """Tell the client in mid-stream, try again, or answer with the failure."""
+        """Send an error event in mid-stream, try again, or answer with the failure."""
         self._attempt = None
         self._note(failure)
         if self._has_begun:
             gap = b"" if self._tail == _EVENT_END else _EVENT_END
-            self._connection.stream(gap + error_event(f"{failure.said}; send the request again", "decode_failed"))
+            self._connection.stream(gap + error_event(f"{failure.cause}; send the request again", "decode_failed"))
             self._finish()
             self._connection.end_stream(is_whole=False)
-        elif not self._may_try_again(failure) or not self._place(self._dispatcher.clock()):
+        elif failure.was_cut:
+            failed_at = self._dispatcher.clock()
+            self._dispatcher.upstream.probe(
+                failure.instance.http_address, lambda listens: self._probed(failure, failed_at, listens)
+            )
+        else:
+            self._retry_or_answer(failure)
+
+    def _retry_or_answer(self, failure: Failure) -> None:
+        if not self._may_try_again(failure) or not self._place(self._dispatcher.clock()):
             self._answer_failure(failure)
+
+    def _probed(self, failure: Failure, failed_at: float, listens: bool) -> None:
+        """Try again, unless the instance died while it had the request; one that was stopped left before that."""
+        if self._is_over:
+            return
+        registry, instance = self._dispatcher.registry, failure.instance
+        left_at = registry.left_at(instance)
+        was_stopped = left_at is not None and failed_at - left_at >= _GOODBYE_AHEAD_S
+        if was_stopped or (listens and left_at is None and registry.is_registered(instance)):
+            self._retry_or_answer(failure)
+            return
+        self._dispatcher.metrics.add("instance_deaths")
+        count = self._dispatcher.deaths.note(self._request.path, self._request.body, failed_at)
+        message = (
+            f"{instance.name} died while it served this request, which is not tried on another instance because it may be the"
+            f" cause ({count} of {MOST_DEATHS} deaths after which it is refused); see the instance's log"
+        )
+        self._send(error_response(502, message, code="instance_died", headers=_NO_RETRY))
+
+    def _is_suspected(self) -> bool:
+        """Refuse a request that several instances died of; whether it was one."""
+        request, dispatcher = self._request, self._dispatcher
+        count = dispatcher.deaths.count(request.path, request.body, self._arrived)
+        if count < MOST_DEATHS:
+            return False
+        dispatcher.metrics.add("suspected_requests")
+        message = (
+            f"{count} instances died while they served a request with this very body, so it is refused for a while; see the"
+            " instances' logs"
+        )
+        self._send(error_response(422, message, code="instances_died", headers=_NO_RETRY))
+        return True
 
     def _place(self, now: float) -> bool:
         """Take seats and start, or wait for some, or answer that there are none. False when a waiting request still waits.
 
-        A field that is first looked at here, and is malformed, is answered here too: the queue must not hear of it.
+        A field that is first decoded here, and is malformed, is answered here too: the queue must not see the error.
         """
         try:
             return self._find_place(now)
@@ -250,7 +323,7 @@ class Exchange:
 
     def _find_place(self, now: float) -> bool:
         dispatcher = self._dispatcher
-        found = dispatcher.chooser.choose(self._wish(), now)
+        found = dispatcher.chooser.choose(self._seat_request(), now)
         if isinstance(found, Seats):
             self._leave_queue()
             self._start(found)
@@ -263,22 +336,24 @@ class Exchange:
             return True
         return self._wait(found, now)
 
-    def _wish(self) -> Wish:
+    def _seat_request(self) -> SeatRequest:
         assert self._body is not None  # noqa: S101
         limit = self._dispatcher.settings.local_prefill_chars
         is_local = self._body.searches_beams()
         if limit and not is_local:
             chars = self._body.prompt_chars()
             is_local = chars is not None and chars < limit
-        way = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None
+        dispatch = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None
         session = self._request.header(b"x-session-id")
-        return Wish(RouteRequest(self._body.fields, session), is_local and way is None, self._avoid, self._shun, way)
+        return SeatRequest(
+            RouteRequest(self._body.fields, session), is_local and dispatch is None, self._avoid, self._shun, dispatch
+        )
 
     def _wait(self, busy: Busy, now: float) -> bool:
         if self._is_waiting:
             return False
         dispatcher = self._dispatcher
-        if dispatcher.waiting.is_full:
+        if dispatcher.queue.is_full:
             dispatcher.metrics.add("queue_refusals")
             message = f"every {busy.side.word} instance has as many requests as it takes, and the queue is full; try again"
             self._send(error_response(429, message, code="overloaded", headers=_RETRY_AFTER))
@@ -286,13 +361,13 @@ class Exchange:
         assert self._body is not None  # noqa: S101
         self._is_waiting = True
         dispatcher.metrics.add("queued_requests")
-        dispatcher.waiting.add(self, self._body.priority(), now + dispatcher.settings.queue_timeout_s)
+        dispatcher.queue.add(self, self._body.priority(), now + dispatcher.settings.queue_timeout_s)
         return True
 
     def _leave_queue(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._dispatcher.waiting.discard(self)
+            self._dispatcher.queue.discard(self)
             self._dispatcher.metrics.add("queued_requests", -1)
 
     def _start(self, seats: Seats) -> None:
@@ -305,7 +380,7 @@ class Exchange:
             dispatcher.metrics.add("local_prefills")
         forwarded = dispatcher.forwarded_lines(request)
         try:
-            job = self._job = new_job(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
+            job = self._pair_request = new_pair_request(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
             self._answer_lines = job.answer_lines(self._client_request_id())
             dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
             self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
@@ -323,54 +398,57 @@ class Exchange:
 
     def _may_try_again(self, failure: Failure) -> bool:
         self._failure = failure
+        # The instance may have closed an idle connection just as the request was sent. That is not its failure, so it may be
+        # tried again and counts as no attempt; once only, because it may also have died.
         if failure.was_kept and not self._stale_retries:
             self._stale_retries += 1
             return True
         if self._attempts - self._stale_retries >= self._dispatcher.settings.max_attempts:
             return False
-        if isinstance(failure.said, Answer) and failure.said.status not in _TRIED_AGAIN:
+        if isinstance(failure.cause, InstanceAnswer) and failure.cause.status not in _TRIED_AGAIN:
             return False
         self._avoid |= {failure.instance.http_address}
-        pair = self._job.pair if self._job is not None else None
+        pair = self._pair_request.pair if self._pair_request is not None else None
         is_push = pair is not None and pair.transfer_mode is TransferMode.WRITE
         if failure.side is InstanceType.DECODE and is_push and pair is not None and pair.prefill is not None:
+            # In push decode may have failed because of its source, which the failure does not name.
             self._shun |= {pair.prefill.http_address}
         return True
 
     def _note(self, failure: Failure) -> None:
         dispatcher, side = self._dispatcher, failure.side
         dispatcher.metrics.add("prefill_failures" if side is InstanceType.PREFILL else "decode_failures")
-        said = failure.said
-        words = f"{side.word} failed: {said}" if isinstance(said, PeerError) else f"{side.word} instance answered {said.status}"
-        assert self._job is not None  # noqa: S101
-        dispatcher.complain(self._job, failure, words)
+        cause = failure.cause
+        failed = f"failed: {cause}" if isinstance(cause, PeerError) else f"instance answered {cause.status}"
+        assert self._pair_request is not None  # noqa: S101
+        dispatcher.log_failure(self._pair_request, failure, f"{side.word} {failed}")
         if not failure.was_reached:
             aside_s = dispatcher.registry.report_lost(failure.instance, dispatcher.clock())
             if aside_s is not None:
                 dispatcher.metrics.add("quarantines")
                 _logger.warning("%s cannot be reached and is put aside for %g s", failure.instance.name, aside_s)
 
-    def _heard(self) -> None:
+    def _report_reached(self) -> None:
         """Both instances of the pair have shown that they can be reached."""
-        pair = self._job.pair if self._job is not None else None
+        pair = self._pair_request.pair if self._pair_request is not None else None
         for instance in (pair.prefill, pair.decode) if pair is not None else ():
             if instance is not None and instance.strikes:
-                self._dispatcher.registry.report_heard(instance)
+                self._dispatcher.registry.report_reached(instance)
 
     def _answer_failure(self, failure: Failure) -> None:
         """The failure as the client sees it: what is its own fault keeps status and body, as does whatever decode answered."""
-        side, said = failure.side, failure.said
-        if isinstance(said, Answer) and (side is InstanceType.DECODE or 400 <= said.status < 500):
-            self._pass_on(said)
+        side, cause = failure.side, failure.cause
+        if isinstance(cause, InstanceAnswer) and (side is InstanceType.DECODE or 400 <= cause.status < 500):
+            self._pass_on(cause)
             return
-        if isinstance(said, Answer):
-            text = said.content[:500].decode(errors="replace")
-            message = f"{failure.instance.name} answered {said.status}: {text}"
+        if isinstance(cause, InstanceAnswer):
+            text = cause.content[:500].decode(errors="replace")
+            message = f"{failure.instance.name} answered {cause.status}: {text}"
         else:
-            message = str(said)
+            message = str(cause)
         self._send(error_response(502, message, code=f"{side.word}_failed"))
 
-    def _pass_on(self, answer: Answer) -> None:
+    def _pass_on(self, answer: InstanceAnswer) -> None:
         self._attempt = None
         lines = self._answer_lines
         if answer.retry_after is not None and is_header_value(answer.retry_after):

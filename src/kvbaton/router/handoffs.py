@@ -1,7 +1,7 @@
-"""The routes that explain hand-offs: asks both instances of a transfer what they noted, and joins it into one story.
+"""The routes that explain hand-offs: fetches the records of both instances of a transfer and joins them into one report.
 
-Instances are other people's processes. Each has a deadline and a size limit, what it says is checked as it is decoded, and an
-instance that is gone, silent or confused is named in the story; the other side's account is still told.
+Instances are not trusted. Each has a deadline and a size limit, its record is checked as it is decoded, and an instance that
+is gone, silent or sends garbage is named in the report; the other side's record is still shown.
 """
 
 from __future__ import annotations
@@ -19,49 +19,53 @@ from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
-from kvbaton.observe.story import Account, tell_story
+from kvbaton.observe.transfer_report import SideAnswer, build_report
 from kvbaton.router.answers import error_response, json_response
-from kvbaton.router.http.messages import Answer, Request, Response
+from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response
 from kvbaton.router.http.upstream import Upstream, fetch
-from kvbaton.router.routed import Routed, TransferBook
+from kvbaton.router.pair_template import instance_lines
+from kvbaton.router.routed import Routed, RoutedTransfers
+from kvbaton.router.settings import RouterSettings
 
-__all__ = ["HandoffFace"]
+__all__ = ["HandoffPages"]
 
 _logger = logging.getLogger(__name__)
 
 _MOST_LISTED = 100
 _MOST_AT_ONCE = 16
 _MOST_SEARCHED = 64
-_MAX_TOLD_BYTES = 4 * 1024 * 1024
+_MAX_RECORD_BYTES = 4 * 1024 * 1024
 
 
-class HandoffFace:
+class HandoffPages:
     """Answers /handoffs and /handoffs/{transfer_id} for the transfers in `routed`."""
 
     def __init__(
         self,
         registry: Registry,
         upstream: Upstream,
-        routed: TransferBook,
-        timeout_s: float,
+        routed: RoutedTransfers,
+        settings: RouterSettings,
+        *,
         is_shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._upstream = upstream
         self._routed = routed
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.explain_timeout_s
         self._is_shared = is_shared
+        self._lines = instance_lines(settings)
         self._clock = clock
         self._asking = 0
 
-    def newest(self, _request: Request) -> Response:
+    def newest(self, _request: HttpRequest) -> Response:
         """GET /handoffs."""
         now = self._clock()
         newest = [_line(routed, now) for routed in self._routed.newest(_MOST_LISTED)]
         return json_response({"handoffs": newest})
 
-    async def one(self, request: Request) -> Response:
+    async def one(self, request: HttpRequest) -> Response:
         """GET /handoffs/{transfer_id}."""
         transfer_id = unquote(request.path.removeprefix("/handoffs/"))
         routed = self._routed.get(transfer_id)
@@ -87,13 +91,13 @@ class HandoffFace:
         accounts = []
         for kind in InstanceType:
             live = self._registry.live(self._clock(), kind)[:_MOST_SEARCHED]
-            told = await asyncio.gather(*(self._ask(instance, transfer_id) for instance in live))
-            found = next((account for account in told if account.record is not None), None)
-            accounts.append(found or Account(f"a {kind.word} instance", problem="none of the live ones knows the transfer"))
+            answers = await asyncio.gather(*(self._ask(instance, transfer_id) for instance in live))
+            found = next((account for account in answers if account.record is not None), None)
+            accounts.append(found or SideAnswer(f"a {kind.word} instance", problem="none of the live ones knows the transfer"))
         if all(account.record is None for account in accounts):
             message = f"no live instance knows a transfer {transfer_id!a}"
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        return json_response(await asyncio.to_thread(tell_story, transfer_id, *accounts))
+        return json_response(await asyncio.to_thread(build_report, transfer_id, *accounts))
 
     async def _explain(self, routed: Routed) -> Response:
         transfer_id, pair = routed.transfer_id, routed.pair
@@ -102,25 +106,23 @@ class HandoffFace:
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
         source, target = await asyncio.gather(self._ask(pair.prefill, transfer_id), self._ask(pair.decode, transfer_id))
         if source.record is None and target.record is None:
-            message = (
-                f"neither instance tells of {transfer_id}: {source.name}: {source.problem}; {target.name}: {target.problem}"
-            )
+            message = f"no record of {transfer_id}: {source.name}: {source.problem}; {target.name}: {target.problem}"
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        story = await asyncio.to_thread(tell_story, transfer_id, source, target)
+        story = await asyncio.to_thread(build_report, transfer_id, source, target)
         return json_response(story)
 
-    async def _ask(self, instance: Instance, transfer_id: str) -> Account:
-        """What an instance tells; never raises for anything that the instance does."""
+    async def _ask(self, instance: Instance, transfer_id: str) -> SideAnswer:
+        """The record of an instance; never raises for anything that the instance does."""
         name = instance.name
         if not self._is_live(instance):
-            return Account(name, problem="it is gone, or was restarted since; what it noted went with it")
+            return SideAnswer(name, problem="it is gone, or was restarted since; what it noted went with it")
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
             where = instance.registration.handoffs_address or None
-            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_TOLD_BYTES, where)
-            return Account(name, _read(answer, instance, transfer_id))
+            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where, self._lines)
+            return SideAnswer(name, _read(answer, instance, transfer_id))
         except PeerError as error:
-            return Account(name, problem=str(error))
+            return SideAnswer(name, problem=str(error))
 
     def _is_live(self, instance: Instance) -> bool:
         live = self._registry.live(self._clock(), instance.type)
@@ -128,7 +130,7 @@ class HandoffFace:
         return (instance.http_address, instance.registration.incarnation) in known
 
 
-def _read(answer: Answer, instance: Instance, transfer_id: str) -> InstanceRecord:
+def _read(answer: InstanceAnswer, instance: Instance, transfer_id: str) -> InstanceRecord:
     if answer.status == 404:
         raise PeerRefused("it knows nothing of the transfer, or keeps no timelines")
     if not answer.is_ok:
@@ -136,10 +138,10 @@ def _read(answer: Answer, instance: Instance, transfer_id: str) -> InstanceRecor
     try:
         record = msgspec.json.decode(answer.content, type=InstanceRecord)
     except (ValueError, RecursionError) as error:
-        _logger.warning("%s: %s tells no timeline: %s", transfer_id, instance.http_address, error)
+        _logger.warning("%s: %s sent no timeline: %s", transfer_id, instance.http_address, error)
         raise ProtocolError(f"what it answered is no timeline ({str(error)[:200]})") from error
     if record.transfer_id != transfer_id:
-        raise ProtocolError(f"it told of another transfer, {record.transfer_id!a}")
+        raise ProtocolError(f"it sent the record of another transfer, {record.transfer_id!a}")
     return record
 
 

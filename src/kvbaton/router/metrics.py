@@ -32,6 +32,8 @@ _COUNTERS = {
     "decode_failures": "Requests to decode instances that failed",
     "retries": "Requests that were tried again with another pair",
     "local_prefills": "Requests that a decode instance was left to prefill by itself",
+    "instance_deaths": "Requests that were not retried because their instance died while it served them",
+    "suspected_requests": "Requests that were refused because several instances had died while they served that body",
     "queue_timeouts": "Requests that waited too long for a free instance",
     "queue_refusals": "Requests that found the queue full",
     "unauthorized": "Requests without a valid key",

@@ -11,19 +11,20 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
 
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Instance
+from kvbaton.router.pair_template import PairTemplate
 from kvbaton.router.settings import PolicyName
-from kvbaton.router.wording import Wording
 
 __all__ = [
     "Candidate",
     "LeastLoaded",
-    "Pair",
+    "InstancePair",
     "Policy",
     "Pool",
     "PrefixAffinity",
@@ -54,10 +55,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
         return b""
 
 
-class Pair:
+class InstancePair:
     """The two instances that serve one request; they hand over in the same mode. Without `prefill`, decode does it all."""
-
-    __slots__ = ("_wording", "decode", "decode_dp_rank", "prefill", "prefill_dp_rank")
 
     def __init__(
         self,
@@ -70,23 +69,18 @@ class Pair:
         self.decode = decode
         self.prefill_dp_rank = prefill_dp_rank
         self.decode_dp_rank = decode_dp_rank
-        self._wording: Wording | None = None
+        self.transfer_mode = decode.transfer_mode
+        self.is_bootstrap = decode.registration.dispatch is Dispatch.BOOTSTRAP
+        """Whether the two find each other by SGLang's bootstrap fields."""
 
-    @property
-    def transfer_mode(self) -> TransferMode:
-        """How the two hand over."""
-        return self.decode.transfer_mode
-
-    @property
-    def wording(self) -> Wording:
-        """What all requests to this pair have in common; made when first asked for."""
-        if self._wording is None:
-            self._wording = Wording(self.prefill, self.decode, self.prefill_dp_rank, self.decode_dp_rank)
-        return self._wording
+    @cached_property
+    def template(self) -> PairTemplate:
+        """What all requests to this pair have in common."""
+        return PairTemplate(self.prefill, self.decode, self.prefill_dp_rank, self.decode_dp_rank)
 
 
 class Candidate:
-    """An instance that may be chosen, and the slot in which its load is counted; `load_of` tells the load of a slot."""
+    """An instance that may be chosen, and the slot in which its load is counted; `load_of` returns the load of a slot."""
 
     __slots__ = ("_load_of", "instance", "ranks", "slot")
 
@@ -155,8 +149,8 @@ class PrefixAffinity:
     """The one that has served the longest beginning of this prompt, or this session, before, unless it is overloaded.
 
     A prompt is cut into pieces; the digest of each piece and all before it is remembered with the instance that served it.
-    What nobody has served goes where the digest of its first piece points, so that routers and processes that know nothing
-    of each other agree. An instance is overloaded when it has a good deal more to do than the average.
+    A prompt without a match goes where the digest of its first piece points, so that routers and processes that share no
+    state agree. An instance is overloaded when it has a good deal more to do than the average.
     """
 
     def __init__(self, known_pieces: int = _KNOWN_PIECES) -> None:
@@ -219,18 +213,18 @@ def _pointed_at(pieces: Sequence[int], candidates: Sequence[Candidate]) -> Candi
 
 
 def pools_of(live: Sequence[Instance]) -> list[Pool]:
-    """The instances that can be paired, by the way in which they hand over."""
+    """The instances that can be paired, by how they hand over."""
     pools = []
     for mode in TransferMode:
-        for way in Dispatch:
-            prefills, decodes = (_of(live, kind, mode, way) for kind in InstanceType)
+        for dispatch in Dispatch:
+            prefills, decodes = (_of(live, kind, mode, dispatch) for kind in InstanceType)
             if prefills and decodes:
-                pools.append(Pool(mode, way, prefills, decodes, math.lcm(len(prefills), len(decodes))))
+                pools.append(Pool(mode, dispatch, prefills, decodes, math.lcm(len(prefills), len(decodes))))
     return pools
 
 
 def missing_sides(live: Sequence[Instance]) -> str:
-    """What is missing to make a pair of `live`, in words; empty when there is one."""
+    """What is missing to make a pair of `live`, as text; empty when there is one."""
     if pools_of(live):
         return ""
     missing = [kind.word for kind in InstanceType if not _of(live, kind)]
@@ -245,8 +239,8 @@ def missing_sides(live: Sequence[Instance]) -> str:
 
 
 def _of(
-    live: Sequence[Instance], kind: InstanceType, mode: TransferMode | None = None, way: Dispatch | None = None
+    live: Sequence[Instance], kind: InstanceType, mode: TransferMode | None = None, dispatch: Dispatch | None = None
 ) -> tuple[Instance, ...]:
     return tuple(
-        i for i in live if i.type is kind and mode in (None, i.transfer_mode) and way in (None, i.registration.dispatch)
+        i for i in live if i.type is kind and mode in (None, i.transfer_mode) and dispatch in (None, i.registration.dispatch)
     )

@@ -1,11 +1,11 @@
-"""Several processes on one port: one takes registrations in and tells the others, all share their counts on one board.
+"""Several processes on one port: one takes registrations in and forwards them, all share their counts on one board.
 
 The first process owns the discovery socket and starts the workers, which bind the same port; the kernel spreads
-connections over them. It passes on each registration that may matter, with the slot in which the instance's load is
-counted. A worker that could not reach an instance, or reached it again, tells the first process, which tells the others: what
-one has found out none must find out again. Workers are forked before there are threads or an event loop, and begin with
-nothing but the memory that all share and their end of a socket. A worker that dies is replaced; workers end when the first
-process does.
+connections over them. It forwards each registration that may matter, with the slot in which the instance's load is
+counted. A worker that could not reach an instance, or reached it again, reports that to the first process, which forwards it:
+the other workers must not have to fail a request of their own to find out. Workers are forked before there are threads or an
+event loop, and begin with nothing but the memory that all share and their end of a socket. A worker that dies is replaced;
+workers end when the first process does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import uvloop
 
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Registration, decode_registration, encode_registration
-from kvbaton.discovery.registry import Instance, Outcome, Refreshed, Refused, Registry, Standing
+from kvbaton.discovery.registry import Instance, Outcome, Refreshed, RegistrationRefused, Registry, Standing
 from kvbaton.discovery.static import StaticInstances
 from kvbaton.errors import ConfigError
 from kvbaton.router.app import MAX_SLOTS, RouterCore, new_board
@@ -44,24 +44,31 @@ _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _SWEEP_S = 0.1
-_TELL_AGAIN_S = 0.5
+_RESEND_S = 0.5
 _RESTART_S = 0.5
 _MAX_MESSAGE = 65536
 _MOST_MISSED = 4096
 _READY = b"ready"
 
 
-class _News(msgspec.Struct, array_like=True, tag="news"):
-    """One registration for the workers, and the slot of its instance."""
+class _RegistrationUpdate(msgspec.Struct, array_like=True, tag="news"):
+    """A registration for the workers, the slot of its instance, and whether the first process has admitted it."""
 
     slot: int
     frame: bytes
+    is_admitted: bool
 
 
-class _Held(msgspec.Struct, array_like=True, tag="held"):
-    """What is held against an instance, from a worker to the first process and from there to the others."""
+class _StandingUpdate(msgspec.Struct, array_like=True, tag="held"):
+    """The strikes of an instance, from a worker to the first process and from there to the others."""
 
     standing: Standing
+
+
+class _DeathUpdate(msgspec.Struct, array_like=True, tag="death"):
+    """The digest of a body that an instance died of, from a worker to the first process and from there to the others."""
+
+    digest: bytes
 
 
 @dataclass(slots=True)
@@ -73,22 +80,23 @@ class _Worker:
     channel: socket.socket
     started: float
     is_over: bool = False
-    """Whether it has ended and its process id is somebody else's to have."""
-    missed: dict[InstanceKey, Registration] = field(default_factory=dict)
-    """What it has not been told because it did not keep up: of each instance the last word."""
+    """Whether it has ended, and its process id may belong to another process."""
+    missed: dict[InstanceKey, _RegistrationUpdate] = field(default_factory=dict)
+    """What could not be sent because it did not keep up: the last message of each instance."""
 
 
-class _Teller(Registry):
-    """The first process's registry: what it takes in, the workers are told too."""
+class _PublishingRegistry(Registry):
+    """The first process's registry: what it takes in is forwarded to the workers."""
 
-    def __init__(self, settings: RouterSettings, tell: Callable[[Registration, Outcome, float], None]) -> None:
-        super().__init__(settings.transfer_mode, settings.expire_after_s)
-        self._tell = tell
+    def __init__(self, settings: RouterSettings, publish: Callable[[Registration, Outcome, float], None]) -> None:
+        is_keyed = settings.cluster_key is not None
+        super().__init__(settings.transfer_mode, settings.expire_after_s, is_keyed=is_keyed, notices_pauses=True)
+        self._publish = publish
 
-    def register(self, message: Registration, now: float) -> Outcome:
-        """Take in one message, and pass it on."""
-        outcome = super().register(message, now)
-        self._tell(message, outcome, now)
+    def register(self, message: Registration, now: float, *, is_listed: bool = False, is_decided: bool = False) -> Outcome:
+        """Take in one message, and forward it."""
+        outcome = super().register(message, now, is_listed=is_listed, is_decided=is_decided)
+        self._publish(message, outcome, now)
         return outcome
 
 
@@ -97,26 +105,26 @@ def run_processes(settings: RouterSettings, ready: Callable[[], None] | None = N
     return _Head(settings).run(ready)
 
 
-class _Sharer(Registry):
-    """A worker's registry: what is held against instances, the others are told too."""
+class _SharingRegistry(Registry):
+    """A worker's registry: strikes of instances are reported to the other processes."""
 
-    def __init__(self, settings: RouterSettings, tell: Callable[[Standing], None]) -> None:
-        super().__init__(settings.transfer_mode, settings.expire_after_s)
-        self._tell = tell
+    def __init__(self, settings: RouterSettings, publish: Callable[[Standing], None]) -> None:
+        super().__init__(settings.transfer_mode, settings.expire_after_s, notices_pauses=True)
+        self._publish = publish
 
     def report_lost(self, instance: Instance, now: float) -> float | None:
-        """Put an instance aside, here and in the other processes."""
+        """Quarantine an instance, here and in the other processes."""
         aside_s = super().report_lost(instance, now)
         if aside_s is not None:
-            self._tell(self.standing(instance, now))
+            self._publish(self.standing(instance, now))
         return aside_s
 
-    def report_heard(self, instance: Instance) -> bool:
-        """Forget what was held against an instance, here and in the other processes."""
-        was_held = super().report_heard(instance)
-        if was_held:
-            self._tell(self.standing(instance, time.monotonic()))
-        return was_held
+    def report_reached(self, instance: Instance) -> bool:
+        """Clear the strikes of an instance, here and in the other processes."""
+        had_strikes = super().report_reached(instance)
+        if had_strikes:
+            self._publish(self.standing(instance, time.monotonic()))
+        return had_strikes
 
 
 class _Head:
@@ -130,7 +138,7 @@ class _Head:
         self._loads = Loads(self._board, settings.processes, COLUMNS)
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
-        self._told: dict[tuple[str, str, str], float] = {}
+        self._published: dict[tuple[str, str, str], float] = {}
         self._stopping = False
 
     def run(self, ready: Callable[[], None] | None) -> int:
@@ -138,7 +146,7 @@ class _Head:
         _check_port(self._settings)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
-        registry = _Teller(self._settings, self._tell)
+        registry = _PublishingRegistry(self._settings, self._publish)
         static = None if self._settings.instances_file is None else StaticInstances(self._settings.instances_file, registry)
         self._workers = [self._start(row) for row in range(self._settings.processes)]
         try:
@@ -151,7 +159,7 @@ class _Head:
                     ready()
                 while not self._stopping:
                     self._look(registry, listener, static)
-                    self._hear_workers(registry)
+                    self._read_workers(registry)
         finally:
             self._end_workers()
         return 0
@@ -165,52 +173,56 @@ class _Head:
         with self._lock:
             live = {instance_key(instance.registration) for instance in registry.live(now)}
             self._slots.keep(live, now, self._loads.of)
-            self._told = {key: told for key, told in self._told.items() if key in live}
+            self._published = {key: sent_at for key, sent_at in self._published.items() if key in live}
         self._count_messages(listener)
-        self._tell_missed()
+        self._send_missed()
         self._replace_dead(registry, now)
 
     def _count_messages(self, listener: Listener) -> None:
         write_messages(self._board.row(self._settings.processes), listener.messages_total(), listener.malformed_total())
 
-    def _tell(self, message: Registration, outcome: Outcome, now: float) -> None:
+    def _publish(self, message: Registration, outcome: Outcome, now: float) -> None:
         """Pass on what changes something at once, and heartbeats often enough."""
         key = instance_key(message)
         with self._lock:
-            if isinstance(outcome, Refreshed | Refused) and now - self._told.get(key, float("-inf")) < _TELL_AGAIN_S:
+            if (
+                isinstance(outcome, Refreshed | RegistrationRefused)
+                and now - self._published.get(key, float("-inf")) < _RESEND_S
+            ):
                 return
-            self._told[key] = now
+            self._published[key] = now
             for worker in self._workers:
-                self._send_to(worker, message)
+                self._send_to(worker, key, self._update(message, not isinstance(outcome, RegistrationRefused)))
 
-    def _send_to(self, worker: _Worker, message: Registration) -> None:
-        key = instance_key(message)
+    def _update(self, message: Registration, is_admitted: bool) -> _RegistrationUpdate:
+        return _RegistrationUpdate(self._slots.slot_of(instance_key(message)), encode_registration(message), is_admitted)
+
+    def _send_to(self, worker: _Worker, key: InstanceKey, update: _RegistrationUpdate) -> None:
         worker.missed.pop(key, None)
-        was_sent = self._send(worker, _News(self._slots.slot_of(key), encode_registration(message)))
-        if not was_sent and len(worker.missed) < _MOST_MISSED:
-            worker.missed[key] = message
+        if not self._send(worker, update) and len(worker.missed) < _MOST_MISSED:
+            worker.missed[key] = update
 
-    def _send(self, worker: _Worker, news: _News | _Held) -> bool:
-        """False when the worker does not keep up. One that is dead is replaced, and its successor told everything."""
+    def _send(self, worker: _Worker, update: _RegistrationUpdate | _StandingUpdate | _DeathUpdate) -> bool:
+        """False when the worker does not keep up. One that is dead is replaced, and its successor is sent everything."""
         try:
-            worker.channel.send(msgspec.msgpack.encode(news))
+            worker.channel.send(msgspec.msgpack.encode(update))
         except BlockingIOError:
             return False
         except OSError:
             return True
         return True
 
-    def _tell_missed(self) -> None:
-        """A long list of instances comes at once, each time: who is at its end must not always be the one that is left out."""
+    def _send_missed(self) -> None:
+        """A long list of instances arrives at once, each time; without this, the end of the list would never be sent."""
         with self._lock:
             for worker in self._workers:
-                for key, message in list(worker.missed.items()):
-                    self._send_to(worker, message)
+                for key, update in list(worker.missed.items()):
+                    self._send_to(worker, key, update)
                     if key in worker.missed:
                         break
 
-    def _hear_workers(self, registry: Registry) -> None:
-        """For a moment, hear what workers say about instances."""
+    def _read_workers(self, registry: Registry) -> None:
+        """Read for a moment what workers report about instances."""
         channels = {worker.channel: worker for worker in self._workers}
         for channel in select.select(list(channels), [], [], _LOOK_S)[0]:
             try:
@@ -224,15 +236,16 @@ class _Head:
 
     def _pass_on(self, content: bytes, sender: _Worker, registry: Registry) -> None:
         try:
-            held = msgspec.msgpack.decode(content, type=_Held)
+            report = msgspec.msgpack.decode(content, type=_StandingUpdate | _DeathUpdate)
         except msgspec.MsgspecError:
-            _logger.error("router: process %d says: %s", sender.pid, content.decode(errors="replace"))
+            _logger.error("router: process %d reports: %s", sender.pid, content.decode(errors="replace"))
             return
-        registry.adopt(held.standing, time.monotonic())
+        if isinstance(report, _StandingUpdate):
+            registry.adopt(report.standing, time.monotonic())
         with self._lock:
             for worker in self._workers:
                 if worker is not sender:
-                    self._send(worker, held)
+                    self._send(worker, report)
 
     def _replace_dead(self, registry: Registry, now: float) -> None:
         for index, worker in enumerate(self._workers):
@@ -247,9 +260,10 @@ class _Head:
             with self._lock:
                 self._workers[index] = self._start(worker.row)
             for instance in registry.live(now):
-                self._send_to(self._workers[index], instance.registration)
+                message = instance.registration
+                self._send_to(self._workers[index], instance_key(message), self._update(message, is_admitted=True))
                 if instance.strikes:
-                    self._send(self._workers[index], _Held(registry.standing(instance, now)))
+                    self._send(self._workers[index], _StandingUpdate(registry.standing(instance, now)))
 
     def _start(self, row: int) -> _Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -269,13 +283,13 @@ class _Head:
         for worker in self._workers:
             worker.channel.settimeout(30.0)
             try:
-                word = worker.channel.recv(_MAX_MESSAGE)
+                report = worker.channel.recv(_MAX_MESSAGE)
             except OSError as error:
-                raise ConfigError(f"process {worker.pid} of the router did not start ({error}); its log says why") from error
+                raise ConfigError(f"process {worker.pid} of the router did not start ({error}); see its log") from error
             finally:
                 worker.channel.setblocking(False)
-            if word != _READY:
-                raise ConfigError(word.decode(errors="replace") or "a process of the router ended while it started")
+            if report != _READY:
+                raise ConfigError(report.decode(errors="replace") or "a process of the router ended while it started")
 
     def _stop(self, _number: int, _frame: object) -> None:
         if self._stopping:
@@ -311,9 +325,10 @@ def _run_worker(settings: RouterSettings, board: Board, rings: Rings, row: int, 
 
 
 async def _work(settings: RouterSettings, board: Board, rings: Rings, row: int, channel: socket.socket) -> None:
-    """One worker: serve the port with what the first process tells, until it is asked to stop or the first one is gone."""
-    registry = _Sharer(settings, lambda standing: _tell_head(channel, standing))
-    core = RouterCore(settings, registry, board, row, rings)
+    """One worker: serve the port with what the first process forwards, until it is asked to stop or the first one is gone."""
+    registry = _SharingRegistry(settings, lambda standing: _send_to_head(channel, _StandingUpdate(standing)))
+    core = RouterCore(settings, registry, board, rings, row)
+    core.dispatcher.deaths.report = lambda digest: _send_to_head(channel, _DeathUpdate(digest))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
@@ -325,7 +340,7 @@ async def _work(settings: RouterSettings, board: Board, rings: Rings, row: int, 
         return
     channel.send(_READY)
     channel.setblocking(False)
-    loop.add_reader(channel.fileno(), _hear, channel, core, stopping)
+    loop.add_reader(channel.fileno(), _read_head, channel, core, stopping)
     while not stopping.is_set():
         core.sweep(time.monotonic())
         try:
@@ -336,8 +351,8 @@ async def _work(settings: RouterSettings, board: Board, rings: Rings, row: int, 
     await core.stop()
 
 
-def _hear(channel: socket.socket, core: RouterCore, stopping: asyncio.Event) -> None:
-    """Take in news from the first process; its end ends this one too."""
+def _read_head(channel: socket.socket, core: RouterCore, stopping: asyncio.Event) -> None:
+    """Take in updates from the first process; its end ends this one too."""
     try:
         content = channel.recv(_MAX_MESSAGE)
     except BlockingIOError:
@@ -347,24 +362,28 @@ def _hear(channel: socket.socket, core: RouterCore, stopping: asyncio.Event) -> 
     if not content:
         stopping.set()
         return
-    news = msgspec.msgpack.decode(content, type=_News | _Held)
-    if isinstance(news, _Held):
-        core.registry.adopt(news.standing, time.monotonic())
+    update = msgspec.msgpack.decode(content, type=_RegistrationUpdate | _StandingUpdate | _DeathUpdate)
+    if isinstance(update, _StandingUpdate):
+        core.registry.adopt(update.standing, time.monotonic())
         return
-    message = decode_registration(news.frame)
+    if isinstance(update, _DeathUpdate):
+        core.dispatcher.deaths.add(update.digest, time.monotonic())
+        return
+    message = decode_registration(update.frame)
     if isinstance(message, Registration):
-        core.slots.assign(instance_key(message), news.slot)
-        core.registry.register(message, time.monotonic())
+        core.slots.assign(instance_key(message), update.slot)
+        # The first process sees every message; judged here again, from fewer heartbeats, a claim could end differently.
+        core.registry.register(message, time.monotonic(), is_decided=update.is_admitted)
 
 
-def _tell_head(channel: socket.socket, standing: Standing) -> None:
+def _send_to_head(channel: socket.socket, report: _StandingUpdate | _DeathUpdate) -> None:
     """The first process may be busy; then the others find out by themselves."""
     with contextlib.suppress(OSError):
-        channel.send(msgspec.msgpack.encode(_Held(standing)))
+        channel.send(msgspec.msgpack.encode(report))
 
 
 def _check_port(settings: RouterSettings) -> None:
-    """Sharing a port hides that somebody else has it; look before."""
+    """SO_REUSEPORT hides that another program has the port; look before."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

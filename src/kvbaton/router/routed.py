@@ -1,4 +1,4 @@
-"""Which pair of instances a transfer was routed to; the newest transfers only, of this process or of all that share a port."""
+"""Which pair of instances a transfer was routed to; the newest transfers only, of all processes that share a port."""
 
 from __future__ import annotations
 
@@ -6,74 +6,34 @@ import heapq
 import mmap
 import struct
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
 
 import msgspec
 
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Instance, Registry
-from kvbaton.router.policy import Pair
+from kvbaton.router.policy import InstancePair
 from kvbaton.router.slots import InstanceKey, SlotBook, instance_key
 
-__all__ = ["Rings", "Routed", "RoutedTransfers", "SharedTransfers", "TransferBook"]
+__all__ = ["Rings", "Routed", "RoutedTransfers"]
 
 _CELL = struct.Struct("=d16sHHII")
 _RING = 2048
-_NOBODY = 0xFFFF
+_NO_PREFILL = 0xFFFF
 _PREFIX = "tx-"
 _MOST_CODES = 4096
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """One transfer: who serves it, and when it came, on the router's clock."""
+    """One transfer: the pair that serves it, and when it came, on the router's clock."""
 
     transfer_id: str
-    pair: Pair
+    pair: InstancePair
     arrived: float
 
 
-class TransferBook(Protocol):
-    """Remembers transfers. Belongs to the event loop's thread."""
-
-    def add(self, transfer_id: str, pair: Pair, arrived: float) -> None:
-        """Remember a transfer, and forget the oldest one when there are too many."""
-
-    def get(self, transfer_id: str) -> Routed | None:
-        """The transfer of that id; None when it is not known, or not any more."""
-
-    def newest(self, count: int) -> list[Routed]:
-        """The newest transfers, the very newest first."""
-
-
-class RoutedTransfers:
-    """The newest `limit` transfers that this process has made."""
-
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
-        self._by_id: OrderedDict[str, Routed] = OrderedDict()
-
-    def add(self, transfer_id: str, pair: Pair, arrived: float) -> None:
-        """Remember a transfer, and forget the oldest one when there are too many."""
-        self._by_id[transfer_id] = Routed(transfer_id, pair, arrived)
-        if len(self._by_id) > self._limit:
-            self._by_id.popitem(last=False)
-
-    def get(self, transfer_id: str) -> Routed | None:
-        """The transfer of that id; None when it is not known, or not any more."""
-        return self._by_id.get(transfer_id)
-
-    def newest(self, count: int) -> list[Routed]:
-        """The newest transfers, the very newest first."""
-        return [routed for routed, _ in zip(reversed(self._by_id.values()), range(count), strict=False)]
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-
-class _Cell(msgspec.Struct, frozen=True):
-    """One transfer as it is shared: slots of the board in place of instances, and digests that tell when a slot has changed."""
+class _TransferCell(msgspec.Struct, frozen=True):
+    """One transfer as it is shared: slots of the board in place of instances, and digests that show when a slot was reused."""
 
     arrived: float
     id_bytes: bytes
@@ -88,44 +48,43 @@ class Rings:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._memory = mmap.mmap(-1, rows * _RING * _CELL.size)
+        self._memory = memoryview(mmap.mmap(-1, rows * _RING * _CELL.size))
 
-    def write(self, row: int, number: int, cell: bytes) -> None:
-        """Put a process's transfer of that number into its ring."""
-        start = (row * _RING + number % _RING) * _CELL.size
-        self._memory[start : start + _CELL.size] = cell
+    def write(self, place: int, arrived: float, id_bytes: bytes, code: tuple[int, int, int, int]) -> None:
+        """Put a transfer at a place; those of one row are `_RING` places one after the other."""
+        _CELL.pack_into(self._memory, place * _CELL.size, arrived, id_bytes, *code)
 
-    def cells(self) -> Iterator[_Cell]:
+    def cells(self) -> Iterator[_TransferCell]:
         """Every transfer of every process; one that is being written just now may be missing or garbled."""
         for values in _CELL.iter_unpack(self._memory[:]):
             if values[0]:
-                yield _Cell(*values)
+                yield _TransferCell(*values)
 
 
-class SharedTransfers:
-    """The newest transfers of all processes of a router; this one writes `row` of `rings`.
+class RoutedTransfers:
+    """The newest transfers of all processes of a router; this one writes `row` of `rings`. Belongs to the event loop's thread.
 
     An instance is written as its slot, on which all processes agree; what has become of it is looked up when it is read.
     """
 
     def __init__(self, rings: Rings, row: int, slots: SlotBook, registry: Registry) -> None:
         self._rings = rings
-        self._row = row
+        self._first = self._next = row * _RING
         self._slots = slots
         self._registry = registry
-        self._number = 0
-        self._codes: dict[Pair, tuple[int, int, int, int]] = {}
+        self._codes: dict[InstancePair, tuple[int, int, int, int]] = {}
 
-    def add(self, transfer_id: str, pair: Pair, arrived: float) -> None:
-        """Remember a transfer; the oldest one of this process gives way."""
+    def add(self, transfer_id: str, pair: InstancePair, arrived: float) -> None:
+        """Remember a transfer; the oldest one of this process is overwritten."""
         code = self._codes.get(pair)
         if code is None:
             if len(self._codes) >= _MOST_CODES:
                 self._codes.clear()
             code = self._codes[pair] = self._code(pair)
-        id_bytes = bytes.fromhex(transfer_id.removeprefix(_PREFIX))
-        self._rings.write(self._row, self._number, _CELL.pack(arrived, id_bytes, *code))
-        self._number += 1
+        self._rings.write(self._next, arrived, bytes.fromhex(transfer_id[len(_PREFIX) :]), code)
+        self._next += 1
+        if self._next == self._first + _RING:
+            self._next = self._first
 
     def get(self, transfer_id: str) -> Routed | None:
         """The transfer of that id; None when it is not known, or not any more."""
@@ -140,22 +99,22 @@ class SharedTransfers:
         """The newest transfers, the very newest first."""
         return [self._routed(cell) for cell in heapq.nlargest(count, self._rings.cells(), key=_arrival)]
 
-    def _code(self, pair: Pair) -> tuple[int, int, int, int]:
+    def _code(self, pair: InstancePair) -> tuple[int, int, int, int]:
         decode = instance_key(pair.decode.registration)
         if pair.prefill is None:
-            return _NOBODY, self._slots.slot_of(decode), 0, _digest(decode)
+            return _NO_PREFILL, self._slots.slot_of(decode), 0, _digest(decode)
         prefill = instance_key(pair.prefill.registration)
         return self._slots.slot_of(prefill), self._slots.slot_of(decode), _digest(prefill), _digest(decode)
 
-    def _routed(self, cell: _Cell) -> Routed:
+    def _routed(self, cell: _TransferCell) -> Routed:
         prefill = None
-        if cell.prefill_slot != _NOBODY:
+        if cell.prefill_slot != _NO_PREFILL:
             prefill = self._instance(cell.prefill_slot, cell.prefill_digest, InstanceType.PREFILL)
         decode = self._instance(cell.decode_slot, cell.decode_digest, InstanceType.DECODE)
-        return Routed(f"{_PREFIX}{cell.id_bytes.hex()}", Pair(prefill, decode), cell.arrived)
+        return Routed(f"{_PREFIX}{cell.id_bytes.hex()}", InstancePair(prefill, decode), cell.arrived)
 
     def _instance(self, slot: int, digest: int, kind: InstanceType) -> Instance:
-        """Who has the slot, if that is still the one that was written; else somebody who is not there any more."""
+        """The instance of the slot, if that is still the one that was written; else a placeholder that is not live."""
         key = self._slots.key_of(slot)
         if key is None or _digest(key) != digest:
             key = ("forgotten", str(kind), "")
@@ -172,5 +131,5 @@ def _digest(key: InstanceKey) -> int:
     return zlib.crc32("\n".join(key).encode())
 
 
-def _arrival(cell: _Cell) -> float:
+def _arrival(cell: _TransferCell) -> float:
     return cell.arrived

@@ -1,4 +1,4 @@
-"""What the router answers where: who may ask, the routes that it answers by itself, and the page."""
+"""The router's HTTP routes: authorization, the routes that it answers by itself, and the page."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any
 
 from kvbaton.discovery.messages import InstanceType, Registration
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import PeerError
+from kvbaton.router.allowed_hosts import AllowedHosts
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.dispatch import COMPLETION_PATHS, Dispatcher
-from kvbaton.router.handoffs import HandoffFace
+from kvbaton.router.handoffs import HandoffPages
 from kvbaton.router.http.client_connection import ClientConnection
-from kvbaton.router.http.messages import Request, Response
+from kvbaton.router.http.messages import HttpRequest, Response
 from kvbaton.router.http.upstream import Upstream, fetch
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import missing_sides
 from kvbaton.router.settings import RouterSettings
 
-__all__ = ["Routes"]
+__all__ = ["HttpRoutes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -36,10 +37,10 @@ _MODELS_BYTES = 4 * 1024 * 1024
 _RETRY_AFTER = {"Retry-After": "2"}
 _OPEN_TO_ALL = frozenset(("/health", "/ready", "/readiness", "/metrics", "/"))
 
-Page = Callable[[Request], Response | Awaitable[Response]]
+Page = Callable[[HttpRequest], Response | Awaitable[Response]]
 
 
-class Routes:
+class HttpRoutes:
     """The router's HTTP surface over a registry and a dispatcher."""
 
     def __init__(
@@ -49,7 +50,7 @@ class Routes:
         dispatcher: Dispatcher,
         upstream: Upstream,
         metrics: RouterMetrics,
-        handoffs: HandoffFace,
+        handoffs: HandoffPages,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
@@ -61,6 +62,7 @@ class Routes:
         self._clock = clock
         self._started = int(time.time())
         self._page = _load_page()
+        self._hosts = AllowedHosts(settings.host, settings.allow_hosts)
         self._keys = [key.encode() for key in settings.api_keys]
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages: dict[str, Page] = {
@@ -73,14 +75,21 @@ class Routes:
             "/handoffs": self._handoffs.newest,
         }
 
-    def handle(self, connection: ClientConnection, request: Request) -> None:
+    def check_head(self, path: str, headers: Mapping[bytes, bytes]) -> Response | None:
+        """Refuse a request of another site's page, or without a valid key, before its body is read."""
+        if b"origin" in headers or headers.get(b"host") not in self._hosts.known:
+            refusal = self._hosts.refusal(path, headers)
+            if refusal is not None:
+                return error_response(403, refusal, code="host_not_allowed")
+        if not self._keys or path in _OPEN_TO_ALL or path.startswith("/page/") or self._has_key(headers):
+            return None
+        self._metrics.add("unauthorized")
+        message = "the Authorization header must hold a valid API key: Bearer ..."
+        return error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request, now or later."""
-        path = request.path
-        if self._keys and path not in _OPEN_TO_ALL and not path.startswith("/page/") and not self._is_known(request):
-            self._metrics.add("unauthorized")
-            message = "the Authorization header must hold a valid API key: Bearer ..."
-            connection.send(error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
-        elif path in COMPLETION_PATHS:
+        if request.path in COMPLETION_PATHS:
             if request.method == "POST":
                 self._dispatcher.serve(connection, request)
             else:
@@ -93,11 +102,11 @@ class Routes:
         self._metrics.count_answer(path if path in COMPLETION_PATHS else _label(path), status)
 
     def close(self) -> None:
-        """Give up what is still being answered."""
+        """Cancel what is still being answered."""
         for task in tuple(self._tasks):
             task.cancel()
 
-    def _answer(self, connection: ClientConnection, request: Request) -> None:
+    def _answer(self, connection: ClientConnection, request: HttpRequest) -> None:
         page = self._find(request.path)
         if page is None:
             connection.send(error_response(404, f"there is nothing at {request.path[:200]}"))
@@ -118,11 +127,11 @@ class Routes:
         name = "index.html" if path == "/" else path.removeprefix("/page/") if path.startswith("/page/") else ""
         return self._show_page if name in self._page else None
 
-    def _is_known(self, request: Request) -> bool:
-        scheme, _, given = request.headers.get(b"authorization", b"").partition(b" ")
+    def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(given.strip(), key) for key in self._keys)
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: HttpRequest) -> Response:
         live = self._registry.live(self._clock())
         if not live:
             return error_response(503, missing_sides(live), code="no_instance", headers=_RETRY_AFTER)
@@ -135,7 +144,7 @@ class Routes:
         answer = await fetch(self._upstream, asked, "/v1/models", _MODELS_TIMEOUT_S, _MODELS_BYTES, lines=lines)
         return Response(answer.status, answer.content, answer.content_type)
 
-    def _health(self, _request: Request) -> Response:
+    def _health(self, _request: HttpRequest) -> Response:
         live = self._registry.live(self._clock())
         missing = missing_sides(live)
         if missing:
@@ -143,12 +152,12 @@ class Routes:
         counts = {kind: sum(instance.type is kind for instance in live) for kind in InstanceType}
         return json_response({"status": "ok", **{kind.word: count for kind, count in counts.items()}})
 
-    def _ready(self, request: Request) -> Response:
+    def _ready(self, request: HttpRequest) -> Response:
         if self.is_draining:
             return error_response(503, "this router finishes what it has and takes nothing new", code="draining")
         return self._health(request)
 
-    def _instances(self, _request: Request) -> Response:
+    def _instances(self, _request: HttpRequest) -> Response:
         now = self._clock()
         live = [
             {
@@ -167,17 +176,17 @@ class Routes:
         ]
         return json_response({"transfer_mode": self._registry.transfer_mode or "auto", "live": live, "refused": refused})
 
-    def _show_metrics(self, _request: Request) -> Response:
+    def _show_metrics(self, _request: HttpRequest) -> Response:
         return Response(200, self._metrics.render(), _METRICS_TYPE)
 
-    def _show_page(self, request: Request) -> Response:
+    def _show_page(self, request: HttpRequest) -> Response:
         name = "index.html" if request.path == "/" else request.path.removeprefix("/page/")
         kind = _PAGE_TYPES[name.rpartition(".")[2]]
         return Response(200, self._page[name], f"{kind}; charset=utf-8", _PAGE_HEADERS)
 
 
 class _Visit:
-    """A request whose answer takes a while; it is given up when its client goes away."""
+    """A request whose answer takes a while; it is cancelled when its client goes away."""
 
     def __init__(self, connection: ClientConnection, answer: Awaitable[Response], tasks: set[asyncio.Task[None]]) -> None:
         self._connection = connection
@@ -187,7 +196,7 @@ class _Visit:
         connection.host(self)
 
     def client_gone(self) -> None:
-        """Nobody waits for the answer."""
+        """No client waits for the answer."""
         self._task.cancel()
 
     def client_pauses(self) -> None:
@@ -203,7 +212,7 @@ class _Visit:
             response = error_response(502, str(error), code="instance_failed")
         except Exception:
             _logger.exception("router: a page failed; this is a bug")
-            response = error_response(500, "the router failed; its log says why", code="bug")
+            response = error_response(500, "the router failed; see its log", code="bug")
         self._connection.send(response)
 
 
@@ -213,7 +222,7 @@ def _label(path: str) -> str:
     return "/page/{name}" if path.startswith("/page/") else path
 
 
-def _wrong_method(request: Request, allowed: str) -> Response:
+def _wrong_method(request: HttpRequest, allowed: str) -> Response:
     message = f"{request.method} is not allowed at {request.path[:200]}; use {allowed}"
     return error_response(405, message, headers={"Allow": allowed})
 

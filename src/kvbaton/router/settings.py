@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from kvbaton.config import HTTP_KEY_HEADER
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.messages import is_header_value
@@ -17,17 +18,20 @@ PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity"]
 """How instances of one side are chosen; the same names as in `kvbaton.router.policy`."""
 
 DEFAULT_FORWARD_HEADERS = ("authorization", "traceparent", "tracestate", "x-session-id")
-"""The headers of clients that instances see, unless told otherwise."""
+"""The headers of clients that instances see by default."""
 
 _NEVER_FORWARDED = {
     "x-request-id", "x-data-parallel-rank", "host", "content-length", "content-type", "transfer-encoding", "connection",
-    "upgrade", "expect", "te", "trailer", "accept-encoding",
+    "upgrade", "expect", "te", "trailer", "accept-encoding", HTTP_KEY_HEADER,
 }  # fmt: skip
 _COUNTS = (
     "max_in_flight",
     "max_body_bytes",
     "max_answer_bytes",
     "max_head_bytes",
+    "max_held_bytes",
+    "max_json_depth",
+    "max_json_keys",
     "max_connections",
     "max_attempts",
     "processes",
@@ -49,7 +53,8 @@ class RouterSettings:
     local_prefill_chars:    shorter prompts are prefilled by the decode instance; 0 never
     local_prefill_when_busy: with every prefill instance at its limit, decode instances prefill by themselves
     max_attempts:           how often a request is tried, each time with another instance in place of the one that failed
-    api_keys:               clients must send one of these as a bearer token; none lets everybody in
+    api_keys:               clients must send one of these as a bearer token; without any, every client is admitted
+    allow_hosts:            names under which browsers may open the page and call the API, besides loopback and IP addresses
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
     cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
@@ -61,11 +66,14 @@ class RouterSettings:
     head_timeout_s:         a client must send the head of a request within this time
     keep_alive_s:           a connection without a request is closed after this time
     drain_timeout_s:        requests in flight have so long to end when the router is asked to stop
-    explain_timeout_s:      an instance must tell of a hand-off within this time
+    explain_timeout_s:      an instance must send its record of a hand-off within this time
     max_in_flight:          requests beyond this many at once are answered 503
     max_connections:        connections beyond this many are closed
     max_head_bytes:         longer heads are answered 431
     max_body_bytes:         larger requests are answered 413
+    max_held_bytes:         bodies of all clients together in one process; large ones beyond it are answered 429
+    max_json_depth:         bodies that are nested more deeply are answered 400
+    max_json_keys:          bodies with more keys, or more arrays and objects, are answered 400
     max_answer_bytes:       an instance's answer that is not streamed must be smaller than this
     """
 
@@ -85,6 +93,7 @@ class RouterSettings:
     local_prefill_chars: int = 0
     local_prefill_when_busy: bool = False
     max_attempts: int = 3
+    allow_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -102,6 +111,9 @@ class RouterSettings:
     max_connections: int = 16384
     max_head_bytes: int = 64 * 1024
     max_body_bytes: int = 32 * 1024 * 1024
+    max_held_bytes: int = 512 * 1024 * 1024
+    max_json_depth: int = 128
+    max_json_keys: int = 32768
     max_answer_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:

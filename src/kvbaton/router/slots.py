@@ -42,7 +42,7 @@ class SlotBook:
         self._slots[key] = slot
 
     def key_of(self, slot: int) -> InstanceKey | None:
-        """Whose slot it is; None when it is free, or shared by several."""
+        """The instance of a slot; None when it is free, or shared by several."""
         if slot == self._last:
             return None
         return next((key for key, taken in self._slots.items() if taken == slot), None)

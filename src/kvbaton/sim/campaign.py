@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,7 +18,10 @@ from kvbaton.sim.script import Script
 from kvbaton.sim.seeds import script_of_seed
 from kvbaton.sim.world import Violation
 
-__all__ = ["Campaign", "run_exhaustive", "run_seeds"]
+__all__ = ["PARTS", "Campaign", "run_exhaustive", "run_seeds"]
+
+PARTS = 8
+"""Into so many parts, each with faults at every stage, the exhaustive runs of a flow are cut."""
 
 _SEEDS_PER_TASK = 25
 
@@ -57,13 +60,14 @@ def run_seeds(first: int, count: int, plant: str | None, on_progress: OnProgress
     return _run_tasks(_seed_task, tasks, on_progress, stop_at_first)
 
 
-def run_exhaustive(plant: str | None, on_progress: OnProgress, *, stop_at_first: bool = False) -> Campaign:
-    """Run every single fault at every stage of every flow."""
-    tasks: list[_Task] = [(flow, part, plant) for flow in FLOWS for part in range(_PARTS)]
+def run_exhaustive(
+    plant: str | None, on_progress: OnProgress, *, stop_at_first: bool = False, parts: Sequence[int] = range(PARTS)
+) -> Campaign:
+    """Run every single fault at every stage of every flow, or some of the parts of that."""
+    tasks: list[_Task] = [(flow, part, plant) for flow in FLOWS for part in parts]
     return _run_tasks(_flow_task, tasks, on_progress, stop_at_first)
 
 
-_PARTS = 8
 _Task = tuple[int | str, int, str | None]
 
 
@@ -97,7 +101,7 @@ def _seed_task(task: _Task) -> Campaign:
 
 def _flow_task(task: _Task) -> Campaign:
     flow, part, plant = task
-    return _run_all(islice(flow_scripts(str(flow)), part, None, _PARTS), plant)
+    return _run_all(islice(flow_scripts(str(flow)), part, None, PARTS), plant)
 
 
 def _run_all(scripts: Iterator[Script], plant: str | None) -> Campaign:

@@ -56,7 +56,7 @@ def _moving(script: Script) -> tuple[float, float]:
 
 
 def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:
-    """A hand-off ends and is tried again under the same transfer id while the first one's last words are on their way."""
+    """A hand-off ends and is tried again under the same transfer id while the first one's last messages are on their way."""
     request = _request(rng, Mode.PUSH, retries=3, reuse_id=True, retry_after_s=rng.choice((0.1, 0.3)))
     script = msgspec.structs.replace(_stage(rng, writes=True, request=request), step_s=rng.choice((0.05, 0.1)))
     at_s = rng.uniform(*_moving(script))
@@ -68,8 +68,8 @@ def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=faults)
 
 
-def _source_lets_go_unheard(rng: random.Random) -> Script:
-    """The source frees what is being read, and its target does not hear of it for a while."""
+def _source_releases_unnoticed(rng: random.Random) -> Script:
+    """The source frees what is being read, and its target is not notified for a while."""
     request = _request(rng, rng.choice(list(Mode)), cancels_other=False)
     script = _stage(rng, writes=False, request=request)
     at_s = rng.uniform(*_moving(script))
@@ -80,8 +80,8 @@ def _source_lets_go_unheard(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=faults)
 
 
-def _target_gives_up_unheard(rng: random.Random) -> Script:
-    """The target wants its blocks back while the source writes and cannot hear it."""
+def _target_gives_up_unnoticed(rng: random.Random) -> Script:
+    """The target takes its blocks back while the source writes and gets no message of it."""
     request = _request(rng, Mode.PUSH, retries=1)
     script = msgspec.structs.replace(_stage(rng, writes=True, request=request), step_s=0.2)
     at_s = rng.uniform(*_moving(script))
@@ -106,7 +106,7 @@ def _restart_with_mail(rng: random.Random) -> Script:
 
 
 def _corrupted(rng: random.Random) -> Script:
-    """A bit flips on the way; whoever checks all of it notices."""
+    """A bit flips on the way; a target that checks every byte notices."""
     request = _request(rng, rng.choice(list(Mode)))
     script = _stage(rng, writes=rng.random() < 0.5, request=request)
     writes = request.mode is Mode.PUSH and (script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE)
@@ -117,7 +117,7 @@ def _corrupted(rng: random.Random) -> Script:
 
 
 def _long_queue(rng: random.Random) -> Script:
-    """Nothing goes wrong; the target is just full for longer than a source keeps blocks for somebody silent."""
+    """Nothing goes wrong; the target is just full for longer than a source keeps blocks for a silent peer."""
     count = rng.randint(5, 8)
     requests = tuple(_request(rng, rng.choice(list(Mode)), tokens=4, at_s=0.01 * number) for number in range(count))
     script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
@@ -126,8 +126,8 @@ def _long_queue(rng: random.Random) -> Script:
 
 DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _answers_to_an_earlier_attempt,
-    _source_lets_go_unheard,
-    _target_gives_up_unheard,
+    _source_releases_unnoticed,
+    _target_gives_up_unnoticed,
     _restart_with_mail,
     _long_queue,
     _corrupted,

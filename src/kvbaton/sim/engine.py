@@ -15,22 +15,22 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     TargetEnded,
 )
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, Outcome, Span
-from kvbaton.sim.memory import FREED, POISON, BlockPool, Cell, RankMemory
+from kvbaton.sim.memory import FREED, POISON, RankMemory, SimBlockPool, TaggedCell
 from kvbaton.sim.world import SimProcess, World
 
-__all__ = ["Fetch", "Prefill", "Prompt", "SourceEngine", "TargetEngine"]
+__all__ = ["Fetch", "Prefill", "SimPrompt", "SourceEngine", "TargetEngine"]
 
 Ended = Callable[[HandoffKey, Outcome, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SimPrompt:
     """What one attempt of a client asks for: `tokens` tokens, the first `shared` of which are those of `prefix`."""
 
     key: HandoffKey
@@ -56,7 +56,7 @@ class Prompt:
 class Prefill:
     """A request at a source engine."""
 
-    prompt: Prompt
+    prompt: SimPrompt
     answer: Callable[[], None]
     ended: Ended
     blocks: list[int] = field(default_factory=list)
@@ -71,10 +71,10 @@ class Prefill:
 
 
 class SourceEngine:
-    """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until it is told to let go."""
+    """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until the hand-off has ended."""
 
     def __init__(
-        self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
+        self, world: World, process: SimProcess, name: str, pool: SimBlockPool, memories: list[RankMemory], layers: int
     ) -> None:
         self.world = world
         self.process = process
@@ -91,7 +91,7 @@ class SourceEngine:
         self.outcomes: dict[int, Outcome] = {}
         self._allocations = 0
 
-    def submit(self, prompt: Prompt, answer: Callable[[], None], ended: Ended) -> None:
+    def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
         """A request arrives; `answer` is called when its prefill is complete."""
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
@@ -183,7 +183,7 @@ class SourceEngine:
         end = min(request.computed + prompt.chunk, prompt.tokens)
         for token in range(request.computed, end):
             for rank, memory in enumerate(self.memories):
-                cell = Cell(prompt.content(token), token, request.layer, rank, attempt)
+                cell = TaggedCell(prompt.content(token), token, request.layer, rank, attempt)
                 memory.put(request.blocks[token], request.layer, cell)
         if prompt.mode is Mode.PUSH:
             span = Span(request.spans, request.computed, end, request.layer, request.layer + 1)
@@ -219,22 +219,20 @@ class SourceEngine:
 class Fetch:
     """A request at a target engine."""
 
-    prompt: Prompt
-    wanted: SourceWanted
+    prompt: SimPrompt
+    request: SourceRequest
     ended: Ended
     allocation: int = 0
     blocks: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    is_pulled: bool = False
     is_landed: bool = False
-    is_cancelled: bool = False
 
 
 class TargetEngine:
     """A decode engine with a prefix cache: allocates, has blocks filled, checks every cell before it decodes."""
 
     def __init__(
-        self, world: World, process: SimProcess, name: str, pool: BlockPool, memories: list[RankMemory], layers: int
+        self, world: World, process: SimProcess, name: str, pool: SimBlockPool, memories: list[RankMemory], layers: int
     ) -> None:
         self.world = world
         self.process = process
@@ -254,21 +252,21 @@ class TargetEngine:
         self.pins: dict[int, int] = {}
         self._allocations = 0
 
-    def submit(self, prompt: Prompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
+    def submit(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
         """A request arrives whose cache comes from `source`."""
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
             return
-        wanted = SourceWanted(prompt.key, prompt.digest, source, incarnation, prompt.mode)
+        request = SourceRequest(prompt.key, prompt.digest, source, incarnation, prompt.mode)
         if self.refuse_next > 0:
             self.refuse_next -= 1
             self._record(prompt, Outcome.FAILED)
-            self.coordinator.decline(wanted, "the queue is full")
+            self.coordinator.decline(request, "the queue is full")
             ended(prompt.key, Outcome.FAILED, "refused")
             return
-        self.requests[prompt.key] = Fetch(prompt, wanted, ended)
+        self.requests[prompt.key] = Fetch(prompt, request, ended)
         self.waiting.append(self.requests[prompt.key])
-        self.coordinator.expect_source(wanted)
+        self.coordinator.expect_source(request)
         self.schedule()
 
     def schedule(self) -> None:
@@ -289,7 +287,6 @@ class TargetEngine:
         """The client is gone."""
         request = self.requests.get(key)
         if request is not None and not request.is_landed:
-            request.is_cancelled = True
             self.coordinator.cancel(key)
 
     def on_event(self, event: EngineEvent) -> None:
@@ -327,9 +324,8 @@ class TargetEngine:
         for block in request.blocks:
             for memory in self.memories:
                 memory.fill(block, POISON)
-        request.is_pulled = True
         blocks = (tuple(cached + request.blocks),)
-        self.coordinator.allocated(Allocation(request.wanted, blocks, request.prompt.tokens, len(cached)))
+        self.coordinator.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
 
     def _on_landed(self, event: Landed) -> None:
         request = self.requests.get(event.key)
@@ -355,7 +351,7 @@ class TargetEngine:
         if len(attempts) > 1:
             self.world.violate("mixed generations", f"{self.name}: {event.key} holds attempts {sorted(attempts)}")
 
-    def _check_block(self, prompt: Prompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
+    def _check_block(self, prompt: SimPrompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
         for rank, memory in enumerate(self.memories):
             for layer in range(self.layers):
                 cell = memory.get(block, layer)
@@ -369,7 +365,7 @@ class TargetEngine:
 
     def _decoded(self, request: Fetch) -> None:
         del self.requests[request.prompt.key]
-        self._let_go(request)
+        self._release(request)
         request.ended(request.prompt.key, Outcome.DELIVERED, "")
 
     def _on_ended(self, event: TargetEnded) -> None:
@@ -378,15 +374,15 @@ class TargetEngine:
             self.world.violate("one outcome", f"{self.name}: {event.key} ended twice, or after it had landed")
             return
         self._record(request.prompt, event.outcome)
-        self._let_go(request)
+        self._release(request)
         request.ended(event.key, event.outcome, event.reason)
 
-    def _record(self, prompt: Prompt, outcome: Outcome) -> None:
+    def _record(self, prompt: SimPrompt, outcome: Outcome) -> None:
         if prompt.number in self.outcomes:
             self.world.violate("one outcome", f"{self.name}: {prompt.key} ended as {outcome} after another end")
         self.outcomes[prompt.number] = outcome
 
-    def _let_go(self, request: Fetch) -> None:
+    def _release(self, request: Fetch) -> None:
         for block in request.cached:
             self.pins[block] -= 1
         kept = [block for block in request.blocks if block in self.pins]
@@ -396,7 +392,7 @@ class TargetEngine:
         request.blocks = []
         self.schedule()
 
-    def _match(self, prompt: Prompt) -> list[int]:
+    def _match(self, prompt: SimPrompt) -> list[int]:
         blocks: list[int] = []
         for token in range(prompt.shared):
             block = self.prefixes.get((prompt.content(token), token))

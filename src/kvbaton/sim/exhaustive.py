@@ -32,7 +32,7 @@ FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int]] = {
     for ranks in (1, 2)
     if mode is Mode.PUSH or (when == "first" and not writes)
 }
-"""Name -> (mode, promise about late writes, unfenced writes allowed, when the target hears of it, ranks)."""
+"""Name -> (mode, promise about late writes, unfenced writes allowed, when the target gets the request, ranks)."""
 
 _LONG_S = 9.0
 
@@ -82,7 +82,7 @@ def makes_difference(fault: Fault, uses: Collection[tuple[int, str]]) -> bool:
     match fault.kind:
         case FaultKind.LOSE | FaultKind.DOUBLE | FaultKind.DELAY:
             awaited = f"frame {fault.who} {fault.other}"
-        case FaultKind.LEG_FAILS:
+        case FaultKind.COPY_FAILS:
             awaited = f"post {fault.who} {fault.number}"
         case FaultKind.CORRUPT:
             awaited = f"move {fault.who} {fault.number}"
@@ -109,7 +109,7 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
         yield Fault(FaultKind.DOUBLE, at_event=event, who=who, other=other, number=1)
         yield Fault(FaultKind.DELAY, at_event=event, who=who, other=other, for_s=1.0)
         for rank in range(script.ranks):
-            yield Fault(FaultKind.LEG_FAILS, at_event=event, who=who, number=rank)
+            yield Fault(FaultKind.COPY_FAILS, at_event=event, who=who, number=rank)
             yield Fault(FaultKind.CORRUPT, at_event=event, who=who, number=rank)
     yield Fault(FaultKind.PREEMPT, at_event=event, who="p0")
     yield Fault(FaultKind.REFUSE, at_event=event, who="d0")

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
-from kvbaton.agent.ports import AuxAsk, LegId, LegOpen, RankReport, SumAsk
 from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Integrity, Span
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity
 from kvbaton.core.messages import Confirmed, Grant, Message, Refused, Release, decode, encode
-from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
-from kvbaton.sim.memory import BlockPool, RankMemory, make_layout
+from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
 from kvbaton.sim.transport import Fabric, SimRank, SimTransport
 from kvbaton.sim.world import SimClock, SimProcess, World
@@ -68,13 +67,13 @@ class Cluster:
     births: int = 0
 
     def arrive(self, address: str, frame: bytes, sender_address: str) -> None:
-        """A frame has come through the network: whoever lives at the address now gets it."""
+        """A frame has come through the network: the instance that lives at the address now gets it."""
         instance = self.instances.get(address)
         if instance is not None:
             self.world.at(self.world.now, instance.process, lambda: instance.on_frame(frame, sender_address))
 
 
-class _Control:
+class _SimControl:
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
 
@@ -93,8 +92,8 @@ class _Control:
         return cluster.one_host and not cluster.processes[process.pid].is_alive
 
 
-class _Ranks:
-    """Calls the rank agents; their reports come back through a queue, each a little later."""
+class _SimRanks:
+    """Passes orders to the rank agents; their reports come back through a queue, each a little later."""
 
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
@@ -103,48 +102,19 @@ class _Ranks:
     def executor(self) -> Executor:
         return self._instance.agents[0].executor
 
-    def connect(self, card: Card) -> None:
-        for agent in self._instance.agents:
-            agent.connect(card)
+    @property
+    def holds_aux(self) -> bool:
+        return self._instance.agents[0].holds_aux
 
-    def disconnect(self, incarnation: Incarnation) -> None:
-        for agent in self._instance.agents:
-            agent.disconnect(incarnation)
+    def send(self, rank: int, order: RankOrder) -> None:
+        self._instance.agents[rank].handle(order)
 
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        if self._instance.lose_revokes > 0:
+    def send_all(self, order: RankOrder) -> None:
+        if isinstance(order, RevokePeer) and self._instance.lose_revokes > 0:
             self._instance.lose_revokes -= 1
             return
         for agent in self._instance.agents:
-            agent.revoke(incarnation, epoch)
-
-    def reset_region(self, epoch: int) -> None:
-        for agent in self._instance.agents:
-            agent.reset_region(epoch)
-
-    def open_leg(self, rank: int, start: LegOpen) -> None:
-        self._instance.agents[rank].open_leg(start)
-
-    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self._instance.agents[rank].move(leg, source_blocks, spans)
-
-    def close_leg(self, rank: int, leg: LegId) -> None:
-        self._instance.agents[rank].close_leg(leg)
-
-    def stop_leg(self, rank: int, leg: LegId) -> None:
-        self._instance.agents[rank].stop_leg(leg)
-
-    def sum_spans(self, rank: int, ask: SumAsk) -> None:
-        self._instance.agents[rank].sum_spans(ask)
-
-    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
-        self._instance.agents[rank].drop_sums(side, key)
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        return self._instance.agents[0].put_aux(offset, data)
-
-    def read_aux(self, ask: AuxAsk) -> None:
-        self._instance.agents[0].read_aux(ask)
+            agent.handle(order)
 
 
 class SimInstance:
@@ -185,7 +155,7 @@ class SimInstance:
                 transport,
                 self._report,
                 clock=self.local_now,
-                patience_s=cluster.limits.transfer_timeout,
+                transfer_timeout=cluster.limits.transfer_timeout,
                 memory=transport.memory,
                 unfenced_writes=cluster.unfenced_writes,
                 instance=(layout,) * shape.ranks,
@@ -204,12 +174,19 @@ class SimInstance:
             defer_timeout=cluster.limits.defer_timeout,
             transfer_timeout=cluster.limits.transfer_timeout,
         )
-        pool = BlockPool(cluster.world, self.process.name, shape.blocks)
+        pool = SimBlockPool(cluster.world, self.process.name, shape.blocks)
         kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
         self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
         self.coordinator = cluster.bugs.coordinator(
-            card, "sim", cluster.limits, self.local_now, _Control(self), _Ranks(self), self._events.append, cluster.settings
+            card,
+            "sim",
+            cluster.limits,
+            self.local_now,
+            _SimControl(self),
+            _SimRanks(self),
+            self._events.append,
+            cluster.settings,
         )
         self.engine.coordinator = self.coordinator
 
@@ -245,7 +222,7 @@ class SimInstance:
         self.guarded(lambda: self.coordinator.on_frame(envelope, via))
 
     def _not_understood(self, sender_address: str, reason: str) -> None:
-        """As the sockets do: whoever dialled us is told so, and what answers where we dialled is no peer of ours."""
+        """As the sockets do: a peer that dialled us is refused, and what answers where we dialled is no peer of ours."""
         self.dropped_total[reason] += 1
         if not self.cluster.has_foreigners:
             self.cluster.world.violate("wire", reason)
@@ -267,15 +244,15 @@ class SimInstance:
         except (KVBatonError, AssertionError, KeyError, ValueError) as error:
             self.cluster.world.violate("exception", f"{self.process.name}: {type(error).__name__}: {error}")
 
-    def check_write(self, block: int, leg: LegId) -> None:
-        """Somebody writes to a block of ours: only the hand-off that it was granted to may."""
+    def check_write(self, block: int, copy: CopyId) -> None:
+        """A copy writes to a block of ours: only the hand-off that it was granted to may."""
         if not isinstance(self.engine, TargetEngine):
-            self.cluster.world.violate("epoch", f"{self.process.name}: a write to source memory by {leg}")
+            self.cluster.world.violate("epoch", f"{self.process.name}: a write to source memory by {copy}")
             return
         holder = self.engine.pool.holder.get(block)
-        allowed = self.granted.get((leg.key, leg.grant))
+        allowed = self.granted.get((copy.key, copy.grant))
         if holder is None or holder != allowed:
-            detail = f"{self.process.name}: block {block} of allocation {holder} was written for {leg} of {allowed}"
+            detail = f"{self.process.name}: block {block} of allocation {holder} was written for {copy} of {allowed}"
             self.cluster.world.violate("epoch", detail)
 
     def crash(self) -> None:

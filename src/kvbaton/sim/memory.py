@@ -1,4 +1,4 @@
-"""Tagged memory: every cell says what it holds, every block who holds it, so that a foreign byte is visible at once."""
+"""Tagged memory: every cell names its content, every block its holder, so that a foreign byte is visible at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import Pieces
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.sim.world import World
 
-__all__ = ["FREED", "POISON", "BlockPool", "Cell", "RankMemory", "make_layout"]
+__all__ = ["FREED", "POISON", "SimBlockPool", "TaggedCell", "RankMemory", "make_layout"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TaggedCell:
     """What one cell holds: the KV of one token of one layer on one rank, as computed in one attempt of one request."""
 
     content: str
@@ -24,7 +25,7 @@ class Cell:
     attempt: int
     is_corrupt: bool = False
 
-    def corrupted(self) -> Cell:
+    def corrupted(self) -> TaggedCell:
         """What arrives when a bit flips on the way."""
         return replace(self, is_corrupt=not self.is_corrupt)
 
@@ -32,30 +33,15 @@ class Cell:
 AUX_SLOTS = 2
 AUX_SLOT_BYTES = 256
 
-POISON = Cell("poison", -1, -1, -1, -1)
-FREED = Cell("freed", -1, -1, -1, -1)
+POISON = TaggedCell("poison", -1, -1, -1, -1)
+FREED = TaggedCell("freed", -1, -1, -1, -1)
 
 
 def make_layout(blocks: int, layers: int) -> Layout:
     """A layout in which one byte is one cell and one block is one token."""
-    group = uniform_group(
-        kind="full",
-        layers=tuple(range(layers)),
-        planes=1,
-        blocks=blocks,
-        block_tokens=1,
-        head_start=0,
-        heads=1,
-        total_heads=1,
-        head_size=1,
-        dtype="tag",
-        element_bytes=1,
-        layer_offsets=tuple(layer * blocks for layer in range(layers)),
-        plane_stride=blocks * layers,
-        block_stride=1,
-        token_stride=1,
-        head_stride=1,
-    )
+    tensors = split_layers(dense_tensor((layers, blocks, 1, 1, 1), "tag", 1))
+    axes = ("block", "token", "head", "channel")
+    group = tensor_group("full", range(layers), tensors, axes, heads=(HeadRange(0, 1),), total_heads=1, planes=("kv",))
     return Layout(blocks * layers, (group,))
 
 
@@ -65,20 +51,20 @@ class RankMemory:
     def __init__(self, blocks: int, layers: int) -> None:
         self.blocks = blocks
         self.layers = layers
-        self.cells: list[Cell] = [FREED] * (blocks * layers)
+        self.cells: list[TaggedCell] = [FREED] * (blocks * layers)
         self.aux = bytearray(AUX_SLOTS * AUX_SLOT_BYTES)
         """Bytes, not cells: they lie after the last cell."""
 
-    def get(self, block: int, layer: int) -> Cell:
+    def get(self, block: int, layer: int) -> TaggedCell:
         """What the cell of `layer` in `block` holds."""
         return self.cells[layer * self.blocks + block]
 
-    def put(self, block: int, layer: int, cell: Cell) -> None:
+    def put(self, block: int, layer: int, cell: TaggedCell) -> None:
         """Let the owner write one cell."""
         self.cells[layer * self.blocks + block] = cell
 
     def sum(self, pieces: Pieces, value: int) -> int:
-        """Go on with the checksum `value` over the tags of these cells, in order."""
+        """Continue the checksum `value` over the tags of these cells, in order."""
         for offset, count in pieces.tolist():
             for cell in self.cells[offset : offset + count]:
                 value = zlib.crc32(repr(cell).encode(), value)
@@ -99,13 +85,13 @@ class RankMemory:
         at = offset - len(self.cells)
         self.aux[at : at + len(data)] = data
 
-    def fill(self, block: int, cell: Cell) -> None:
+    def fill(self, block: int, cell: TaggedCell) -> None:
         """Let the owner write all cells of a block."""
         for layer in range(self.layers):
             self.put(block, layer, cell)
 
 
-class BlockPool:
+class SimBlockPool:
     """The blocks of one instance: free, or held by a numbered allocation. Blocks are conserved."""
 
     def __init__(self, world: World, name: str, blocks: int) -> None:
@@ -126,7 +112,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: list[int]) -> None:
-        """Give blocks back."""
+        """Return blocks."""
         for block in blocks:
             if self.holder.pop(block, None) is None:
                 self._world.violate("blocks conserved", f"{self._name}: block {block} was freed twice")

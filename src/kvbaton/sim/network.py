@@ -9,8 +9,6 @@ from kvbaton.sim.world import World
 
 __all__ = ["LinkFaults", "Network"]
 
-Deliver = Callable[[bytes], None]
-
 
 @dataclass(slots=True)
 class LinkFaults:
@@ -36,9 +34,6 @@ class Network:
     arrive: Callable[[str, bytes, str], None]
     delay_s: float = 0.001
     faults: dict[tuple[str, str], LinkFaults] = field(default_factory=dict)
-    frames_total: int = 0
-    lost_total: int = 0
-    doubled_total: int = 0
 
     def link(self, source: str, target: str) -> LinkFaults:
         """The faults of the direction from `source` to `target`."""
@@ -48,16 +43,13 @@ class Network:
         """Send one frame; it may arrive late, twice, out of order, or not at all."""
         faults = self.link(source, target)
         random = self.world.random
-        self.frames_total += 1
         self.world.use(f"frame {source} {target}")
         if faults.lose_next > 0 or faults.cut_until > self.world.now or random.random() < faults.loss:
             faults.lose_next = max(0, faults.lose_next - 1)
-            self.lost_total += 1
             return
         copies = 1
         if faults.double_next > 0 or random.random() < faults.double:
             faults.double_next = max(0, faults.double_next - 1)
-            self.doubled_total += 1
             copies = 2
         for _ in range(copies):
             self._deliver(faults, source, target, frame)

@@ -1,6 +1,8 @@
 """Planted bugs: one known mistake each, made by replacing table entries, effects or guards. The core has no switch.
 
-A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds.
+A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds. A new plant is a
+subclass that overrides the one line of defence (a row, an effect, a check) and a `yield` in `_plants`; if no seed catches it,
+the simulator lacks the fault or the check that would, and that is what has to be added.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
-from kvbaton.agent.ports import LegFailed, LegMoved, LegReport
+from kvbaton.agent.rank_orders import CopyFailed, CopyReport, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
@@ -25,16 +27,16 @@ __all__ = ["PLANTS", "Plant"]
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One mistake: in words, and the classes that make it."""
+    """One mistake: its description, and the classes that make it."""
 
-    says: str
+    mistake: str
     bugs: Bugs
 
 
 class _FreedBeforeAcknowledgement(TargetSide):
     table = TARGET.with_rows(
         {
-            (state, event): Row(TargetState.FAILED, (TargetEffect.TELL_STOP, TargetEffect.RETURN_BLOCKS))
+            (state, event): Row(TargetState.FAILED, (TargetEffect.SEND_STOP, TargetEffect.RETURN_BLOCKS))
             for state in (TargetState.GRANTED, TargetState.FILLING)
             for event in (TargetEvent.ABORTED, TargetEvent.NO_PROGRESS)
         }
@@ -51,6 +53,8 @@ class _FreedOnTimeAlone(TargetSide):
 
 
 class _EpochNotChecked(TargetSide):
+    """Takes answers to an earlier grant of the same key for answers to this one."""
+
     def current(self, sender: Incarnation, key: HandoffKey, grant: int) -> TargetRecord | None:
         del grant
         record = self.live.get(key)
@@ -60,8 +64,8 @@ class _EpochNotChecked(TargetSide):
 class _GenerationNotChecked(SourceSide):
     """Confirms whatever it once announced, also when the blocks have long gone back."""
 
-    def tell_prefilled(self, record: SourceRecord) -> None:
-        super().tell_prefilled(record)
+    def send_prefilled(self, record: SourceRecord) -> None:
+        super().send_prefilled(record)
         self._counts()[record.key, record.grant_number] = len(record.spans)
 
     def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
@@ -95,7 +99,7 @@ class _ConfirmedBeforeRead(TargetSide):
         else:
             record.is_confirmed = True
 
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
             self.step(record, TargetEvent.CONFIRMED)
@@ -105,7 +109,7 @@ class _FailedOverwritten(TargetSide):
     table = TARGET.with_rows(
         {
             (TargetState.STOPPING, TargetEvent.QUIET_FAILED): Row(
-                TargetState.DELIVERED, (TargetEffect.TELL_RELEASE, TargetEffect.DELIVER)
+                TargetState.DELIVERED, (TargetEffect.SEND_RELEASE, TargetEffect.DELIVER)
             )
         }
     )
@@ -122,12 +126,16 @@ class _MappingDropped(SourceSide):
 
 
 class _DeferredForEver(SourceSide):
+    """Holds a complete prefill without a lease."""
+
     def _has_lease(self, record: SourceRecord) -> bool:
         return record.state is not SourceState.HELD and super()._has_lease(record)
 
 
 class _CompletionCountedTwice(TargetSide):
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+    """Counts reports instead of spans, so that a report which comes twice hides a span that is missing."""
+
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         record.moved[report.rank].add(-1 - report.span)
 
@@ -138,44 +146,56 @@ class _CompletionCountedTwice(TargetSide):
 
 
 class _NotRenewedWhileQueued(TargetSide):
+    """Sends no heartbeats for requests that wait for memory; their source takes its blocks back."""
+
     def beat(self) -> dict[Incarnation, Heartbeat]:
         queued = {key for key, record in self.live.items() if record.state is TargetState.QUEUED}
         return {
-            source: Heartbeat(False, tuple(entry for entry in beat.live if entry[0] not in queued))
+            source: Heartbeat(from_source=False, live=tuple(entry for entry in beat.live if entry[0] not in queued))
             for source, beat in super().beat().items()
         }
 
 
 class _StaleIncarnation(Coordinator):
+    """Takes frames that were meant for the process which lived at this address before."""
+
     def is_for_us(self, envelope: Envelope) -> bool:
         del envelope
         return True
 
 
 class _LateGrant(SourceSide):
+    """Does not use grant numbers up: a grant that is delivered again later starts its hand-off again."""
+
     def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
         del sender, grant
         return True
 
 
 class _WrongRank(TargetSide):
-    def count_moved(self, record: TargetRecord, report: LegMoved) -> None:
+    """Counts the span of one rank for every rank."""
+
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         super().count_moved(record, report)
         for rank in self._card.ranks:
             record.moved.setdefault(rank.rank, set()).add(report.span)
 
 
 class _RankFailureLost(TargetSide):
-    def on_leg(self, report: LegReport) -> None:
-        record = self.live.get(report.leg.key)
-        if not isinstance(report, LegFailed) or record is None or record.open_legs.get(report.rank) != report.leg:
-            super().on_leg(report)
+    """Takes a failed copy of one rank for a complete one."""
+
+    def on_copy(self, report: CopyReport) -> None:
+        record = self.live.get(report.copy.key)
+        if not isinstance(report, CopyFailed) or record is None or record.open_copies.get(report.rank) != report.copy:
+            super().on_copy(report)
             return
         record.moved[report.rank] = set(record.spans)
         self._settle(record)
 
 
 class _AuxNotCounted(TargetSide):
+    """Delivers before the aux record is in."""
+
     def has_aux(self, record: TargetRecord) -> bool:
         del record
         return True
@@ -192,18 +212,24 @@ class _SumsNotCompared(TargetSide):
 
 
 class _PublishedEarly(TargetEngine):
+    """Offers a prefix to other requests when its blocks are allocated, not when they have landed."""
+
     def _grant(self, request: Fetch, cached: list[int], needed: int) -> None:
         super()._grant(request, cached, needed)
         self.publish(request)
 
 
 class _RetractedAccepted(TargetSide):
-    def _same_generation(self, record: TargetRecord, generation: int) -> bool:
+    """Goes on with what was announced before a retraction, and mixes two generations."""
+
+    def follow_generation(self, record: TargetRecord, generation: int) -> bool:
         record.generation = max(record.generation, generation)
         return True
 
 
 class _NoReserve(SourceEngine):
+    """Lets prefills without a grant take the last blocks: two full instances wait for each other for ever."""
+
     def may_start(self, request: Prefill) -> bool:
         return len(self.pool.free) >= request.prompt.tokens
 
@@ -225,7 +251,7 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
     yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)
     yield "late-grant", "late grant resurrecting a finished hand-off", _sides(source=_LateGrant)
-    yield "wrong-rank", "leg counted for the wrong rank", _sides(target=_WrongRank)
+    yield "wrong-rank", "span counted for the wrong rank", _sides(target=_WrongRank)
     yield "rank-failure-lost", "one rank's failure lost", _sides(target=_RankFailureLost)
     yield "aux-not-counted", "aux not counted", _sides(target=_AuxNotCounted)
     yield "sums-not-compared", "checksums not compared", _sides(target=_SumsNotCompared)
@@ -234,5 +260,5 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "no-reserve", "last blocks held without a grant", Bugs(source_engine=_NoReserve)
 
 
-PLANTS: dict[str, Plant] = {name: Plant(says, bugs) for name, says, bugs in _plants()}
+PLANTS: dict[str, Plant] = {name: Plant(mistake, bugs) for name, mistake, bugs in _plants()}
 """Name -> mistake."""

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
-from kvbaton.sim.engine import Prompt, SourceEngine, TargetEngine
+from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
@@ -64,7 +64,7 @@ class Run:
             self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
         )
         self.faults: Counter[str] = Counter()
-        self.everybody: list[SimInstance] = []
+        self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self._attempts = 0
@@ -78,7 +78,7 @@ class Run:
             self._start(address)
 
     def run(self) -> Result:
-        """Do it."""
+        """Run it to its end, and check what must hold then."""
         for client in self.clients:
             self.world.at(client.script.at_s, None, partial(self._attempt, client))
         for fault in self.script.faults:
@@ -109,7 +109,7 @@ class Run:
             instance.engine.reserved = max(request.tokens for request in script.requests)
             instance.engine.step_s = script.step_s
         self.cluster.instances[address] = instance
-        self.everybody.append(instance)
+        self.all_instances.append(instance)
 
     def _attempt(self, client: _Client) -> None:
         """The router sends a request, for the first time or again."""
@@ -121,7 +121,7 @@ class Run:
         transfer_id = TransferId(f"t{owner}.{suffix}" if request.transfer_id is None else request.transfer_id)
         key = HandoffKey(transfer_id, request.prompt_index, request.sample_index)
         client.keys.append(key)
-        prompt = Prompt(
+        prompt = SimPrompt(
             key, self._attempts, client.number, request.tokens, request.prefix, request.shared, request.mode, request.chunk
         )
         self.prompts[prompt.number] = (None, None)
@@ -131,7 +131,7 @@ class Run:
         if request.mode is Mode.PUSH:
             self.world.after(request.decode_delay_s, None, lambda: self._to_decode(client, prompt, None))
 
-    def _to_prefill(self, client: _Client, prompt: Prompt) -> None:
+    def _to_prefill(self, client: _Client, prompt: SimPrompt) -> None:
         instance = self.cluster.instances.get(f"p{client.script.prefill}")
         if instance is None:
             self._attempt_failed(client, prompt, None)
@@ -153,7 +153,7 @@ class Run:
         submit = lambda: engine.submit(prompt, answer, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
 
-    def _to_decode(self, client: _Client, prompt: Prompt, incarnation: Incarnation | None) -> None:
+    def _to_decode(self, client: _Client, prompt: SimPrompt, incarnation: Incarnation | None) -> None:
         instance = self.cluster.instances.get(f"d{client.script.decode}")
         if instance is None:
             self._attempt_failed(client, prompt, None)
@@ -161,7 +161,7 @@ class Run:
         self.prompts[prompt.number] = (self.prompts[prompt.number][0], instance)
         engine = instance.engine
         assert isinstance(engine, TargetEngine)  # noqa: S101
-        source = self.everybody[client.script.prefill].control_address
+        source = self.all_instances[client.script.prefill].control_address
 
         def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
             del key, reason
@@ -173,15 +173,15 @@ class Run:
         submit = lambda: engine.submit(prompt, source, incarnation, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
 
-    def _attempt_failed(self, client: _Client, prompt: Prompt, by: SimInstance | None) -> None:
-        """The router hears of a failure: it cancels the other leg and tries again, as often as it may."""
+    def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None) -> None:
+        """The router learns of a failure: it cancels the other side and tries again, as often as it may."""
         if not self.is_disturbed:
             self.world.violate("spurious failure", f"{prompt.key} failed although nothing went wrong")
         if client.is_over or client.attempts > prompt.number + client.script.retries or client.keys[-1] != prompt.key:
             return
-        for leg in self.prompts[prompt.number]:
-            if leg is not None and leg is not by and self.world.random.random() < self.script.router_cancels:
-                self.world.after(0.001, leg.process, partial(leg.guarded, partial(leg.engine.cancel, prompt.key)))
+        for side in self.prompts[prompt.number]:
+            if side is not None and side is not by and self.world.random.random() < self.script.router_cancels:
+                self.world.after(0.001, side.process, partial(side.guarded, partial(side.engine.cancel, prompt.key)))
         if client.attempts <= client.script.retries:
             client.is_over = False
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
@@ -193,7 +193,7 @@ class Run:
             self._strike(self._pending.pop(0))
         while self._pending and self._pending[0].at_event < 0:
             self._pending.pop(0)
-        for instance in self.everybody:
+        for instance in self.all_instances:
             if instance.process.is_alive:
                 instance.engine.pool.check()
                 self._check_no_resurrection(instance)
@@ -236,7 +236,7 @@ class Run:
                 instance.process.paused_until = until
             case FaultKind.CLOCK_JUMP:
                 instance.process.clock.offset += fault.for_s
-            case FaultKind.LEG_FAILS:
+            case FaultKind.COPY_FAILS:
                 instance.transports[fault.number % len(instance.transports)].fail_next += 1
             case FaultKind.CORRUPT:
                 instance.transports[fault.number % len(instance.transports)].corrupt_next += 1
@@ -262,8 +262,8 @@ class Run:
 
     def _cancel(self, fault: Fault) -> None:
         client = self.clients[fault.number % len(self.clients)]
-        wanted = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
-        instance = self.cluster.instances.get(wanted)
+        address = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
+        instance = self.cluster.instances.get(address)
         if instance is not None and client.keys:
             key = client.keys[-1]
             self.world.at(self.world.now, instance.process, lambda: instance.guarded(lambda: instance.engine.cancel(key)))
@@ -275,7 +275,7 @@ class Run:
     # Checks.
 
     def _check_no_resurrection(self, instance: SimInstance) -> None:
-        """A source that was through with a grant of a target is never again alive under the same one."""
+        """A source that has ended a grant of a target is never again alive under the same one."""
         name = instance.process.name
         records = instance.coordinator.source.live.values()
         live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
@@ -290,7 +290,7 @@ class Run:
 
     def _check_end(self) -> None:
         """When faults have stopped, everything is terminal and every block is back."""
-        for instance in self.everybody:
+        for instance in self.all_instances:
             if not instance.process.is_alive:
                 continue
             engine, coordinator = instance.engine, instance.coordinator
@@ -302,15 +302,15 @@ class Run:
             out = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)
             if out:
                 self.world.violate("every block is back", f"{instance.process.name}: {out} blocks are still out")
-            if coordinator.target.farewells:
-                detail = f"{instance.process.name}: {len(coordinator.target.farewells)} farewells have no end"
+            if coordinator.target.decline_notices:
+                detail = f"{instance.process.name}: {len(coordinator.target.decline_notices)} decline notices have no end"
                 self.world.violate("everything ends", detail)
             slots = len(coordinator.source.aux_slots) + len(coordinator.target.aux_slots)
             if slots:
                 self.world.violate("every slot is back", f"{instance.process.name}: {slots} aux slots are still taken")
-            legs = sum(len(agent.legs) for agent in instance.agents)
-            if legs:
-                self.world.violate("everything ends", f"{instance.process.name}: {legs} legs are still open")
+            copies = sum(len(agent.copies) for agent in instance.agents)
+            if copies:
+                self.world.violate("everything ends", f"{instance.process.name}: {copies} copies are still open")
 
     def _check_pairs(self) -> Counter[tuple[str, str]]:
         """The outcomes of the two sides of one attempt are a legal pair; what a crash took with it has none.

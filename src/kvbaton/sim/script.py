@@ -28,7 +28,7 @@ class FaultKind(enum.StrEnum):
     DELAY = "delay"
     SLOW = "slow"
     LOSSY = "lossy"
-    LEG_FAILS = "leg fails"
+    COPY_FAILS = "copy fails"
     STALL = "stall"
     PREEMPT = "preempt"
     CANCEL_TARGET = "cancel at target"
@@ -40,7 +40,7 @@ class FaultKind(enum.StrEnum):
 
 
 class RequestScript(msgspec.Struct, frozen=True):
-    """One request: when, through whom, how large, and how its client and router behave."""
+    """One request: when, between which instances, how large, and how its client and router behave."""
 
     at_s: float
     prefill: int
@@ -54,7 +54,7 @@ class RequestScript(msgspec.Struct, frozen=True):
     retries: int = 0
     retry_after_s: float = 0.05
     cancels_other: bool = True
-    """Whether its router cancels the other leg when one has failed."""
+    """Whether its router cancels the other side when one has failed."""
     reuse_id: bool = False
     steal_id: int = -1
     """Whose transfer id to use instead of an own one."""
@@ -186,23 +186,23 @@ def _some_moment(rng: random.Random, script: Script) -> tuple[int, RequestScript
     return number, request, request.at_s + start_s + rng.uniform(0.0, 1.1 * moving_s)
 
 
-def _cancelled_unheard(rng: random.Random, script: Script) -> list[Fault]:
-    """The target gives up while the source cannot hear it, or the other way round."""
+def _cancelled_unnoticed(rng: random.Random, script: Script) -> list[Fault]:
+    """The target gives up while its messages do not reach the source, or the other way round."""
     number, request, at_s = _some_moment(rng, script)
     ends = (f"d{request.decode}", f"p{request.prefill}")
     kind, (who, other) = rng.choice(((FaultKind.CANCEL_TARGET, ends), (FaultKind.CANCEL_SOURCE, ends[::-1])))
-    deaf = rng.choice(
+    cut_off = rng.choice(
         (
             Fault(FaultKind.CUT, at_s, who=who, other=other, for_s=rng.choice(_DURATIONS)),
             Fault(FaultKind.LOSE, at_s, who=who, other=other, number=1),
             Fault(FaultKind.PAUSE, at_s, who=other, for_s=rng.choice(_DURATIONS)),
         )
     )
-    return [deaf, Fault(kind, at_s + 1e-4, number=number)]
+    return [cut_off, Fault(kind, at_s + 1e-4, number=number)]
 
 
-def _expired_unheard(rng: random.Random, script: Script) -> list[Fault]:
-    """The source lets go of a cache, and its target does not hear of it."""
+def _expired_unnoticed(rng: random.Random, script: Script) -> list[Fault]:
+    """The source releases a cache, and its message about that does not reach the target."""
     number, request, at_s = _some_moment(rng, script)
     source, target = f"p{request.prefill}", f"d{request.decode}"
     lost = Fault(FaultKind.CUT, at_s, who=source, other=target, for_s=rng.choice((0.2, 0.5, 1.0, 1.8)))
@@ -225,7 +225,7 @@ def _restart_with_mail(rng: random.Random, script: Script) -> list[Fault]:
 
 
 def _late_answers(rng: random.Random, script: Script) -> list[Fault]:
-    """What the source says comes when the target has given up and tries again."""
+    """Messages of the source arrive when the target has given up and tries again."""
     number, request, at_s = _some_moment(rng, script)
     source, target = f"p{request.prefill}", f"d{request.decode}"
     late = Fault(FaultKind.SLOW, at_s, who=source, other=target, for_s=rng.choice((0.1, 0.3)), number=rng.randint(1, 2))
@@ -239,7 +239,7 @@ def _preempted(rng: random.Random, script: Script) -> list[Fault]:
     return [Fault(FaultKind.PREEMPT, at_s, who=f"p{request.prefill}") for _ in range(rng.randint(1, 2))]
 
 
-_RECIPES = (_cancelled_unheard, _expired_unheard, _restart_with_mail, _late_answers, _preempted)
+_RECIPES = (_cancelled_unnoticed, _expired_unnoticed, _restart_with_mail, _late_answers, _preempted)
 
 
 def _fault(rng: random.Random, script: Script) -> Fault:

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvbaton.agent.ports import LegId
 from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.card import Endpoint
 from kvbaton.errors import QueueFull
-from kvbaton.sim.memory import Cell, RankMemory
+from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
@@ -18,10 +18,10 @@ __all__ = ["Fabric", "SimRank", "SimTransport"]
 
 
 @dataclass(slots=True)
-class _Posted:
+class _PostedBatch:
     ticket: Ticket
     batch: Batch
-    leg: LegId
+    copy: CopyId
     session: int
     moves: deque[tuple[int, int, int]]
     moved: int = 0
@@ -31,17 +31,16 @@ class _Posted:
 
 @dataclass(slots=True)
 class Fabric:
-    """What connects the ranks of all processes: who is where, and how long things take."""
+    """What connects the ranks of all processes: which rank is where, and how long a move takes."""
 
     world: World
     late_writes: LateWrites
     move_s: float = 0.0005
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
-    is_cut: Callable[[str, str], bool] = lambda source, target: False  # noqa: ARG005
 
 
 class SimTransport:
-    """The transport of one rank. `may_write(block, leg)` tells whether a write is inside its epoch, for the checks."""
+    """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class SimTransport:
         process: SimProcess,
         me: PeerRank,
         memory: RankMemory,
-        allow: Callable[[int, LegId], None],
+        allow: Callable[[int, CopyId], None],
         wake: Callable[[], None],
     ) -> None:
         self._fabric = fabric
@@ -60,13 +59,13 @@ class SimTransport:
         self._allow = allow
         self._wake = wake
         self._last_ticket = 0
-        self._posted: dict[Ticket, _Posted] = {}
+        self._posted: dict[Ticket, _PostedBatch] = {}
         self._done: list[Completion] = []
         self._sessions: dict[PeerRank, int] = {}
         self._open_sessions: set[PeerRank] = set()
         self._epoch = 1
         self._peer_epochs: dict[PeerRank, int] = {}
-        self.context: LegId | None = None
+        self.context: CopyId | None = None
         self.fail_next = 0
         self.corrupt_next = 0
         self.refuse_until = 0.0
@@ -114,11 +113,11 @@ class SimTransport:
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
         moves = deque(move for run in batch.runs.tolist() for move in self._moves(batch.direction, *run))
-        leg = self.context
-        assert leg is not None, "a batch belongs to a leg"  # noqa: S101
+        copy = self.context
+        assert copy is not None, "a batch belongs to a copy"  # noqa: S101
         owner = self._fabric.ranks.get(batch.peer)
         session = 0 if owner is None else owner._sessions.get(self._me, 0)  # noqa: SLF001
-        posted = _Posted(ticket, batch, leg, session, moves)
+        posted = _PostedBatch(ticket, batch, copy, session, moves)
         self._fabric.world.use(f"post {self._where}")
         if self.fail_next > 0:
             self.fail_next -= 1
@@ -128,12 +127,12 @@ class SimTransport:
         return ticket
 
     def poll(self) -> list[Completion]:
-        """Hand out what has completed."""
+        """Return what has completed."""
         done, self._done = self._done, []
         return done
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask a batch to stop; the cell that is on its way still arrives."""
+        """Ask a batch to stop; the cell that is in flight still arrives, as a posted RDMA write would."""
         if (posted := self._posted.get(ticket)) is not None:
             posted.cancelled = True
 
@@ -155,13 +154,13 @@ class SimTransport:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _schedule(self, posted: _Posted) -> None:
+    def _schedule(self, posted: _PostedBatch) -> None:
         delay = self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
         when = max(self._fabric.world.now + delay, self.stall_until)
         mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
         self._fabric.world.at(when, mover, lambda: self._move(posted))
 
-    def _move(self, posted: _Posted) -> None:
+    def _move(self, posted: _PostedBatch) -> None:
         """Move one cell, or complete."""
         if not self._process.is_alive:
             return
@@ -188,7 +187,7 @@ class SimTransport:
             return [(source, target, count)]
         return [(source + index, target + index, 1) for index in range(count)]
 
-    def _carry(self, posted: _Posted, giver: SimTransport, taker: SimTransport) -> None:
+    def _carry(self, posted: _PostedBatch, giver: SimTransport, taker: SimTransport) -> None:
         source, target, count = posted.moves.popleft()
         self._fabric.world.use(f"move {self._where}")
         is_corrupt, self.corrupt_next = self.corrupt_next > 0, max(0, self.corrupt_next - 1)
@@ -198,15 +197,15 @@ class SimTransport:
             taker.memory.write(target, bytes(data))
         else:
             cell = giver.memory.cells[source]
-            taker.land(target, cell.corrupted() if is_corrupt else cell, posted.leg)
+            taker.land(target, cell.corrupted() if is_corrupt else cell, posted.copy)
         posted.moved += count
 
-    def land(self, at: int, cell: Cell, leg: LegId) -> None:
-        """Put one cell into this rank's memory; whoever writes outside its epoch is seen here."""
-        self._allow(at % self.memory.blocks, leg)
+    def land(self, at: int, cell: TaggedCell, copy: CopyId) -> None:
+        """Put one cell into this rank's memory; a write outside its epoch is noticed here."""
+        self._allow(at % self.memory.blocks, copy)
         self.memory.cells[at] = cell
 
-    def _accepts(self, writer: PeerRank, posted: _Posted) -> bool:
+    def _accepts(self, writer: PeerRank, posted: _PostedBatch) -> bool:
         """Whether a peer's write still lands: registering anew stops every writer, a torn-down session only a revocable one."""
         if posted.batch.epoch < self._epoch:
             return False
@@ -215,7 +214,7 @@ class SimTransport:
         is_open = writer in self._open_sessions and self._sessions.get(writer, 0) == posted.session
         return is_open or self.late_writes is LateWrites.UNFENCED
 
-    def _complete(self, posted: _Posted) -> None:
+    def _complete(self, posted: _PostedBatch) -> None:
         del self._posted[posted.ticket]
         error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
@@ -223,10 +222,10 @@ class SimTransport:
 
 
 class SimRank(RankAgent):
-    """A rank agent that tells its simulated transport which leg a batch belongs to."""
+    """A rank agent that names the copy of each batch to its simulated transport, so that writes can be checked."""
 
-    def start(self, leg_id: LegId, batch: Batch) -> Ticket:
-        """Hand one batch of a leg to the transport."""
+    def start(self, copy_id: CopyId, batch: Batch) -> Ticket:
+        """Hand one batch of a copy to the transport."""
         if isinstance(self._transport, SimTransport):
-            self._transport.context = leg_id
-        return super().start(leg_id, batch)
+            self._transport.context = copy_id
+        return super().start(copy_id, batch)

@@ -1,8 +1,9 @@
 """`auto`: several transports over one region, and for each peer the first of them, in order of speed, that reaches it.
 
 Its endpoint carries the endpoints of the transports that could be opened here. Connecting tries what both ends offer, fastest
-first; what fails is told as a warning, with the reason, and the next one is tried. So it is when the first batches of a peer
-fail: not every way shows that it does not work when it is connected.
+first; what fails is logged as a warning, with the reason, and the next one is tried. The same happens when the first batches
+of a peer fail: a fabric that does not join two hosts, for one, lets itself be connected and then moves nothing. Once a batch
+has arrived, the transport stays: a failure then is the peer's.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["AutoTransport", "Choice"]
+__all__ = ["AutoTransport", "TransportChoice"]
 
 _log = logging.getLogger("kvbaton.transport")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     """Which transport a peer is reached by, and why not by a faster one."""
 
     name: str
@@ -49,7 +50,7 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class _Event:
-    """What a batch waits for, and whether that has come: one that failed before says nothing about its way."""
+    """What a batch waits for, and whether it has come: a batch that failed before it is no evidence against its transport."""
 
     after: AfterEvent
     has_come: bool = False
@@ -60,17 +61,17 @@ class _Event:
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
-    """Where a batch went, for which peer and by which choice: one of an earlier connection says nothing about a later one."""
+class _PostedInner:
+    """Where a batch went, for which peer and by which choice: one of an earlier connection is no evidence about a later one."""
 
-    choice: Choice
+    choice: TransportChoice
     ticket: Ticket
     peer: PeerRank
     event: _Event | None
 
 
 class AutoTransport:
-    """Owns `inner`. `left_out` says why others are not used. `order` has what should be, fastest first; by default `inner`."""
+    """Owns `inner`. `left_out` has why others are not used. `order` has what should be, fastest first; by default `inner`."""
 
     def __init__(
         self,
@@ -86,11 +87,11 @@ class AutoTransport:
         self._inner = dict(inner)
         self._left_out = dict(left_out)
         self._lock = threading.Lock()
-        self._chosen: dict[PeerRank, Choice] = {}
+        self._chosen: dict[PeerRank, TransportChoice] = {}
         self._endpoints: dict[PeerRank, Endpoint] = {}
         self._proven: set[PeerRank] = set()
         self._changing: set[PeerRank] = set()
-        self._tickets: dict[Ticket, _Posted] = {}
+        self._tickets: dict[Ticket, _PostedInner] = {}
         self._own: dict[tuple[str, Ticket], Ticket] = {}
         self._early: dict[tuple[str, Ticket], Completion] = {}
         self._last_ticket = 0
@@ -120,7 +121,7 @@ class AutoTransport:
         """Readable while any of them has completions; -1 once closed."""
         return -1 if self._wakeup.closed else self._wakeup.fileno()
 
-    def choice(self, peer: PeerRank) -> Choice | None:
+    def choice(self, peer: PeerRank) -> TransportChoice | None:
         """How `peer` is reached, once it is connected."""
         with self._lock:
             return self._chosen.get(peer)
@@ -133,13 +134,13 @@ class AutoTransport:
         return Endpoint(self.name, self._region.region_bytes, details)
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
-        """Connect over the fastest way that works. Raises TransportError with what was wrong with each."""
+        """Connect over the fastest transport that works. Raises TransportError with what was wrong with each."""
         if self._is_known(peer, endpoint):
             return
         self._connect(peer, endpoint, [])
 
     def _connect(self, peer: PeerRank, endpoint: Endpoint, passed_over: list[str], after: str = "") -> None:
-        """Try one way after another, those behind the one that is called `after`."""
+        """Try one transport after another, those behind the one that is called `after`."""
         for name in self._order[self._order.index(after) + 1 if after else 0 :]:
             if name not in self._inner:
                 passed_over.append(f"{name} is left out here: {self._left_out[name]}")
@@ -151,10 +152,10 @@ class AutoTransport:
                 except TransportError as error:
                     passed_over.append(f"{name}: {error}")
                 else:
-                    self._choose(peer, endpoint, Choice(name, tuple(passed_over)))
+                    self._choose(peer, endpoint, TransportChoice(name, tuple(passed_over)))
                     return
-        told = [f"{name} is left out here: {why}" for name, why in self._left_out.items() if name not in self._order]
-        raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over + told)}")
+        not_offered = [f"{name} is left out here: {why}" for name, why in self._left_out.items() if name not in self._order]
+        raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over + not_offered)}")
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Post to the transport that was chosen for the peer."""
@@ -168,14 +169,15 @@ class AutoTransport:
         with self._lock:
             self._last_ticket += 1
             ticket = Ticket(self._last_ticket)
-            self._tickets[ticket] = _Posted(choice, inner_ticket, batch.peer, event)
+            self._tickets[ticket] = _PostedInner(choice, inner_ticket, batch.peer, event)
             self._own[(choice.name, inner_ticket)] = ticket
+            # The completion was faster than this thread: `poll` has put it aside, and no inner descriptor announces it again.
             if (choice.name, inner_ticket) in self._early:
                 self._has_early.set()
         return ticket
 
     def poll(self) -> list[Completion]:
-        """Hand out what any of them has completed; never waits. A peer whose first batch failed is then reached another way."""
+        """Hand out what any of them has completed; never waits. A peer whose first batch failed is then moved to the next."""
         found: list[Completion] = []
         failed: dict[PeerRank, str] = {}
         with self._lock:
@@ -194,19 +196,19 @@ class AutoTransport:
         return found
 
     def _arrived(self) -> list[tuple[tuple[str, Ticket], Completion]]:
-        """What has completed; a batch that has before `post` could note its ticket waits until it has."""
+        """What has completed. A mover may be quicker than `post`, which has yet to note the ticket: that completion waits."""
         for name, transport in self._inner.items():
             self._early |= {(name, completion.ticket): completion for completion in transport.poll()}
         self._has_early.clear()
         known = [key for key in self._early if key in self._own]
         return [(key, self._early.pop(key)) for key in known]
 
-    def _may_fall_back(self, posted: _Posted) -> bool:
+    def _may_fall_back(self, posted: _PostedInner) -> bool:
         has_begun = posted.event is None or posted.event.has_come
         return has_begun and posted.peer not in self._proven
 
     def _fall_back(self, peer: PeerRank, error: str) -> None:
-        """Reach a peer by the next way behind the chosen one, if there is one; what is in flight to it fails."""
+        """Reach a peer by the next transport behind the chosen one, if there is one; what is in flight to it fails."""
         with self._lock:
             choice, endpoint = self._chosen.get(peer), self._endpoints.get(peer)
             if choice is None or endpoint is None or choice.name == self._order[-1]:
@@ -219,9 +221,9 @@ class AutoTransport:
         else:
             self._inner[choice.name].revoke(peer)
         with self._lock:
-            is_wanted = peer in self._changing
+            was_kept = peer in self._changing  # `revoke`, on another thread, takes it out
             self._changing.discard(peer)
-        if not is_wanted:
+        if not was_kept:
             self.revoke(peer)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -242,7 +244,7 @@ class AutoTransport:
             self._inner[choice.name].revoke(peer)
 
     def close(self) -> None:
-        """Close all of them, and raise what the first said that could not be closed. Idempotent."""
+        """Close all of them, and raise the first error of those that could not be closed. Idempotent."""
         problems: list[TransportError] = []
         for transport in self._inner.values():
             try:
@@ -271,7 +273,7 @@ class AutoTransport:
             raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
         return False
 
-    def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: Choice) -> None:
+    def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: TransportChoice) -> None:
         with self._lock:
             self._chosen[peer] = choice
             self._endpoints[peer] = endpoint

@@ -7,8 +7,8 @@ What every implementation promises:
 
 - `post` checks every run against the ranges of both regions before it accepts the batch, never waits for the copy, and
   never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
-- A run says where bytes come from and where they go to. In a READ the source is the peer and the target is this side, in a
-  WRITE the source is this side and the target is the peer. `directions` says what `post` accepts.
+- A run names where bytes come from and where they go to. In a READ the source is the peer and the target is this side, in a
+  WRITE the source is this side and the target is the peer. `directions` has what `post` accepts.
 - The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
   a batch without bytes completes with success and 0 bytes.
 - `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out. One batch of a peer
@@ -18,12 +18,12 @@ What every implementation promises:
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
   visible in target memory, be that here or at the peer, and that it is the peer that was meant; a completion with one means
   that the mover will not touch this side's memory for it again. What a write that has failed had on its way may still land at
-  the peer: that is what UNFENCED says.
+  the peer: that is what UNFENCED means.
 - `cancel` asks; the answer is the ticket's completion (cancelled, or finished first), after which its memory is quiet.
 - `revoke(peer)` ends all use of the peer: its tickets complete with an error, later posts to it are refused until it is
   connected anew.
 - `late_writes` declares what a peer can still do to *this side's* registered memory after a cancel or a revoke.
-- `wakeup_fd` is readable while `poll` has something, so that nobody spins. `close` closes it; `poll` still hands out
+- `wakeup_fd` is readable while `poll` has something, so that no caller spins. `close` closes it; `poll` still hands out
   what was left.
 - One slow or dead peer delays no other.
 
@@ -32,12 +32,11 @@ What every implementation promises:
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Any, NewType, Protocol, runtime_checkable
+from typing import Any, NewType, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -47,6 +46,8 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError
+from kvbaton.transport.entry import Direction, LateWrites, MemoryKind
+from kvbaton.transport.table import library_settings, nearest
 
 __all__ = [
     "AfterEvent",
@@ -68,7 +69,7 @@ Ticket = NewType("Ticket", int)
 """Names one posted batch; unique within a transport."""
 
 AfterEvent = Callable[[], bool]
-"""Tells whether the producer's work is done; a batch posted `after` it is not started before it returns true."""
+"""Returns whether the producer's work is done; a batch posted `after` it is not started before it returns true."""
 
 
 class PeerRank(msgspec.Struct, frozen=True, order=True):
@@ -76,21 +77,6 @@ class PeerRank(msgspec.Struct, frozen=True, order=True):
 
     incarnation: Incarnation
     rank: int = 0
-
-
-class Direction(enum.StrEnum):
-    """Who holds the source: READ fills this side's memory from the peer's, WRITE the other way round."""
-
-    READ = "read"
-    WRITE = "write"
-
-
-class LateWrites(enum.StrEnum):
-    """What a peer can do to this side's memory after it lost the right to: nothing; nothing once it is revoked; still write."""
-
-    IMPOSSIBLE = "impossible"
-    REVOCABLE = "revocable"
-    UNFENCED = "unfenced"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,31 +105,34 @@ class Region:
         flat = array.reshape(-1).view(np.uint8)
         return cls(int(flat.ctypes.data), flat.nbytes, flat.data)
 
+    @property
+    def kind(self) -> MemoryKind:
+        """Where it lies."""
+        return MemoryKind.MAIN if self.view else MemoryKind.GPU
+
     def flip_byte(self, offset: int) -> None:
         """Invert the byte at `offset`: for negative controls."""
         self.view[offset] ^= 0xFF
 
 
-_ABOVE_0 = (
-    *("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes"),
-    *("nixl_lanes", "mori_queue_pairs", "mori_workers"),
-)
+_ABOVE_0 = ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_threads", "streams", "launch_bytes")
+
+T = TypeVar("T", int, str)
 
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
     """How a transport behaves; checked when made.
 
-    `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
+    `incarnation` is that of this process (None: the endpoint has none). `timeout_s` limits lack of progress, never age.
     `slice_bytes` is moved for one peer before the next one has its turn; with `local` by each of `copy_threads` threads.
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
-    it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection.
+    it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection;
+    `admits` decides with which IP addresses `tcp` exchanges data (None: all).
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
     right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
-    What libraries are told (see `library_settings`): the plugins that NIXL may use; the protocol and the devices (by name,
-    with commas) of Mooncake; for MoRI its backend (`rdma` or `xgmi`), queue pairs per transfer, worker threads, work requests
-    per post (-1: MoRI chooses) and the GPU whose memory the region is (-1: main memory).
+    `library` has settings that only one transport knows, by name; the table of transports has their defaults and limits.
     """
 
     incarnation: Incarnation | None = None
@@ -158,28 +147,31 @@ class TransportSettings:
     advertise_host: str = ""
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
+    admits: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
     unfenced_writes: bool = False
-    nixl_backends: str = "UCX"
-    nixl_lanes: int = 2
-    mooncake_protocol: str = "tcp"
-    mooncake_devices: str = ""
-    mori_backend: str = "rdma"
-    mori_queue_pairs: int = 1
-    mori_workers: int = 1
-    mori_post_batch: int = -1
-    mori_device: int = -1
+    library: Mapping[str, int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for setting in _ABOVE_0:
             if not 0 < getattr(self, setting) < math.inf:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)!r}; it must be above 0 and finite")
-        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30), ("nixl_lanes", 16)):
+        for setting, most in (("slice_bytes", 64 << 20), ("launch_bytes", 1 << 30)):
             if getattr(self, setting) > most:
                 raise ConfigError(f"transport setting {setting} is {getattr(self, setting)}; it must be at most {most}")
-        if self.mori_backend not in ("rdma", "xgmi"):
-            raise ConfigError(f"transport setting mori_backend is {self.mori_backend!r}; it must be rdma or xgmi")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"transport setting port is {self.port}; it must be 0 (find a free one) to 65535")
+        known = library_settings() if self.library else {}
+        for name, value in self.library.items():
+            if name not in known:
+                raise ConfigError(f"unknown transport setting {name!r}; did you mean {nearest(name, list(known))}?")
+            known[name].check(value)
+
+    def of_library(self, name: str, kind: type[T]) -> T:
+        """The value of a setting that one transport has for itself, `kind` being its type; its default unless it was set."""
+        value = self.library.get(name)
+        if value is None:
+            value = library_settings()[name].default
+        return kind(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +201,7 @@ class Completion:
 
 
 class Transport(Protocol):
-    """One way to move runs; see the module's text for the promises."""
+    """Moves runs; see the module's text for the promises."""
 
     @property
     def name(self) -> str:

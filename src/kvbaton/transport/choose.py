@@ -1,99 +1,102 @@
-"""Which transport a name means, and which ones `auto` offers."""
+"""Opens the transport that users call by a name, and the ones that `auto` offers; the table has which there are."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 from kvbaton.errors import ConfigError, KVBatonError
 from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.cuda import CudaTransport
-from kvbaton.transport.library_settings import LIBRARY_SETTINGS_VARIABLE, with_library_settings
-from kvbaton.transport.local import LocalTransport
-from kvbaton.transport.mooncake import MooncakeTransport
-from kvbaton.transport.mori import MoriTransport
-from kvbaton.transport.nixl import NixlTransport
+from kvbaton.transport.entry import LateWrites, TransportEntry, load
 from kvbaton.transport.open_files import files_left
-from kvbaton.transport.tcp import TcpTransport
+from kvbaton.transport.table import AUTO, library_settings, nearest, transport_entries, transport_entry
 
-__all__ = ["AUTO", "TRANSPORTS", "check_writes", "open_transport"]
+__all__ = ["LIBRARY_SETTINGS_VARIABLE", "check_writes", "open_auto", "open_entry", "open_transport", "with_library_settings"]
 
-TRANSPORTS: dict[str, Callable[[Region, TransportSettings], Transport]] = {
-    "cuda": CudaTransport,
-    "local": LocalTransport,
-    "mooncake": MooncakeTransport,
-    "mori": MoriTransport,
-    "nixl": NixlTransport,
-    "tcp": TcpTransport,
-}
-"""What users can choose, by name; `auto` besides."""
-
-AUTO = "auto"
+LIBRARY_SETTINGS_VARIABLE = "KVBATON_TRANSPORT_SETTINGS"
+"""Settings that single transports have, as `mooncake_protocol=rdma;mori_queue_pairs=4`."""
 
 _log = logging.getLogger("kvbaton.transport")
 
 _FILES_TO_OPEN = 48
-_CAN_WRITE = ("mooncake", "mori", "nixl")
-_MOVE_GPU_MEMORY = frozenset({"cuda", "mori"})
-_GPU_FASTEST_FIRST = ("cuda",)
-_FASTEST_FIRST = ("local", "nixl", "tcp")
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def check_writes(name: str, unfenced_writes: bool) -> None:
-    """Raise ConfigError when writes are wanted of a transport that only reads."""
-    if unfenced_writes and name in (AUTO, *TRANSPORTS) and name not in _CAN_WRITE:
-        why = "may pick one that only reads" if name == AUTO else "only reads: the owner of the target memory copies"
-        raise ConfigError(f"unfenced_writes is on, and transport {name} {why}; leave it out, or choose {', '.join(_CAN_WRITE)}")
+    """Raise ConfigError for an unknown name, and when writes are requested of a transport that cannot write unfenced."""
+    entry = transport_entry(name)
+    if unfenced_writes and LateWrites.UNFENCED not in entry.promises.values():
+        why = "may choose one that only reads" if name == AUTO else "only reads: the owner of the target memory copies"
+        writers = sorted(each.name for each in transport_entries() if LateWrites.UNFENCED in each.promises.values())
+        raise ConfigError(f"unfenced_writes is on, and transport {name} {why}; leave it out, or choose {', '.join(writers)}")
 
 
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
-    """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name.
+    """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name."""
+    check_writes(name, settings.unfenced_writes)
+    return open_entry(transport_entry(name), region, settings)
 
-    It is refused, too, where this process may hardly open a file any more: nothing is then left half open.
-    What the variable KVBATON_TRANSPORT_SETTINGS says about libraries is added to `settings`.
+
+def open_entry(entry: TransportEntry, region: Region, settings: TransportSettings) -> Transport:
+    """Open a transport by its entry, with what KVBATON_TRANSPORT_SETTINGS adds to `settings`. Raises KVBatonError.
+
+    It is refused where this process may hardly open a file any more: a transport that runs out of descriptors half-way would
+    leave threads and sockets behind.
     """
     settings = with_library_settings(settings, os.environ.get(LIBRARY_SETTINGS_VARIABLE, ""))
-    check_writes(name, settings.unfenced_writes)
-    _check_files_left(name)
-    if name == AUTO:
-        return _open_auto(region, settings)
-    if name not in TRANSPORTS:
-        raise ConfigError(f"unknown transport {name!r}; known are {', '.join([AUTO, *sorted(TRANSPORTS)])}")
-    if not region.view and name not in _MOVE_GPU_MEMORY:
-        raise ConfigError(f"transport {name} moves main memory, and the region is GPU memory; choose transport cuda")
-    return TRANSPORTS[name](region, settings)
-
-
-def _check_files_left(name: str) -> None:
     left, limit = files_left()
     if left < _FILES_TO_OPEN:
         raise ConfigError(
-            f"transport {name} needs up to {_FILES_TO_OPEN} file descriptors to open, and {left} of {limit} are left; "
+            f"transport {entry.name} needs up to {_FILES_TO_OPEN} file descriptors to open, and {left} of {limit} are left; "
             "raise `ulimit -n`"
         )
+    if region.kind not in entry.memory:
+        others = [each.name for each in _offered(region)]
+        raise ConfigError(
+            f"transport {entry.name} moves {' and '.join(sorted(entry.memory))}, and the region is {region.kind}; "
+            f"choose transport {' or '.join(others)}"
+        )
+    opened: Transport = load(entry.opener)(region, settings)
+    return opened
 
 
-def _open_auto(region: Region, settings: TransportSettings) -> Transport:
+def open_auto(region: Region, settings: TransportSettings) -> Transport:
+    """Open all that `auto` offers for this kind of memory, fastest first. Raises ConfigError where none can be opened."""
     inner: dict[str, Transport] = {}
     left_out: dict[str, str] = {}
-    order = [name for name in (_FASTEST_FIRST if region.view else _GPU_FASTEST_FIRST) if name != "nixl" or _has_rdma()]
-    for name in order:
+    not_offered: dict[str, str] = {}
+    order: list[str] = []
+    for entry in _offered(region):
+        if entry.auto and entry.auto.unless and (why := load(entry.auto.unless)()):
+            not_offered[entry.name] = why
+            continue
+        order.append(entry.name)
         try:
-            inner[name] = TRANSPORTS[name](region, settings)
+            inner[entry.name] = load(entry.opener)(region, settings)
         except KVBatonError as error:
-            left_out[name] = str(error)
+            left_out[entry.name] = str(error)
     if not inner:
-        raise ConfigError(f"transport auto finds nothing that works here: {left_out}; kvbaton doctor tells more")
+        raise ConfigError(f"transport auto finds nothing that works here: {left_out}; run kvbaton doctor")
     for name, why in left_out.items():
         _log.warning("transport auto does without %s: %s", name, why)
-    if region.view and "nixl" not in order:
-        left_out["nixl"] = "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
-    return AutoTransport(region, settings, inner, left_out, order)
+    return AutoTransport(region, settings, inner, left_out | not_offered, order)
 
 
-def _has_rdma() -> bool:
-    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+def _offered(region: Region) -> list[TransportEntry]:
+    """What `auto` offers for this kind of memory, fastest first, whether or not it can be opened here."""
+    ranked = [(entry.auto.rank, entry) for entry in transport_entries() if entry.auto and region.kind in entry.memory]
+    return [entry for _, entry in sorted(ranked, key=lambda each: each[0])]
+
+
+def with_library_settings(settings: TransportSettings, text: str) -> TransportSettings:
+    """`settings` with what `text` sets; see `LIBRARY_SETTINGS_VARIABLE`. Raises ConfigError, which names the setting."""
+    found: dict[str, str | int] = {}
+    known = library_settings() if text else {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, value = part.partition("=")
+        if name not in known:
+            near = nearest(name, list(known))
+            raise ConfigError(f"{LIBRARY_SETTINGS_VARIABLE}: unknown setting {name!r}; did you mean {near}?")
+        found[name] = known[name].parsed(value)
+    return dataclasses.replace(settings, library={**settings.library, **found}) if found else settings

@@ -43,7 +43,7 @@ class RunCopier:
         return self._crew is not None
 
     def copy_on(self, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
-        """Copy what follows a cursor, with the loop in C; tells how many bytes. The caller advances."""
+        """Copy what follows a cursor, with the loop in C; returns how many bytes. The caller advances."""
         assert self._crew is not None  # noqa: S101
         return self._crew.copy(*self._starts, cursor.runs, cursor.place, most_bytes, most_runs)
 

@@ -57,7 +57,7 @@ class Faults:
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
+class _PostedFaulty:
     ticket: Ticket
     batch: Batch
     faults: Faults
@@ -72,7 +72,7 @@ class FaultyTransport:
         self._faults = faults
         self._lock = threading.Lock()
         self._peer_bytes: dict[PeerRank, int] = {}
-        self._posted: dict[Ticket, _Posted] = {}
+        self._posted: dict[Ticket, _PostedFaulty] = {}
         self._inner_tickets: dict[Ticket, Ticket] = {}
         self._cancelled: set[Ticket] = set()
         self._last_ticket = 0
@@ -121,15 +121,16 @@ class FaultyTransport:
                 raise QueueFull("queue full: refused on command (refuse_posts); post again")
             if batch.peer in self._peer_bytes:
                 self._check(batch)
+            # Its own tickets, because a stalled batch is posted to the inner transport more than once.
             ticket = Ticket(self._last_ticket + 1)
-            self._post(_Posted(ticket, batch, faults), after)
+            self._post(_PostedFaulty(ticket, batch, faults), after)
             self._last_ticket = ticket
             if faults.fail_after:
                 self._faults = replace(faults, fail_after=faults.fail_after - 1)
             return ticket
 
     def poll(self) -> list[Completion]:
-        """Hand out the inner completions, falsified as the faults say."""
+        """Hand out the inner completions, falsified as the faults state."""
         with self._lock:
             completions = [self._falsify(completion) for completion in self._inner.poll()]
         return [completion for completion in completions if completion is not None]
@@ -158,7 +159,7 @@ class FaultyTransport:
     def _check(self, batch: Batch) -> None:
         check_batch(batch, self._region.region_bytes, self._peer_bytes[batch.peer])
 
-    def _post(self, posted: _Posted, after: AfterEvent | None) -> None:
+    def _post(self, posted: _PostedFaulty, after: AfterEvent | None) -> None:
         faults, batch = posted.faults, posted.batch
         if faults.drop_writes or faults.stall or faults.fail_after == 0:
             batch = replace(batch, runs=np.empty((0, 3), np.uint64))
@@ -184,8 +185,8 @@ class FaultyTransport:
             self._flip_byte(posted.batch)
         return replace(completion, moved_bytes=posted.batch.wire_bytes)
 
-    def _stalls_on(self, posted: _Posted, completion: Completion) -> bool:
-        """The inner transport gave a stalled batch up by its own deadline: post it again, unless somebody ended it."""
+    def _stalls_on(self, posted: _PostedFaulty, completion: Completion) -> bool:
+        """The inner transport gave a stalled batch up by its own deadline: post it again, unless the caller ended it."""
         is_ended = completion.cancelled or posted.ticket in self._cancelled or posted.batch.peer not in self._peer_bytes
         if is_ended or not posted.faults.stall:
             return False

@@ -1,30 +1,28 @@
-"""A mover for libraries that move bytes themselves: it starts a few slices per peer, keeps the deadlines, and is told of ends.
+"""A mover for libraries that move bytes themselves: it starts a few slices per peer, keeps deadlines, and is woken by ends.
 
-A slice that is on its way cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished
-only when the library has let go of its last slice; until then its memory is not quiet. A library that does not let go within
-another `timeout_s` is shut down altogether: that is the only way left to make the memory quiet. Where even that fails, the
-batch is never finished, and closing says so.
+A slice that has begun cannot be called back by most of these libraries. A cancelled or failed batch is therefore finished only
+when the library has released its last slice; until then its memory is not quiet. A library that does not release a slice within
+another `timeout_s` is shut down altogether: nothing else is left to make the memory quiet. Where even that fails, the batch is
+never finished, because its memory would be given to another request, and `close` raises.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
-from kvbaton.transport.base import Direction, Runs, Ticket, TransportSettings
-from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
-from kvbaton.transport.schedule import Schedule
+from kvbaton.transport.base import Ticket, TransportSettings
+from kvbaton.transport.lanes import LaneSlice
+from kvbaton.transport.ledger import BatchJob, Ledger, describe
+from kvbaton.transport.mover import REVOKED, Mover
+from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights
 
-__all__ = ["FlightMover", "Flights"]
-
-L = TypeVar("L", bound=Hashable)
-L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
+__all__ = ["FlightMover"]
 
 _WINDOW = 2
+"""Slices that a peer may have at its lanes: while one is moved, the next is there, and a cancel waits for few."""
+
 _NAP_S = 0.02
 _SHORTEST_NAP_S = 0.0005
 _BUSY_S = 0.0002
@@ -32,52 +30,10 @@ _QUICK_S, _SLOW_S = 0.1, 1.0
 _LONGER = 8
 
 
-class Flights(Protocol[L_contra]):
-    """What a library can do; called by the mover's thread only, which it wakes through the ledger when a flight has ended.
-
-    `start` and `is_done` raise KVBatonError.
-    """
-
-    idle_s: float
-    """How often `progress` is called, at the least."""
-
-    slice_bytes: int
-    slice_runs: int
-    """How many bytes one `start` is given at first, and how many runs at most."""
-
-    let_go_s: float
-    """How long a slice that is given up may take, at most, until the library lets go of it; 0 where nothing is known."""
-
-    def start(self, link: L_contra, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> Any:
-        """Begin to move a slice; QueueFull when the library takes no more just now.
-
-        The first slice of a write is not begun before it is known that the peer is the one that is meant; the last slice of
-        any batch is not done before it is known that the peer still hands its memory out.
-        """
-
-    def is_done(self, flight: Any) -> bool:
-        """Whether every byte is where it belongs."""
-
-    def release(self, flight: Any) -> bool:
-        """Let go of a flight that is done, has failed or is not wanted; False while its bytes still move."""
-
-    def drop(self, link: L_contra) -> None:
-        """End the session with a peer, so that what is in flight to it fails; the next start begins a new one."""
-
-    def forget(self, link: L_contra) -> None:
-        """Let go of a peer for good. Must not raise."""
-
-    def progress(self) -> None:
-        """Serve peers, where that needs this process."""
-
-    def shut_down(self) -> None:
-        """Stop everything at once; afterwards nothing moves."""
-
-
 @dataclass(slots=True, eq=False)
-class _Flight(Generic[L]):
-    job: Job[L]
-    handle: Any
+class _Flight:
+    job: BatchJob[LibraryPeer]
+    parts: list[LaneSlice]
     wire_bytes: int
     begun: float
     deadline: float
@@ -93,41 +49,37 @@ class _Ending:
 
 
 @dataclass(slots=True)
-class _Books(Generic[L]):
-    flights: list[_Flight[L]] = field(default_factory=list)
+class _FlightLists:
+    flights: list[_Flight] = field(default_factory=list)
     endings: dict[Ticket, _Ending] = field(default_factory=dict)
-    forgetting: set[L] = field(default_factory=set)
+    forgetting: set[LibraryPeer] = field(default_factory=set)
     refused: dict[Ticket, float] = field(default_factory=dict)
-    slice_bytes: dict[L, int] = field(default_factory=dict)
+    slice_bytes: dict[LibraryPeer, int] = field(default_factory=dict)
 
-    def of_link(self, link: L) -> list[_Flight[L]]:
+    def of_link(self, link: LibraryPeer) -> list[_Flight]:
         return [flight for flight in self.flights if flight.job.link is link]
 
-    def of_job(self, job: Job[L]) -> list[_Flight[L]]:
+    def of_job(self, job: BatchJob[LibraryPeer]) -> list[_Flight]:
         return [flight for flight in self.flights if flight.job is job]
 
 
-class FlightMover(Generic[L]):
+class FlightMover(Mover[LibraryPeer]):
     """One thread that serves the ledger's jobs through a library; ends once the ledger is shut, and shuts the library down."""
 
-    def __init__(self, name: str, ledger: Ledger[L], settings: TransportSettings, library: Flights[L]) -> None:
-        self._ledger = ledger
+    def __init__(self, name: str, ledger: Ledger[LibraryPeer], settings: TransportSettings, library: PeerFlights) -> None:
         self._settings = settings
         self._library = library
-        self._schedule: Schedule[L] = Schedule(settings.timeout_s)
-        self._books: _Books[L] = _Books()
+        self._books: _FlightLists = _FlightLists()
         self._nap_s = _SHORTEST_NAP_S
         self._stuck = ""
-        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
-        self._thread.start()
+        super().__init__(name, ledger, settings.timeout_s)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; tells whether it has.
+        """Wait until the thread has ended, at most `timeout_s`; returns whether it has.
 
-        Raises TransportError while the library does not let go of memory; what moves is then not finished.
+        Raises TransportError while the library does not release memory; what moves is then not finished.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not super().join(timeout_s):
             return False
         if self._stuck:
             self._shut_down()
@@ -135,17 +87,9 @@ class FlightMover(Generic[L]):
             raise TransportError(self._stuck)
         return True
 
-    def _run(self) -> None:
-        failure = ""
-        try:
-            while not self._ledger.is_shut:
-                self._turn()
-        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
-            failure = f"{describe(error)} (the mover ended)"
+    def _stop(self) -> set[Ticket]:
         self._shut_down()
-        if failure or self._stuck:
-            self._ledger.shut(failure or self._stuck)
-            self._ledger.finish_all(but={flight.job.ticket for flight in self._books.flights if self._is_moving(flight)})
+        return {flight.job.ticket for flight in self._books.flights if not self._library.release(flight.parts)}
 
     def _shut_down(self) -> None:
         try:
@@ -155,19 +99,12 @@ class FlightMover(Generic[L]):
         else:
             self._stuck = ""
 
-    def _is_moving(self, flight: _Flight[L]) -> bool:
-        return not self._library.release(flight.handle)
-
-    def _turn(self) -> None:
-        for command in self._ledger.take_commands():
-            self._obey(command)
-        for job, error in self._schedule.check_events(time.monotonic()):
-            self._ledger.finish(job, error)
+    def _move(self) -> None:
         for flight in list(self._books.flights):
             self._look_at(flight, time.monotonic())
         has_begun = [self._feed(link) for link in self._schedule.links()]
         if any(has_begun):
-            self._ledger.work.wait(_SHORTEST_NAP_S)  # whoever moves the slice needs the interpreter now
+            self._ledger.work.wait(_SHORTEST_NAP_S)  # the lane that moves the slice needs the interpreter now
         else:
             self._rest()
 
@@ -183,18 +120,16 @@ class FlightMover(Generic[L]):
         longest_s = _NAP_S if self._books.flights or self._schedule.links() else self._nap_s
         self._ledger.work.wait(min(longest_s, self._nap_s, self._schedule.wait_s(now)))
 
-    def _obey(self, command: Command[L]) -> None:
-        if isinstance(command, Post):
-            self._schedule.add(command.job, time.monotonic())
-        elif isinstance(command, Cancel):
-            if self._ledger.is_in_flight(command.job):
-                self._end(command.job, "cancelled", cancelled=True)
-        else:
-            self._books.forgetting.add(command.link)
-            self._fail_link(command.link, "TransportError: the peer was revoked", waiting=True)
+    def _cancel(self, job: BatchJob[LibraryPeer]) -> None:
+        if self._ledger.is_in_flight(job):
+            self._end(job, "cancelled", cancelled=True)
 
-    def _feed(self, link: L) -> bool:
-        """Start the next slice of a peer, unless enough are on their way; tells whether it has."""
+    def _revoke(self, link: LibraryPeer) -> None:
+        self._books.forgetting.add(link)
+        self._fail_link(link, REVOKED, waiting=True)
+
+    def _feed(self, link: LibraryPeer) -> bool:
+        """Start the next slice of a peer, unless enough have begun; returns whether it has."""
         while (job := self._schedule.head(link)) is not None and len(self._books.of_link(link)) < _WINDOW:
             if job.cursor.remaining_bytes:
                 return self._start(job)
@@ -202,13 +137,13 @@ class FlightMover(Generic[L]):
             self._finish(job)
         return False
 
-    def _start(self, job: Job[L]) -> bool:
+    def _start(self, job: BatchJob[LibraryPeer]) -> bool:
         size = self._books.slice_bytes.get(job.link, self._library.slice_bytes)
         runs = job.cursor.peek(size, self._library.slice_runs)
         count = int(runs[:, 2].sum())
         is_first, is_last = not job.cursor.done_bytes, count == job.cursor.remaining_bytes
         try:
-            handle = self._library.start(job.link, job.direction, runs, is_first=is_first, is_last=is_last)
+            parts = self._library.start(job.link, job.direction, runs, is_first=is_first, is_last=is_last)
         except QueueFull as error:
             self._refuse(job, error)
             return False
@@ -217,23 +152,23 @@ class FlightMover(Generic[L]):
             return False
         self._books.refused.pop(job.ticket, None)
         now = time.monotonic()
-        self._books.flights.append(_Flight(job, handle, count, now, now + self._settings.timeout_s))
+        self._books.flights.append(_Flight(job, parts, count, now, now + self._settings.timeout_s))
         job.cursor.advance(count)
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)
         return True
 
-    def _refuse(self, job: Job[L], error: QueueFull) -> None:
+    def _refuse(self, job: BatchJob[LibraryPeer], error: QueueFull) -> None:
         """The library takes no more just now: it is asked again, but not for ever."""
         now, timeout_s = time.monotonic(), self._settings.timeout_s
         if now - self._books.refused.setdefault(job.ticket, now) >= timeout_s:
             self._end(job, f"{describe(error)} (for {timeout_s:g} s)")
 
-    def _look_at(self, flight: _Flight[L], now: float) -> None:
+    def _look_at(self, flight: _Flight, now: float) -> None:
         if flight not in self._books.flights:
             return
         try:
-            if not flight.failed and not self._library.is_done(flight.handle):
+            if not flight.failed and not self._library.is_done(flight.parts):
                 if now >= flight.deadline:
                     self._give_up(flight)
                 return
@@ -242,19 +177,21 @@ class FlightMover(Generic[L]):
             self._fail_link(flight.job.link, describe(error))
         self._land(flight, now)
 
-    def _give_up(self, flight: _Flight[L]) -> None:
+    def _give_up(self, flight: _Flight) -> None:
         link = flight.job.link
+        # The libraries report no progress within a slice. A slow link shows it only in slices that end within `timeout_s`.
         self._books.slice_bytes[link] = max(self._library.slice_bytes // _LONGER, 1)
         self._fail_link(link, f"PeerLost: {link}: no progress within {self._settings.timeout_s:g} s")
 
-    def _land(self, flight: _Flight[L], now: float) -> None:
-        """Take a flight that is over out of the books, once the library lets go of it."""
-        if not self._library.release(flight.handle):
+    def _land(self, flight: _Flight, now: float) -> None:
+        """Take a flight that is over out of the books, once the library releases it."""
+        if not self._library.release(flight.parts):
             if now >= flight.deadline:
                 raise KVBatonError(f"a transfer to {flight.job.link} could not be stopped; open a new transport")
             return
         self._books.flights.remove(flight)
         job = flight.job
+        # The lanes of a peer move its slices one after another: a slice that waited for this one starts its time now.
         for other in self._books.of_link(job.link):
             other.deadline = max(other.deadline, now + self._settings.timeout_s)
         if not flight.failed:
@@ -266,7 +203,7 @@ class FlightMover(Generic[L]):
             self._finish(job)
         self._forget(job.link)
 
-    def _fit_slices(self, flight: _Flight[L], now: float) -> None:
+    def _fit_slices(self, flight: _Flight, now: float) -> None:
         """Longer slices for a quick peer, since each costs the same to start; shorter ones where progress is hard to see."""
         link, took_s = flight.job.link, now - flight.begun
         size = self._books.slice_bytes.get(link, self._library.slice_bytes)
@@ -275,7 +212,7 @@ class FlightMover(Generic[L]):
         elif took_s > _SLOW_S:
             self._books.slice_bytes[link] = max(size // 2, self._library.slice_bytes // _LONGER, 1)
 
-    def _end(self, job: Job[L], error: str, *, cancelled: bool = False) -> None:
+    def _end(self, job: BatchJob[LibraryPeer], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte: at once, or when the last of its flights is over."""
         self._schedule.discard(job)
         self._books.refused.pop(job.ticket, None)
@@ -283,13 +220,13 @@ class FlightMover(Generic[L]):
         if not self._books.of_job(job):
             self._finish(job)
 
-    def _finish(self, job: Job[L]) -> None:
+    def _finish(self, job: BatchJob[LibraryPeer]) -> None:
         ending = self._books.endings.pop(job.ticket, _Ending(""))
         self._ledger.finish(job, ending.error, cancelled=ending.cancelled)
 
-    def _fail_link(self, link: L, error: str, *, waiting: bool = False) -> None:
+    def _fail_link(self, link: LibraryPeer, error: str, *, waiting: bool = False) -> None:
         """End all that is under way with a peer, and its session; what still moves has so long to stop as the library needs."""
-        until = time.monotonic() + max(self._settings.timeout_s, self._library.let_go_s)
+        until = time.monotonic() + max(self._settings.timeout_s, self._library.stop_s)
         for flight in self._books.of_link(link):
             flight.failed, flight.deadline = True, until
         jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
@@ -299,8 +236,8 @@ class FlightMover(Generic[L]):
             self._end(job, error)
         self._forget(link)
 
-    def _forget(self, link: L) -> None:
+    def _forget(self, link: LibraryPeer) -> None:
         if link in self._books.forgetting and not self._books.of_link(link):
             self._books.forgetting.discard(link)
             self._books.slice_bytes.pop(link, None)
-            self._library.forget(link)
+            self._library.drop(link)

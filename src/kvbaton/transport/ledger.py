@@ -1,9 +1,9 @@
 """The books of a transport: known peers, batches in flight, completions, and what its mover is asked to do.
 
-Every thread may write into the books; the mover alone acts on them. A caller's wish (post, cancel, revoke) becomes a
+Every thread may write into the books; the mover alone acts on them. What a caller requests (post, cancel, revoke) becomes a
 command that the mover takes; what the mover finishes becomes a completion that `poll` hands out. Both are bounded by
 `max_in_flight`, which counts a batch from `admit` until its completion was handed out. A full queue still takes one batch of a
-peer that has none in it, so that a slow peer which fills it holds up nobody else.
+peer that has none in it, so that a slow peer which fills it holds up no other.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvbaton.transport.loops import load_loops
 from kvbaton.transport.runs import RunCursor, check_batch
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["Cancel", "Command", "Job", "Ledger", "Post", "Revoke", "RunsCheck", "describe"]
+__all__ = ["CancelJob", "MoverCommand", "BatchJob", "Ledger", "PostJob", "RevokeLink", "RunsCheck", "describe"]
 
 L = TypeVar("L")
 
 
 @dataclass(slots=True, eq=False)
-class Job(Generic[L]):
+class BatchJob(Generic[L]):
     """One batch in flight, as the mover sees it."""
 
     ticket: Ticket
@@ -49,34 +49,34 @@ class Job(Generic[L]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Post(Generic[L]):
+class PostJob(Generic[L]):
     """Start this job."""
 
-    job: Job[L]
+    job: BatchJob[L]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cancel(Generic[L]):
+class CancelJob(Generic[L]):
     """Stop this job and finish it as cancelled."""
 
-    job: Job[L]
+    job: BatchJob[L]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Revoke(Generic[L]):
-    """Stop and fail every job of this link, and let go of it."""
+class RevokeLink(Generic[L]):
+    """Stop and fail every job of this link, and release it."""
 
     link: L
 
 
-Command = Post[L] | Cancel[L] | Revoke[L]
+MoverCommand = PostJob[L] | CancelJob[L] | RevokeLink[L]
 
 RunsCheck = Callable[[L, Runs], None]
 """Refuses runs of a link by raising RangeError."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Peer(Generic[L]):
+class _KnownPeer(Generic[L]):
     endpoint: Endpoint
     link: L
 
@@ -91,12 +91,12 @@ class Ledger(Generic[L]):
         self._region = region
         self._settings = settings
         self._lock = threading.Lock()
-        self._peers: dict[PeerRank, _Peer[L]] = {}
-        self._jobs: dict[Ticket, Job[L]] = {}
+        self._peers: dict[PeerRank, _KnownPeer[L]] = {}
+        self._jobs: dict[Ticket, BatchJob[L]] = {}
         self._peer_of: dict[Ticket, PeerRank] = {}
         self._count_of: Counter[PeerRank] = Counter()
         self._cancelling: set[Ticket] = set()
-        self._commands: list[Command[L]] = []
+        self._commands: list[MoverCommand[L]] = []
         self._completions: list[Completion] = []
         self._last_ticket = 0
         self._shut_reason = ""
@@ -134,61 +134,63 @@ class Ledger(Generic[L]):
         """Make `peer` known. Raises TransportError as `check_room` does."""
         with self._lock:
             self._refuse_peer(peer)
-            self._peers[peer] = _Peer(endpoint, link)
+            self._peers[peer] = _KnownPeer(endpoint, link)
 
     def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
-        """Check and number `batch`, and tell the mover. Raises RangeError or TransportError; then nothing was started."""
+        """Check and number `batch`, and wake the mover. Raises RangeError or TransportError; then nothing was started."""
         with self._lock:
             checked = self._known(batch.peer)
+        # Not under the lock: a batch of a million runs takes milliseconds to check, and the mover finishes others meanwhile.
         runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes, self._loops)
         if self._check is not None:
             self._check(checked.link, runs)
         cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
-            if known is not checked:
+            if known is not checked:  # revoked and connected anew in between, maybe with a smaller region
                 raise TransportError(f"peer {batch.peer.incarnation!r} was connected anew in the meantime; post again")
             if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
             self._last_ticket += 1
-            job = Job(Ticket(self._last_ticket), known.link, cursor, after, batch.direction)
+            job = BatchJob(Ticket(self._last_ticket), known.link, cursor, after, batch.direction)
             self._jobs[job.ticket] = job
             self._peer_of[job.ticket] = batch.peer
             self._count_of[batch.peer] += 1
-            self._command(Post(job))
+            self._command(PostJob(job))
         return job.ticket
 
     def ask_cancel(self, ticket: Ticket) -> None:
-        """Tell the mover, once, to stop the job; unknown and finished tickets are ignored."""
+        """Have the mover stop the job, once; unknown and finished tickets are ignored."""
         with self._lock:
             job = self._jobs.get(ticket)
-            if job is not None and ticket not in self._cancelling:
+            if job is not None and ticket not in self._cancelling:  # callers repeat a cancel; the list must stay bounded
                 self._cancelling.add(ticket)
-                self._command(Cancel(job))
+                self._command(CancelJob(job))
 
     def remove_peer(self, peer: PeerRank) -> None:
-        """Forget `peer` and tell the mover to end its jobs; unknown peers are ignored."""
+        """Forget `peer` and have the mover end its jobs; unknown peers are ignored."""
         with self._lock:
             known = self._peers.pop(peer, None)
             if known is not None:
-                self._command(Revoke(known.link))
+                self._command(RevokeLink(known.link))
 
-    def take_commands(self) -> list[Command[L]]:
+    def take_commands(self) -> list[MoverCommand[L]]:
         """What the mover was asked since the last call, in order; `work` stays set once shut, so that no mover sleeps on."""
         with self._lock:
             commands, self._commands = self._commands, []
+            # Under the lock: a command that is added after the list was taken must set the flag again to wake the mover.
             if not self._shut_reason:
                 self.work.clear()
             return commands
 
-    def is_in_flight(self, job: Job[L]) -> bool:
+    def is_in_flight(self, job: BatchJob[L]) -> bool:
         """Whether `job` has not been finished."""
         with self._lock:
             return job.ticket in self._jobs
 
-    def finish(self, job: Job[L], error: str = "", *, cancelled: bool = False) -> None:
+    def finish(self, job: BatchJob[L], error: str = "", *, cancelled: bool = False) -> None:
         """End `job`; the mover calls it exactly once, when it no longer touches memory for it."""
         with self._lock:
             if self._jobs.pop(job.ticket, None) is None:
@@ -205,7 +207,7 @@ class Ledger(Generic[L]):
             return completions
 
     def shut(self, reason: str) -> None:
-        """Accept nothing more and tell the mover to end; the first reason stays."""
+        """Accept nothing more and have the mover end; the first reason stays."""
         with self._lock:
             self._shut_reason = self._shut_reason or reason
             self.work.set()
@@ -227,7 +229,7 @@ class Ledger(Generic[L]):
         if not self._count_of[peer]:
             del self._count_of[peer]
 
-    def _known(self, peer: PeerRank) -> _Peer[L]:
+    def _known(self, peer: PeerRank) -> _KnownPeer[L]:
         self._refuse_when_shut()
         known = self._peers.get(peer)
         if known is None:
@@ -247,11 +249,11 @@ class Ledger(Generic[L]):
         if self._shut_reason:
             raise TransportError(f"{self._shut_reason}; open a new transport")
 
-    def _command(self, command: Command[L]) -> None:
+    def _command(self, command: MoverCommand[L]) -> None:
         self._commands.append(command)
         self.work.set()
 
-    def _complete(self, job: Job[L], error: str, cancelled: bool) -> None:
+    def _complete(self, job: BatchJob[L], error: str, cancelled: bool) -> None:
         self._cancelling.discard(job.ticket)
         self._completions.append(Completion(job.ticket, job.moved_bytes, error, cancelled))
         self.done.set()

@@ -1,12 +1,13 @@
-"""The half that transports over other libraries share: marks, an engine and a thread per peer, and a mover over those.
+"""The half that transports over other libraries share: marks, lanes per peer, and a mover over those.
 
 The owner of the target memory reads. Writing is an explicit choice (`unfenced_writes`), because none of these libraries can
-take back what a peer was given: whoever was granted blocks can reach them for as long as this side hands its memory out.
+take back what a peer was given: a peer that was granted blocks can reach them for as long as this side hands its memory out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import (
@@ -23,53 +24,36 @@ from kvbaton.transport.base import (
 from kvbaton.transport.flights import FlightMover
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights, ServedEngine
-from kvbaton.transport.peer_mover import PeerEngine
+from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights, ServingEngine
 from kvbaton.transport.queued import QueuedTransport, detail
 
-__all__ = ["LibraryTransport"]
+__all__ = ["LibraryTransport", "MemoryPlace"]
 
 _TAKES_WRITES = "takes_writes"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlace:
+    """Where one side's region and marks begin, and how large the region is."""
+
+    address: int
+    region_bytes: int
+    mark_address: int
 
 
 class LibraryTransport(QueuedTransport[LibraryPeer]):
     """Reads from engines like its own, and lets them read this rank's region; writes, and is written to, where that was chosen.
 
-    What a library can do is said in class attributes.
+    What the libraries differ in are the named arguments of `PeerFlights`.
     """
 
-    slice_runs = 1024
-    """Most runs that one call may have."""
-
-    idle_s = 60.0
-    """How often peers have to be served, where that needs this process."""
-
     def __init__(
-        self,
-        region: Region,
-        settings: TransportSettings,
-        marks: Marks,
-        served: ServedEngine,
-        let_go_s: float,
-        *,
-        reads_marks: bool,
+        self, region: Region, settings: TransportSettings, marks: Marks, serving: ServingEngine, **differences: Any
     ) -> None:
-        """`let_go_s` is how long a slice may take, at most, until the library or its peer's thread gives it up."""
         self._marks = marks
-        self._let_go_s = let_go_s
         ledger: Ledger[LibraryPeer] = Ledger(region, settings)
-        flights = PeerFlights(
-            self.name,
-            served,
-            marks,
-            settings,
-            ledger.work.set,
-            slice_runs=self.slice_runs,
-            let_go_s=let_go_s,
-            idle_s=self.idle_s,
-            reads_marks=reads_marks,
-        )
-        super().__init__(region, settings, ledger, FlightMover(self.name, ledger, settings, flights))
+        self._flights = PeerFlights(self.name, serving, marks, settings, ledger.work.set, **differences)
+        super().__init__(region, settings, ledger, FlightMover(self.name, ledger, settings, self._flights))
 
     @property
     def late_writes(self) -> LateWrites:
@@ -83,8 +67,10 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
 
     def endpoint(self) -> Endpoint:
         """Describe this rank's region for its card, and whether it may be written to."""
-        told = super().endpoint()
-        return Endpoint(told.transport, told.region_bytes, told.details | {_TAKES_WRITES: 1}) if self._takes_writes else told
+        endpoint = super().endpoint()
+        if not self._takes_writes:
+            return endpoint
+        return Endpoint(endpoint.transport, endpoint.region_bytes, endpoint.details | {_TAKES_WRITES: 1})
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
@@ -107,21 +93,34 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         return Direction.WRITE in self.directions
 
     @property
-    def _way_out(self) -> str:
+    def _alternative(self) -> str:
         return (
             "the side that holds the target has to read, or set unfenced_writes (--unfenced-writes) on both sides, which lets "
             "peers write without a fence"
         )
 
-    def _library_peer(self, peer: PeerRank, mark: int, make_engine: Callable[[], PeerEngine]) -> LibraryPeer:
-        return LibraryPeer(peer, mark, self._marks.take_slot(), make_engine)
+    def _place_details(self) -> dict[str, str | int]:
+        """What a library that moves bytes by address needs to know of this side."""
+        return {
+            "address": self._region.address,
+            "mark_address": self._marks.region.address,
+            "mark": self._marks.mark,
+        }
+
+    def _places(self, endpoint: Endpoint) -> tuple[MemoryPlace, MemoryPlace]:
+        """The memory of the peer, and of this side. Raises TransportError for addresses that no memory can have."""
+        address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
+        if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
+            raise TransportError(
+                f"{self.name} endpoint: address {address:#x} or mark_address {mark_address:#x} is not usable; "
+                "fetch its card again"
+            )
+        here = MemoryPlace(self._region.address, self._region.region_bytes, self._marks.region.address)
+        return MemoryPlace(address, endpoint.region_bytes, mark_address), here
 
     @property
     def _closing_s(self) -> float:
-        return self._settings.timeout_s + self._let_go_s
-
-    def _unlink(self, link: LibraryPeer) -> None:
-        self._marks.free_slot(link.mark_slot)
+        return self._settings.timeout_s + self._flights.stop_s
 
     def _release(self) -> None:
         self._marks.withdraw()

@@ -3,7 +3,7 @@ with `process_vm_readv` elsewhere.
 
 The endpoint names the process by host, pid and start time, and shows a random *mark* that disappears when the transport closes.
 Both are checked when a peer is connected and after the last byte of every batch, so that bytes of a recycled pid, or of memory
-that was withdrawn, never count as the peer's. Shared memory is mapped read-only: nobody can write into a peer's region.
+that was withdrawn, never count as the peer's. Shared memory is mapped read-only: no process can write into a peer's region.
 """
 
 from __future__ import annotations
@@ -76,13 +76,14 @@ class _ProcessReach:
         return total
 
     def confirm(self, link: _Process) -> None:
+        # The process first: the mark of one that has died is still readable where it was mapped.
         link.watch.check()
         mark = link.mapping.mark if link.mapping else self._read_mark(link)
         if mark != link.mark:
             raise PeerLost(f"process {link.neighbour.pid} has withdrawn its memory: its mark is {mark:#x}, not {link.mark:#x}")
 
     def release(self, link: _Process) -> None:
-        """Let go of the mapping and of the process."""
+        """Release the mapping and the process."""
         link.mapping = link.copier = None
         link.watch.close()
 
@@ -163,16 +164,11 @@ class LocalTransport(QueuedTransport[_Process]):
         """`local`."""
         return "local"
 
-    def way_to(self, peer: PeerRank) -> str:
-        """How the bytes of a connected peer are read: `shared memory` or `process_vm_readv`."""
-        link = self._ledger.link_of(peer)
-        return "shared memory" if link is not None and link.mapping is not None else "process_vm_readv"
-
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""
         self._memory.allow_readers()
         if trouble := explain_limits(self._memory):
-            raise TransportError(f"nobody could read this process's memory: {trouble}")
+            raise TransportError(f"no peer could read this process's memory: {trouble}")
 
     def _details(self) -> dict[str, str | int]:
         return {

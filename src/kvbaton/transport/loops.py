@@ -1,6 +1,6 @@
 """Loops in C over runs, compiled with the system's compiler when they are first needed, and kept for later.
 
-The library lies in a directory of this user's cache that nobody else can write to. Without a compiler there are no loops, and
+The library lies in a directory of this user's cache that no other user can write to. Without a compiler there are no loops, and
 `copying` and `runs` do without.
 """
 
@@ -61,7 +61,7 @@ class Loops:
 
 
 class CopyCrew:
-    """Whoever copies, and so many helpers of its own, in threads that wait while there is nothing to do."""
+    """The thread that copies, and so many helpers of its own, in threads that wait while there is nothing to do."""
 
     def __init__(self, loops: Loops, helpers: int) -> None:
         self._loops = loops
@@ -72,14 +72,14 @@ class CopyCrew:
     def copy(self, target: int, source: int, runs: Runs, place: Place, most_bytes: int, most_runs: int) -> int:
         """Copy runs to a target address, from a source address, without the interpreter's lock, and move the place on.
 
-        Tells how many bytes that were. For one thread at a time.
+        Returns how many bytes that were. For one thread at a time.
         """
         row, column = (stride // runs.itemsize for stride in runs.strides)
         numbers = (row, column, len(runs), place.ctypes.data, most_bytes, most_runs)
         return int(self._loops.copy_runs(self._crew, target, source, runs.ctypes.data, *numbers))
 
     def close(self) -> None:
-        """End the helpers; nobody may be copying. Idempotent."""
+        """End the helpers; no copy may be running. Idempotent."""
         crew, self._crew = self._crew, None
         if crew:
             self._loops.close_crew(crew)
@@ -125,4 +125,4 @@ def _check_private(directory: Path) -> None:
     """Raise PermissionError unless only this user can put a file there: what lies there is loaded into this process."""
     state = directory.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise PermissionError(f"{directory} belongs to, or can be written by, somebody else")
+        raise PermissionError(f"{directory} belongs to, or can be written by, another user")

@@ -1,8 +1,7 @@
-"""Marks: how one side notices that its peer has withdrawn its memory, or is another by now, where the library would not tell.
+"""Marks: how one side notices that its peer has withdrawn its memory, or is another by now, where the library reports neither.
 
-Each side shows a random mark in memory of its own and clears it when it closes. Who moves bytes reads the mark after the last
-byte of a batch, and before it writes, into a slot that this peer alone has, and compares it with what the peer's
-endpoint says.
+Each side shows a random mark in memory of its own and clears it when it closes. A lane reads the mark after the last byte of a
+batch, and before it writes, into a slot that this lane alone has, and compares it with the one in the peer's endpoint.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ MARK_BYTES = 8
 class Marks:
     """This side's mark, and slots for the marks of peers, in one piece of memory. Safe to use from any thread.
 
-    There are twice as many slots as `max_peers`: a peer that is being let go of keeps its own for a while.
+    There are slots for twice as many peers as `max_peers`: a lane that is being ended keeps its slot until its engine is gone.
     """
 
-    def __init__(self, max_peers: int) -> None:
+    def __init__(self, max_peers: int, lanes: int = 1) -> None:
         self.mark = secrets.randbits(62) | 1
-        size = MARK_BYTES * (1 + 2 * max_peers)
+        size = MARK_BYTES * (1 + 2 * max_peers * lanes)
         self.region = Region.of(bytearray(self.mark.to_bytes(MARK_BYTES, "little").ljust(size, b"\0")))
         self._lock = threading.Lock()
         self._free = set(range(MARK_BYTES, size, MARK_BYTES))
 
     def take_slot(self) -> int:
-        """The offset of a slot that nobody uses. Raises TransportError when there is none."""
+        """The offset of a slot that is not in use. Raises TransportError when there is none."""
         with self._lock:
             if not self._free:
-                raise TransportError("as many peers are known, or being let go of, as may be (max_peers); try again")
+                raise TransportError("as many sessions are open, or ending, as may be (2 x max_peers); try again")
             return self._free.pop()
 
     def free_slot(self, slot: int) -> None:

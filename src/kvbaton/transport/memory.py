@@ -31,7 +31,7 @@ class MemoryHub:
             return self._last_seat
 
     def leave(self, seat: int) -> None:
-        """Let nobody reach the region of `seat` any more."""
+        """Withdraw the region of `seat`."""
         with self._lock:
             self._regions.pop(seat, None)
 
@@ -62,10 +62,11 @@ class _HubReach:
         return moved
 
     def confirm(self, link: _Seat) -> None:
+        # Raises when the peer has left during the copy.
         self._hub.region(link.number)
 
     def release(self, link: _Seat) -> None:
-        """Nothing to let go of: the hub has the region."""
+        """Nothing to release: the hub has the region."""
 
 
 class MemoryTransport(QueuedTransport[_Seat]):

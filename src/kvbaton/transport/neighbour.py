@@ -1,4 +1,4 @@
-"""A process of this host, named for good by host, pid and start time: what an endpoint says of it, whether it lives."""
+"""A process of this host, named for good by host, pid and start time: how an endpoint names it, and whether it lives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Neighbour:
         return neighbour
 
     def details(self) -> dict[str, str | int]:
-        """What an endpoint says of this process; the inverse of `of`."""
+        """How an endpoint names this process; the inverse of `of`."""
         return {"host_id": self.host, "pid": self.pid, "start_ticks": self.ticks}
 
     def confirm(self) -> None:
@@ -47,7 +47,7 @@ class Neighbour:
 
 
 class NeighbourWatch:
-    """Tells whether a process still lives, a hundred times cheaper than `Neighbour.confirm`: through a descriptor of it.
+    """Checks whether a process still lives, a hundred times cheaper than `Neighbour.confirm`: through a descriptor of it.
 
     Raises PeerLost when it does not live now. Where the system has no such descriptors, it confirms each time.
     """
@@ -61,6 +61,7 @@ class NeighbourWatch:
             self._fd = -1
         else:
             self._poll.register(self._fd, select.POLLIN)
+        # After the descriptor is open: before, the pid could still become another process's.
         try:
             neighbour.confirm()
         except PeerLost:

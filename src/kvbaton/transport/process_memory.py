@@ -40,7 +40,7 @@ class ProcessMemory:
         self._prctl.argtypes = [ctypes.c_int, word, word, word, word]
 
     def read(self, pid: int, source_address: int, target_address: int, runs: Runs) -> int:
-        """Copy `runs` (at most 1024) from process `pid`; tells how many bytes came, at least one. Raises KVBatonError."""
+        """Copy `runs` (at most 1024) from process `pid`; returns how many bytes came, at least one. Raises KVBatonError."""
         target_pieces = np.ascontiguousarray(runs[:, 1:3])
         source_pieces = np.ascontiguousarray(runs[:, 0:3:2])
         target_pieces[:, 0] += np.uint64(target_address)
@@ -79,7 +79,7 @@ def usable_processors() -> int:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process of that number exists; cheaper than `start_ticks`, and true for a dead one that nobody has reaped."""
+    """Whether a process of that number exists; cheaper than `start_ticks`, and true for a zombie."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -127,7 +127,7 @@ def _explain(code: int, pid: int) -> PeerLost | TransportError:
     if code == errno.ESRCH:
         return PeerLost(f"process {pid} is gone")
     if code == errno.EFAULT:
-        return TransportError(f"memory of process {pid}, or the target memory here, is no longer mapped where its card says")
+        return TransportError(f"memory of process {pid}, or the target memory here, is no longer mapped at its address")
     if code in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return TransportError(
             f"reading memory of process {pid} is not permitted ("

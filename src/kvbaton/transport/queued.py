@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import threading
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import (
@@ -20,23 +21,18 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.mover import Mover
 
-__all__ = ["Mover", "QueuedTransport", "detail"]
+__all__ = ["QueuedTransport", "bytes_detail", "detail"]
 
-L = TypeVar("L")
-
-
-class Mover(Protocol):
-    """The thread that moves bytes; takes its commands from the ledger and ends once that is shut."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until it has ended, at most `timeout_s`; tells whether it has."""
+L = TypeVar("L", bound=Hashable)
+T = TypeVar("T", int, str)
 
 
 class QueuedTransport(abc.ABC, Generic[L]):
-    """A transport whose mover fills this side's memory by reading; nobody else ever writes there, unless a subclass says so."""
+    """A transport whose mover fills this side's memory by reading; no peer ever writes there, unless a subclass allows it."""
 
-    def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover) -> None:
+    def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover[L]) -> None:
         self._region = region
         self._settings = settings
         self._ledger = ledger
@@ -77,7 +73,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
                 self._check(peer, endpoint)
                 self._ledger.check_room(peer)
                 link = self._link(peer, endpoint)
-                try:
+                try:  # `close` may come in between: then the link belongs to no mover
                     self._ledger.add_peer(peer, endpoint, link)
                 except TransportError:
                     self._unlink(link)
@@ -86,7 +82,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
         if batch.direction not in self.directions:
-            raise TransportError(f"{self.name} does not {batch.direction}; {self._way_out}")
+            raise TransportError(f"{self.name} does not {batch.direction}; {self._alternative}")
         return self._ledger.admit(batch, after)
 
     def poll(self) -> list[Completion]:
@@ -109,6 +105,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
         with self._closing:
             if self._closed:
                 return
+            # The order counts: the mover must be quiet before memory is given back, and before a completion calls it quiet.
             self._ledger.shut("TransportError: the transport is closed")
             if not self._mover.join(self._closing_s):
                 raise TransportError(f"the {self.name} mover did not end within {self._closing_s:g} s; close again")
@@ -118,7 +115,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
             self._closed = True
 
     @property
-    def _way_out(self) -> str:
+    def _alternative(self) -> str:
         """What to do instead of a batch whose direction is not accepted."""
         return "the side that holds the target has to read"
 
@@ -147,15 +144,23 @@ class QueuedTransport(abc.ABC, Generic[L]):
         """What the mover keeps for `peer`; raises TransportError when it cannot be reached from here."""
 
     def _unlink(self, link: L) -> None:
-        """Let go of a link that no mover ever saw."""
+        """Release a link that no mover ever saw."""
 
     def _release(self) -> None:
         """Give back what the subclass owns, once the mover has ended."""
 
 
-def detail(endpoint: Endpoint, field: str, kind: type[L]) -> L:
+def detail(endpoint: Endpoint, field: str, kind: type[T]) -> T:
     """One field of an endpoint's details; raises TransportError, naming it, when it is missing or of another type."""
     value = endpoint.details.get(field)
     if type(value) is not kind:
         raise TransportError(f"{endpoint.transport} endpoint: {field} is {value!r}; it must be of type {kind.__name__}")
     return value
+
+
+def bytes_detail(endpoint: Endpoint, field: str) -> bytes:
+    """One field of an endpoint's details that has bytes as hexadecimal digits; raises TransportError, naming it."""
+    try:
+        return bytes.fromhex(detail(endpoint, field, str))
+    except ValueError as error:
+        raise TransportError(f"{endpoint.transport} endpoint: {field} is not usable ({error}); fetch its card again") from error

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvbaton.errors import KVBatonError
 from kvbaton.transport.base import TransportSettings
-from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
+from kvbaton.transport.ledger import BatchJob, Ledger, describe
+from kvbaton.transport.mover import REVOKED, Mover
 from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
-from kvbaton.transport.schedule import Schedule
 
 __all__ = ["Reach", "SliceMover"]
 
@@ -23,16 +22,16 @@ class Reach(Protocol[L_contra]):
     """How bytes of a peer get into this side's region."""
 
     def copy(self, link: L_contra, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
-        """Copy some of what follows the cursor, which is not at its end; tells how many bytes. Raises KVBatonError."""
+        """Copy some of what follows the cursor, which is not at its end; returns how many bytes. Raises KVBatonError."""
 
     def confirm(self, link: L_contra) -> None:
         """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
 
     def release(self, link: L_contra) -> None:
-        """Let go of a revoked peer: nothing will be copied from it any more. Must not raise."""
+        """Release a revoked peer: nothing will be copied from it any more. Must not raise."""
 
 
-class SliceMover(Generic[L]):
+class SliceMover(Mover[L]):
     """One thread that serves the ledger's jobs, a slice per turn; cancels and revokes take effect between two slices."""
 
     def __init__(
@@ -44,51 +43,29 @@ class SliceMover(Generic[L]):
         slice_bytes: int | None = None,
         slice_runs: int = MAX_SLICE_RUNS,
     ) -> None:
-        """`slice_bytes` in at most `slice_runs` runs are moved per turn; by default what the settings say."""
-        self._ledger = ledger
+        """`slice_bytes` in at most `slice_runs` runs are moved per turn; by default those of the settings."""
         self._slice_bytes = slice_bytes or settings.slice_bytes
         self._slice_runs = slice_runs
         self._reach = reach
-        self._schedule: Schedule[L] = Schedule(settings.timeout_s)
-        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
-        self._thread.start()
+        super().__init__(name, ledger, settings.timeout_s)
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; tells whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            while not self._ledger.is_shut:
-                self._turn()
-        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
-            self._ledger.shut(f"{describe(error)} (the mover ended)")
-            self._ledger.finish_all()
-
-    def _turn(self) -> None:
-        for command in self._ledger.take_commands():
-            self._obey(command)
-        for failed, error in self._schedule.check_events(time.monotonic()):
-            self._ledger.finish(failed, error)
+    def _move(self) -> None:
         job = self._schedule.next_turn()
         if job is not None:
             self._move_slice(job)
         else:
             self._ledger.work.wait(self._schedule.wait_s(time.monotonic()))
 
-    def _obey(self, command: Command[L]) -> None:
-        if isinstance(command, Post):
-            self._schedule.add(command.job, time.monotonic())
-        elif isinstance(command, Cancel):
-            if self._schedule.discard(command.job):
-                self._ledger.finish(command.job, "cancelled", cancelled=True)
-        else:
-            for job in self._schedule.discard_link(command.link, waiting=True):
-                self._ledger.finish(job, "TransportError: the peer was revoked")
-            self._reach.release(command.link)
+    def _cancel(self, job: BatchJob[L]) -> None:
+        if self._schedule.discard(job):
+            self._ledger.finish(job, "cancelled", cancelled=True)
 
-    def _move_slice(self, job: Job[L]) -> None:
+    def _revoke(self, link: L) -> None:
+        for job in self._schedule.discard_link(link, waiting=True):
+            self._ledger.finish(job, REVOKED)
+        self._reach.release(link)
+
+    def _move_slice(self, job: BatchJob[L]) -> None:
         error = ""
         try:
             if job.cursor.remaining_bytes:
@@ -97,6 +74,7 @@ class SliceMover(Generic[L]):
                 job.moved_bytes += count
                 if job.cursor.remaining_bytes:
                     return
+                # After the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
                 self._reach.confirm(job.link)
         except (KVBatonError, OSError, ValueError) as problem:
             error = describe(problem)

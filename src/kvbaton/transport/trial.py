@@ -1,4 +1,4 @@
-"""Whether a transport works on this machine: a second process hands out a region, this one reads it and looks at the bytes."""
+"""Whether a transport works on this machine: a second process hands out a region, this one reads it and checks the bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,86 +19,87 @@ import numpy as np
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, KVBatonError, PeerLost
-from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Transport, TransportSettings
-from kvbaton.transport.choose import open_transport
-from kvbaton.transport.cuda import DeviceRegion
-from kvbaton.transport.shared_memory import SharedMemory
+from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Transport, TransportSettings
+from kvbaton.transport.choose import open_entry
+from kvbaton.transport.entry import load
+from kvbaton.transport.table import transport_entry, transport_names, variant_of
 
-__all__ = ["KINDS", "Trial", "try_transport"]
-
-KINDS = ("local, shared memory", "local, process_vm_readv", "tcp", "cuda", "nixl", "mooncake", "mori")
-"""What can be tried: a transport, and for `local` the kind of memory."""
+__all__ = ["Trial", "try_all", "try_transport"]
 
 _BYTES = 1 << 20
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _KILL_S = 10.0
 _SOURCE_COMMAND = (sys.executable, "-m", "kvbaton.transport.trial")
-_LAST_WORDS_BYTES = 2048
-_LAST_WORDS_LINES = 3
+_LAST_OUTPUT_BYTES = 2048
+_LAST_OUTPUT_LINES = 3
 _PEER = PeerRank(Incarnation("trial"))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a trial went; `problem` says what is wrong and what to do about it, and is empty when the bytes were right."""
+    """How a trial went; `problem` states what is wrong and what to do about it, and is empty when the bytes were right."""
 
     kind: str
     problem: str = ""
+    is_enough: bool = False
+    """Whether this transport needs nothing but kvbaton, so that a machine on which it works can serve."""
 
     @property
     def works(self) -> bool:
-        """Whether every byte came."""
+        """Whether every byte arrived."""
         return not self.problem
 
-    @property
-    def transport(self) -> str:
-        """The name that users choose it by."""
-        return self.kind.partition(",")[0]
+
+def try_all() -> Iterator[Trial]:
+    """Try every variant of every transport in the table, one after another; one that cannot even be loaded is a problem too."""
+    for name in transport_names():
+        try:
+            entry = transport_entry(name)
+        except ConfigError as error:
+            yield Trial(name, str(error))
+        else:
+            for variant in entry.variants:
+                yield try_transport(variant.kind)
 
 
-def try_transport(kind: str, *, patience_s: float = _PATIENCE_S, source_command: Sequence[str] = _SOURCE_COMMAND) -> Trial:
-    """Try one of `KINDS` between this process and another; never raises for what does not work.
+def try_transport(kind: str, *, timeout_s: float = _TIMEOUT_S, source_command: Sequence[str] = _SOURCE_COMMAND) -> Trial:
+    """Try one variant between this process and another; never raises for what does not work.
 
-    The other process has `patience_s` to open its side, and the bytes as long to come. It is `source_command`, which is given
+    The other process has `timeout_s` to open its side, and the bytes as long to arrive. It is `source_command`, which is given
     the kind and the descriptor that its endpoint is to be written to.
     """
+    is_enough = False
     try:
-        return Trial(kind, _problem_of(kind, patience_s, source_command))
+        is_enough = variant_of(kind)[0].stands_alone
+        problem = _problem_of(kind, timeout_s, source_command)
     except KVBatonError as error:
-        return Trial(kind, str(error))
+        problem = str(error)
     except Exception as error:  # noqa: BLE001 - a library may raise anything, and then that is the answer
-        return Trial(kind, f"{type(error).__name__}: {error}")
+        problem = f"{type(error).__name__}: {error}"
+    return Trial(kind, problem, is_enough)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Memory:
-    """Memory to try a transport with, and how to look at it."""
-
-    region: Region
-    content: Callable[[], bytes]
-
-
-class _Source:
-    """The other process, killed in the end. What it says to people is kept, for the case that it fails."""
+class _SourceProcess:
+    """The other process, killed in the end. Its output is kept, to be shown when it fails."""
 
     def __init__(self, kind: str, command: Sequence[str]) -> None:
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._answers, answer = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [*command, kind, str(answer)],
                 stdin=subprocess.PIPE,
-                stdout=self._words,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[answer],
             )
         except OSError:
-            self._forget()
+            self._close()
             raise
         finally:
             os.close(answer)
 
-    def __enter__(self) -> _Source:
+    def __enter__(self) -> _SourceProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -107,78 +108,61 @@ class _Source:
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_S)
-        self._forget()
+        self._close()
 
-    def endpoint(self, patience_s: float) -> Endpoint:
-        """What the process says of its region. Raises PeerLost when it dies before, or says nothing within `patience_s`."""
-        give_up_at, line = time.monotonic() + patience_s, b""
+    def endpoint(self, timeout_s: float) -> Endpoint:
+        """The endpoint that the process sends. Raises PeerLost when it ends first, or sends none within `timeout_s`."""
+        deadline, line = time.monotonic() + timeout_s, b""
         while not line.endswith(b"\n"):
-            if not select.select([self._answers], [], [], max(0.0, give_up_at - time.monotonic()))[0]:
-                raise PeerLost(f"the other process did not open it within {patience_s:g} s{self._last_words()}")
+            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise PeerLost(f"the other process did not open it within {timeout_s:g} s{self._last_output()}")
             part = os.read(self._answers, 1 << 16)
             if not part:
-                raise PeerLost(f"the other process could not open it, though this one could{self._last_words()}")
+                raise PeerLost(f"the other process could not open it, though this one could{self._last_output()}")
             line += part
         return msgspec.json.decode(line, type=Endpoint)
 
-    def _last_words(self) -> str:
-        size = self._words.seek(0, os.SEEK_END)
-        self._words.seek(max(0, size - _LAST_WORDS_BYTES))
-        lines = [line.strip() for line in self._words.read().decode(errors="replace").splitlines() if line.strip()]
-        return "; its last words: " + " / ".join(lines[-_LAST_WORDS_LINES:]) if lines else ", and said nothing"
+    def _last_output(self) -> str:
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _LAST_OUTPUT_BYTES))
+        lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
+        return "; its last output: " + " / ".join(lines[-_LAST_OUTPUT_LINES:]) if lines else ", and printed nothing"
 
-    def _forget(self) -> None:
+    def _close(self) -> None:
         os.close(self._answers)
-        self._words.close()
+        self._output.close()
 
 
-def _problem_of(kind: str, patience_s: float, command: Sequence[str]) -> str:
-    memory, transport = _open(kind, 0, patience_s)
-    with contextlib.closing(transport), _Source(kind, command) as source:
-        problem = _read_all(memory, transport, source, patience_s)
+def _problem_of(kind: str, timeout_s: float, command: Sequence[str]) -> str:
+    memory, transport = _open(kind, 0, timeout_s)
+    with contextlib.closing(transport), _SourceProcess(kind, command) as source:
+        problem = _read_all(memory, transport, source, timeout_s)
         transport.close()
         return problem
 
 
-def _open(kind: str, fill: int, patience_s: float) -> tuple[_Memory, Transport]:
-    name, _, which = kind.partition(", ")
-    memory = _gpu_memory(fill) if name == "cuda" else _main_memory(fill, is_shared=which == "shared memory")
-    return memory, open_transport(name, memory.region, TransportSettings(timeout_s=patience_s / 2))
+def _open(kind: str, fill: int, timeout_s: float) -> tuple[Any, Transport]:
+    """Memory full of `fill`, and the transport over it."""
+    entry, variant = variant_of(kind)
+    region, memory = load(variant.memory)(np.full(_BYTES, fill, np.uint8))
+    return memory, open_entry(entry, region, TransportSettings(timeout_s=timeout_s / 2))
 
 
-def _main_memory(fill: int, *, is_shared: bool) -> _Memory:
-    region = SharedMemory(_BYTES).region if is_shared else Region.of(np.zeros(_BYTES, np.uint8))
-    region.view[:] = bytes([fill]) * _BYTES
-    return _Memory(region, lambda: bytes(region.view))
-
-
-def _gpu_memory(fill: int) -> _Memory:
-    try:
-        import torch
-    except ImportError as error:
-        raise ConfigError(f"transport cuda needs torch and Triton ({error}); pip install 'kvbaton[cuda]'") from error
-    if not torch.cuda.is_available():
-        raise ConfigError("transport cuda needs an NVIDIA GPU, and torch sees none here; see nvidia-smi")
-    tensor: Any = torch.full((_BYTES,), fill, dtype=torch.uint8, device="cuda:0")
-    torch.cuda.synchronize()
-    return _Memory(DeviceRegion.of_tensors(tensor), lambda: bytes(tensor.cpu().numpy()))
-
-
-def _read_all(memory: _Memory, transport: Transport, source: _Source, patience_s: float) -> str:
-    transport.connect(_PEER, source.endpoint(patience_s))
+def _read_all(memory: Any, transport: Transport, source: _SourceProcess, timeout_s: float) -> str:
+    transport.connect(_PEER, source.endpoint(timeout_s))
     transport.post(Batch(_PEER, Direction.READ, np.array([[0, 0, _BYTES]], np.uint64)))
-    if not select.select([transport.wakeup_fd], [], [], patience_s)[0]:
-        return f"nothing came within {patience_s:g} s"
+    if not select.select([transport.wakeup_fd], [], [], timeout_s)[0]:
+        return f"no byte arrived within {timeout_s:g} s"
     error = transport.poll()[0].error
-    if error or memory.content() == b"\1" * _BYTES:
+    if error or bool((np.asarray(memory) == 1).all()):
         return error
-    return "wrong bytes came; please report this"
+    return "wrong bytes arrived; please report this"
 
 
 def _main() -> None:
     kind, answers = sys.argv[1], int(sys.argv[2])
     try:
-        _, transport = _open(kind, 1, _PATIENCE_S)
+        _, transport = _open(kind, 1, _TIMEOUT_S)
     except KVBatonError as error:
         sys.exit(str(error))
     os.write(answers, msgspec.json.encode(transport.endpoint()) + b"\n")

@@ -16,15 +16,17 @@ from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.router_peers import ensure_router_peers, vllm_router_part
 from watching import wait_until
 
-__all__ = ["Answer", "RealStand", "ask", "handed_over", "requests_to_try"]
+__all__ = ["InstanceAnswer", "RealStand", "ask", "handed_over", "requests_to_try"]
 
 _START_S = 120.0
+_ALLOW = ("--allow", "127.0.0.0/8")
+"""vllm-router sends no token of the cluster key, so the operator has to name the hosts that its requests may."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _HANDED_OVER = re.compile(r'^kvbaton_handoffs_total\{(?=[^}]*outcome="delivered")[^}]*\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Answer:
+class InstanceAnswer:
     """What a client has at the end, however it came: the status, the text and why it ended."""
 
     status: int
@@ -33,7 +35,7 @@ class Answer:
     tokens: int | None = None
 
 
-def ask(client: Client, path: str, body: dict[str, Any], stream: bool) -> Answer:
+def ask(client: Client, path: str, body: dict[str, Any], stream: bool) -> InstanceAnswer:
     """Ask, and put together what came."""
     return _streamed(client, path, body) if stream else _whole(client, path, body)
 
@@ -77,7 +79,7 @@ class RealStand(Stand):
 
     def launch(self, name: str, role: str, *extra: str, port: int | None = None, mode: Mode | None = None) -> int:
         """Start an instance, on this port if one is named; its port. It registers when it is healthy."""
-        options = replace(self._options(("--poison", *extra)), handoff=HandoffSettings(mode=mode or self.mode))
+        options = replace(self._options(("--poison", *_ALLOW, *extra)), handoff=HandoffSettings(mode=mode or self.mode))
         part = EmbeddedServers(options).part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         picked = part.base_url.rpartition(":")[2]
         if port is not None:
@@ -138,19 +140,19 @@ class RealStand(Stand):
         self.single = self.client
 
 
-def _whole(client: Client, path: str, body: dict[str, Any]) -> Answer:
+def _whole(client: Client, path: str, body: dict[str, Any]) -> InstanceAnswer:
     reply = client.post(path, body)
     if reply.status != 200:
-        return Answer(reply.status, reply.content.decode(errors="replace"), None)
+        return InstanceAnswer(reply.status, reply.content.decode(errors="replace"), None)
     (choice,) = reply.document["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return Answer(200, text, choice["finish_reason"], reply.document["usage"]["completion_tokens"])
+    return InstanceAnswer(200, text, choice["finish_reason"], reply.document["usage"]["completion_tokens"])
 
 
-def _streamed(client: Client, path: str, body: dict[str, Any]) -> Answer:
+def _streamed(client: Client, path: str, body: dict[str, Any]) -> InstanceAnswer:
     with client.stream(path, body) as response:
         if response.status != 200:
-            return Answer(response.status, response.read().decode(errors="replace"), None)
+            return InstanceAnswer(response.status, response.read().decode(errors="replace"), None)
         text, reason, ended = "", None, False
         for event in stream_events(response):
             if event == "[DONE]":
@@ -160,4 +162,4 @@ def _streamed(client: Client, path: str, body: dict[str, Any]) -> Answer:
                 text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 reason = choice["finish_reason"] or reason
         assert ended, f"the stream broke off after {text!r}"
-        return Answer(200, text, reason)
+        return InstanceAnswer(200, text, reason)

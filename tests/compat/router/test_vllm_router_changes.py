@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from real_stand import Answer, RealStand, ask, requests_to_try
+from real_stand import InstanceAnswer, RealStand, ask, requests_to_try
 
 from kvbaton.core.handoff import Mode
 from watching import wait_until
@@ -36,7 +36,7 @@ def compare_many(stand: RealStand, first: int) -> None:
         stand.compare(path, body, stream)
 
 
-def answer_or_none(waiting: Future[Answer]) -> Answer | None:
+def answer_or_none(waiting: Future[InstanceAnswer]) -> InstanceAnswer | None:
     """None when the connection broke: the router cuts streams whose decode instance dies."""
     try:
         return waiting.result(60)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
 from kvbaton.bench.wire import WireBench, run_wire_bench
-from kvbaton.transport import choose
 from kvbaton.transport.base import Direction, Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.nixl import NixlTransport
+from kvbaton.transport.table import TRANSPORTS
 
 pytestmark = [
     pytest.mark.e2e,
@@ -43,5 +44,5 @@ def test_control_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.Monkey
     def open_dropping(region: Region, settings: TransportSettings) -> Transport:
         return FaultyTransport(NixlTransport(region, settings), region, Faults(drop_writes=True))
 
-    monkeypatch.setitem(choose.TRANSPORTS, "nixl", open_dropping)
+    monkeypatch.setitem(TRANSPORTS, "nixl", replace(TRANSPORTS["nixl"], opener=open_dropping))
     assert any("wrong bytes" in problem for problem in run_wire_bench(bench("nixl")).problems)

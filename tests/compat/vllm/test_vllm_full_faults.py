@@ -1,7 +1,7 @@
-"""Signals and aborts on real vLLM, with hand-offs standing at every stage at the same time: who survives serves on.
+"""Signals and aborts on real vLLM, with hand-offs at every stage at the same time: the survivor goes on serving.
 
 In push the decode server fails requests whose load failed, and both servers cache prefixes; in pull it computes them itself,
-and nothing is cached, so that blocks are used again at once. `test_vllm_full_policies.py` has it the other way round.
+and nothing is cached, so that blocks are used again at once. `test_vllm_full_policies.py` has the policies the other way round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 import aiohttp
 import pytest
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of, together
-from vllm_leaving import RUNNING, WAYS, Halves, Way, leave, strike_queued
+from vllm_leaving import LEAVE_CASES, RUNNING, Halves, LeaveCase, leave, strike_queued
 from vllm_scenes import BLOCKS, STAGES, TOKENS, Scene, assert_goes_on, fault_pair
 from vllm_servers import Server
 
@@ -23,7 +23,7 @@ from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
@@ -39,16 +39,16 @@ def struck_first(pair: Pair, side: str) -> tuple[Server, Server]:
     return (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_client_that_leaves_frees_both_sides(pair: Pair, way: Way) -> None:
-    if pair.mode not in way.modes:
-        pytest.skip(f"in {pair.mode} a {way.side} has answered by then, or never waits there")
-    together(pair, lambda client: leave(client, way))
+@pytest.mark.parametrize("case", LEAVE_CASES, ids=str)
+def test_a_client_that_leaves_frees_both_sides(pair: Pair, case: LeaveCase) -> None:
+    if pair.mode not in case.modes:
+        pytest.skip(f"in {pair.mode} a {case.side} has answered by then, or never waits there")
+    together(pair, lambda client: leave(client, case))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_one_side_stands_still_for_longer_than_every_deadline(pair: Pair, side: str) -> None:
-    """Its blocks come back when it goes on; what the other side freed meanwhile is used again, and nobody serves it."""
+    """Its blocks come back when it goes on; what the other side freed meanwhile is used again, and never served."""
 
     async def send(client: Client) -> None:
         stopped, survivor = struck_first(pair, side)
@@ -73,10 +73,10 @@ def test_one_side_is_killed_in_mid_prefill_and_while_tokens_stream(pair: Pair, s
     async def send(client: Client) -> None:
         ending, survivor = struck_first(pair, side)
         async with AsyncExitStack() as reached:
-            halves = [(way.side, await reached.enter_async_context(way.reach(client))) for way in RUNNING]
-            standing = [each.tasks[way_side].done() for way_side, each in halves]
+            halves = [(case.side, await reached.enter_async_context(case.reach(client))) for case in RUNNING]
+            standing = [each.tasks[case_side].done() for case_side, each in halves]
             ending.signal(signal.SIGKILL)
-        assert not any(standing), "one has ended before the kill; this tests less than it says"
+        assert not any(standing), "one has ended before the kill; this tests less than its name"
         for _, each in halves:
             await assert_all_are_right_or_failed(client, each)
         await assert_goes_on(client, survivor, f"a kill of {side} in between")

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_handing import Client, Given, Pair, is_near_tie, prompt_of, together
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 from watching import wait_until
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(2400)]
 
 LIMITS = {"transfer_timeout": 30, "defer_timeout": 40}
 NEAR_TIES = 0.02
@@ -24,7 +24,7 @@ NEAR_TIES = 0.02
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
 def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
-    sides = [Wanted(role, role, request.param, settings=LIMITS, holds=True) for role in ("prefill", "decode")]
+    sides = [ServerSpec(role, role, request.param, settings=LIMITS, holds=True) for role in ("prefill", "decode")]
     with servers(*sides) as (prefill, decode):
         yield Pair(request.param, prefill, decode, single)
 
@@ -48,10 +48,10 @@ async def storm(client: Client, count: int, at_once: int, seed: str) -> list[Giv
     generator, slots = random.Random(seed), asyncio.Semaphore(at_once)
 
     async def one(index: int) -> Given | None:
-        prompt, patience_s = prompt_of(generator.choice((3, 40, 130)), f"{seed} {index}"), generator.uniform(0.01, 2.0)
+        prompt, timeout_s = prompt_of(generator.choice((3, 40, 130)), f"{seed} {index}"), generator.uniform(0.01, 2.0)
         async with slots:
             try:
-                return await asyncio.wait_for(client.hand_off(prompt, 3), patience_s if index % 10 == 0 else 300)
+                return await asyncio.wait_for(client.hand_off(prompt, 3), timeout_s if index % 10 == 0 else 300)
             except TimeoutError:
                 return None
 
@@ -105,7 +105,7 @@ def test_the_control_at_this_load_wrong_bytes_show(pair: Pair) -> None:
 
 def test_a_request_that_names_no_living_source_fails_in_time(pair: Pair) -> None:
     async def send(client: Client) -> None:
-        params = {"do_remote_prefill": True, "transfer_id": "nobody", "remote_host": "127.0.0.1", "remote_port": 1}
+        params = {"do_remote_prefill": True, "transfer_id": "no-source", "remote_host": "127.0.0.1", "remote_port": 1}
         with pytest.raises(PeerError):
             await asyncio.wait_for(client.send(pair.decode.url, prompt_of(20), 2, params), 90)
 

@@ -1,7 +1,7 @@
 """vLLM's own unit tests of connectors, as vLLM ships them, with our connector in the place of the one they were written for.
 
 They are not in vLLM's package: its source distribution is fetched by name and version, and kept beside vLLM's environment. What
-is replaced round the tests is said in `inside/peer_tests_plugin.py`. `RUN` lists what is run, `LEFT_OUT` why the rest is not.
+is replaced round the tests is listed in `inside/peer_tests_plugin.py`. `RUN` lists what is run, `LEFT_OUT` why the rest is not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_peer_tests import Case, PeerTests, peer_tests
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(3600)]
 
 RUN: dict[str, tuple[str, ...]] = {
     "test_remote_decode_lifecycle.py": (
@@ -119,7 +119,7 @@ LEFT_OUT: dict[str, str] = {
     "test_nixl_connector.py": "NIXL's handshake, descriptors, notifications, statistics and peers",
     "test_bidirectional_kv_transfer.py": "caches that go from decode to prefill, which ours does not do so far",
     "test_config.py": "vLLM's configuration of offloading; connectors are named there, and none is made",
-    "test_output_aggregator.py": "how vLLM adds up what workers told, without a connector",
+    "test_output_aggregator.py": "how vLLM adds up what workers report, without a connector",
     "test_handshake_pp_aggregation.py": "which hook vLLM calls on connectors that the file defines, with two workers",
     "test_scheduler_kv_connector_override.py": "a scheduler that a plugin changed, with a connector of its own",
     "test_tp_mapping.py": "how NIXL maps ranks",

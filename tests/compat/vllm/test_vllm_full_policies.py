@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_handing import Client, Pair, prompt_of, together
-from vllm_leaving import WAYS, Way, leave
+from vllm_leaving import LEAVE_CASES, LeaveCase, leave
 from vllm_scenes import BLOCKS, STAGES, Scene, assert_goes_on, fault_pair
 from vllm_servers import Server
 
@@ -21,7 +21,7 @@ from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
@@ -33,13 +33,13 @@ def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("pair", [Mode.PUSH], indirect=True, ids=str)
-@pytest.mark.parametrize("way", [way for way in WAYS if way.side == "source"], ids=str)
-def test_a_target_whose_source_was_left_does_as_its_policy_says(pair: Pair, way: Way) -> None:
+@pytest.mark.parametrize("case", [case for case in LEAVE_CASES if case.side == "source"], ids=str)
+def test_a_target_whose_source_was_left_follows_its_policy(pair: Pair, case: LeaveCase) -> None:
     """In push: in pull there is no target yet while a source can be left."""
-    together(pair, lambda client: leave(client, way))
+    together(pair, lambda client: leave(client, case))
 
 
-def test_a_target_whose_source_stands_still_does_as_its_policy_says(pair: Pair) -> None:
+def test_a_target_whose_source_stands_still_follows_its_policy(pair: Pair) -> None:
     """Blocks that it freed are used again before the source goes on."""
 
     async def send(client: Client) -> None:
@@ -59,7 +59,7 @@ def test_a_target_whose_source_stands_still_does_as_its_policy_says(pair: Pair) 
     together(pair, send)
 
 
-def test_a_target_whose_source_was_killed_does_as_its_policy_says(pair: Pair) -> None:
+def test_a_target_whose_source_was_killed_follows_its_policy(pair: Pair) -> None:
     async def send(client: Client) -> None:
         scene = Scene(client, "killed")
         await scene.begin(*STAGES)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_handing import Client, Pair, is_near_tie, prompt_of, together
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 BLOCKS = "20"
 LIMITS = {"transfer_timeout": 90, "defer_timeout": 120}
@@ -26,7 +26,8 @@ LIMITS = {"transfer_timeout": 90, "defer_timeout": 120}
 def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
     arguments = ("--num-gpu-blocks-override", BLOCKS, "--no-enable-prefix-caching", "--no-scheduler-reserve-full-isl")
     sides = [
-        Wanted(role, role, request.param, settings=LIMITS, arguments=arguments, holds=True) for role in ("prefill", "decode")
+        ServerSpec(role, role, request.param, settings=LIMITS, arguments=arguments, holds=True)
+        for role in ("prefill", "decode")
     ]
     with servers(*sides) as (prefill, decode):
         yield Pair(request.param, prefill, decode, single)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from vllm_checks import run_checks
 from vllm_handing import Client, Pair, prompt_of, together
-from vllm_servers import Wanted, servers
+from vllm_servers import ServerSpec, servers
 
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(5400)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(5400)]
 
 RELEASE = "0.31.0"
 LENGTHS = (1, 5, 127, 128, 129, 300, 600)
@@ -20,8 +20,8 @@ LENGTHS = (1, 5, 127, 128, 129, 300, 600)
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    sides = [Wanted(role, role, request.param, holds=True) for role in ("prefill", "decode")]
-    with servers(*sides, Wanted("single", "both"), version=RELEASE) as (prefill, decode, single):
+    sides = [ServerSpec(role, role, request.param, holds=True) for role in ("prefill", "decode")]
+    with servers(*sides, ServerSpec("single", "both"), version=RELEASE) as (prefill, decode, single):
         yield Pair(request.param, prefill, decode, single)
 
 

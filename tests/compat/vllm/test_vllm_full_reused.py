@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of, together
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 LIMITS = {"transfer_timeout": 100, "defer_timeout": 120, "stop_timeout": 2, "retry": 0.5}
 LEASE_S = 6.0
@@ -37,25 +37,25 @@ def pair(policy: OnFailure, single: Server) -> Iterator[Pair]:
     """A source that promises `defer_timeout`, and keeps its blocks for `LEASE_S`."""
     arguments = ("--num-gpu-blocks-override", str(BLOCKS), "--no-enable-prefix-caching")
     sides = [
-        Wanted("prefill", "prefill", Mode.PULL, settings=LIMITS, arguments=arguments, holds=True, lease_s=LEASE_S),
-        Wanted("decode", "decode", Mode.PULL, policy, settings=LIMITS, arguments=arguments, holds=True),
+        ServerSpec("prefill", "prefill", Mode.PULL, settings=LIMITS, arguments=arguments, holds=True, lease_s=LEASE_S),
+        ServerSpec("decode", "decode", Mode.PULL, policy, settings=LIMITS, arguments=arguments, holds=True),
     ]
     with servers(*sides) as (prefill, decode):
         yield Pair(Mode.PULL, prefill, decode, single)
 
 
 async def let_blocks_be_used_again(client: Client) -> None:
-    """The source stands still for longer than its lease, goes on, and gives its blocks to others."""
+    """The source stands still for longer than its lease, goes on, and its blocks go to other requests."""
     prefill = client.pair.prefill
     prefill.signal(signal.SIGSTOP)
     await asyncio.sleep(LEASE_S)
     prefill.signal(signal.SIGCONT)
-    await client.until(prefill.is_idle, "the source to give up", DELAY_S / 2)
+    await client.until(prefill.is_idle, "the source to free its blocks", DELAY_S / 2)
     await client.write_to_blocks(prefill, BLOCKS)
 
 
 def test_blocks_that_were_used_again_are_read_and_never_served(pair: Pair, policy: OnFailure) -> None:
-    """The bytes that the target reads are those of somebody else. That is the control: who asked nobody would serve them."""
+    """The target reads the bytes of another request. That is the control: without the check they would be served."""
 
     async def send(client: Client) -> None:
         prompt = prompt_of(120, "reused")

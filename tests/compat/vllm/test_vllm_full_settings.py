@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import pytest
 from vllm_handing import Client, Pair, assert_equal, prompt_of, together
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.errors import PeerError
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 LIMITS = {"transfer_timeout": 10, "defer_timeout": 12, "stop_timeout": 2, "retry": 0.5}
 
@@ -27,7 +27,7 @@ LIMITS = {"transfer_timeout": 10, "defer_timeout": 12, "stop_timeout": 2, "retry
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
 def pair(request: pytest.FixtureRequest, single: Server) -> Iterator[Pair]:
     """From the first to the second; the second differs."""
-    first = Wanted(
+    first = ServerSpec(
         "first", "prefill", request.param, OnFailure.FAIL, Integrity.FULL, "tcp", LIMITS, holds=True, kv_role="kv_both"
     )
     second = replace(first, name="second")
@@ -86,7 +86,7 @@ def test_what_failed_is_computed_where_that_is_the_policy(pair: Pair) -> None:
     pair.wait_idle()
 
 
-def test_the_control_without_checksums_nobody_notices(pair: Pair) -> None:
+def test_the_control_without_checksums_wrong_bytes_are_served(pair: Pair) -> None:
     if pair.mode is Mode.PULL:
         pytest.skip("in pull the second server checks everything")
 

@@ -8,7 +8,7 @@ from vllm_verifying import verify
 from kvbaton.core.handoff import Mode
 
 pytest_plugins = ["vllm_fixtures"]
-pytestmark = [pytest.mark.vllm_full, pytest.mark.usefixtures("noted_commit"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm_full, pytest.mark.timeout(1800)]
 
 REQUESTS = 20
 
@@ -22,7 +22,7 @@ def test_every_answer_is_the_same(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_control_that_moves_nothing_is_found_out(mode: Mode) -> None:
+def test_the_control_that_moves_nothing_is_detected(mode: Mode) -> None:
     code, document = verify("--mode", mode, "--requests", str(REQUESTS), "--drop-writes")
     assert code == 1
     assert document["ok"] is False

@@ -1,4 +1,4 @@
-"""Where vLLM's own tests are fetched from: the indexes that pip knows, and files that are what the index says."""
+"""Where vLLM's own tests are fetched from: the indexes that pip knows, and files with the sum that the index has."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def _link(page: Path, digest: str) -> None:
 
 
 def test_only_the_tests_are_unpacked_and_fetched_once(index: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+    reported: list[str] = []
     environment = VllmEnvironment(tmp_path / "cache")
     for _ in range(2):
-        directory = ensure_peer_tests(environment, "1.0", said.append)
+        directory = ensure_peer_tests(environment, "1.0", reported.append)
     assert [path.relative_to(directory).as_posix() for path in directory.rglob("*.py")] == ["tests/v1/test_it.py"]
-    assert len(said) == 1
+    assert len(reported) == 1
 
 
-def test_a_file_that_is_not_what_the_index_says_is_refused(index: Path, tmp_path: Path) -> None:
+def test_a_file_that_has_another_sum_than_the_index_is_refused(index: Path, tmp_path: Path) -> None:
     _link(index, "0" * 64)
-    with pytest.raises(LocalError, match="the index says 000"):
+    with pytest.raises(LocalError, match="the index has 000"):
         ensure_peer_tests(VllmEnvironment(tmp_path / "cache"), "1.0", print)
 
 

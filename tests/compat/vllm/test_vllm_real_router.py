@@ -29,6 +29,7 @@ def _requests() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.sampled(1, by="stream")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_the_real_router_gets_the_answers_of_one_server(standing: VllmStand, stream: bool) -> None:
     pair = standing.pair
@@ -36,7 +37,7 @@ def test_the_real_router_gets_the_answers_of_one_server(standing: VllmStand, str
     async def send(session: aiohttp.ClientSession) -> None:
         for path, body in _requests():
             right = await _ask(session, pair.single.url + path, body, stream)
-            assert right, "one server says something"
+            assert right, "one server answers with a text"
             assert await _ask(session, standing.peer_router + path, body, stream) == right, f"{path} {body}"
 
     before = _handed_over(pair.decode)
@@ -45,6 +46,7 @@ def test_the_real_router_gets_the_answers_of_one_server(standing: VllmStand, str
     wait_until(lambda: _handed_over(pair.decode) == before + len(_requests()), "each to be counted as handed over", 30)
 
 
+@pytest.mark.sampled(1)
 def test_the_real_router_cuts_no_answer(standing: VllmStand) -> None:
     """It prints a chat's answer anew and keeps its length: what this connector adds must not change under that. A client that
     gets fewer bytes than it was promised raises."""
@@ -67,13 +69,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], s
         text = await answer.text()
         assert answer.status == 200, text
     if not stream:
-        return _said(json.loads(text))
+        return _text(json.loads(text))
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]", text[-500:]
-    return "".join(_said(json.loads(event)) for event in events[:-1])
+    return "".join(_text(json.loads(event)) for event in events[:-1])
 
 
-def _said(document: dict[str, Any]) -> str:
+def _text(document: dict[str, Any]) -> str:
     (choice,) = document["choices"]
     if "text" in choice:
         return str(choice["text"])

@@ -1,4 +1,7 @@
-"""Requests of every kind through a prefill and a decode vLLM: right answers, or an error for that request alone."""
+"""Requests of every kind through a prefill and a decode vLLM: right answers, or an error for that request alone.
+
+With `--sample`, each kind in one of the two modes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import aiohttp
 import pytest
 from vllm_handing import Client, Given, assert_equal, is_near_tie, prompt_of
 from vllm_servers import BLOCK_TOKENS, MODEL
-from vllm_stand import DEFER_S, VllmStand, both, together
+from vllm_stand import VllmStand, both, together
 
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.handoff_params import KVTransferParams
@@ -58,6 +61,7 @@ HANDED_OFF = {"several prompts": 3, "several samples": 2, "first token ends the 
 """How many hand-offs some of them make at least."""
 
 
+@pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", SHAPES)
 def test_requests_of_every_shape(standing: VllmStand, name: str) -> None:
     async def send(session: aiohttp.ClientSession) -> None:
@@ -72,6 +76,7 @@ def test_requests_of_every_shape(standing: VllmStand, name: str) -> None:
     wait_until(lambda: delivered(standing) >= before + HANDED_OFF.get(name, 0), f"{name}: each is handed off", 30)
 
 
+@pytest.mark.sampled(1)
 def test_a_stream_has_the_same_text(standing: VllmStand) -> None:
     async def stream(session: aiohttp.ClientSession, url: str) -> str:
         body = {"model": MODEL, "prompt": prompt_of(200, seed=5), "max_tokens": 8, "temperature": 0, "stream": True}
@@ -88,6 +93,7 @@ def test_a_stream_has_the_same_text(standing: VllmStand) -> None:
     together(send)
 
 
+@pytest.mark.sampled(1)
 def test_a_plain_request_to_either_server_is_computed_there(standing: VllmStand) -> None:
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(50, seed=6)
@@ -98,6 +104,7 @@ def test_a_plain_request_to_either_server_is_computed_there(standing: VllmStand)
     together(send)
 
 
+@pytest.mark.sampled(1, by="blocks")
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_what_the_target_has_cached_is_not_sent_again(standing: VllmStand, blocks: int) -> None:
     """A prompt of whole blocks, twice: all but the last block are there the second time, on both sides."""
@@ -122,12 +129,14 @@ REFUSED: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_that_the_target_refuses_before_admission_frees_its_source(standing: VllmStand, name: str) -> None:
-    """Long before the source would give up by itself. vLLM forgets the header then, so the parameters must name the source."""
+    """The source is notified. vLLM forgets the header then, so the parameters must name the source."""
 
     async def send(session: aiohttp.ClientSession) -> None:
         client, prompt = Client(session, standing.pair), prompt_of(140, seed=f"refused {name}")
+        before = await client.expired()
         header, transfer_id = client.header(), f"refused-{name.replace(' ', '-')}"
         params: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": transfer_id}
         params |= {"remote_host": "127.0.0.1", "remote_port": standing.pair.prefill.control_port}
@@ -140,9 +149,15 @@ def test_a_request_that_the_target_refuses_before_admission_frees_its_source(sta
         ) as response:
             assert response.status == 400, await response.text()
         await asyncio.wait([prefill])
+        await assert_released(client, before)
 
     together(send)
-    standing.pair.wait_idle(DEFER_S / 2)
+
+
+async def assert_released(client: Client, before: dict[str, float]) -> None:
+    """All blocks come back, and not because a lease has expired since."""
+    await asyncio.to_thread(client.pair.wait_idle)
+    assert await client.expired() == before
 
 
 VALUES: tuple[object, ...] = (
@@ -165,7 +180,7 @@ NUMBERS = frozenset(KVTransferParams.__struct_fields__) - FLAGS - TEXTS
 
 
 def wrong_params(side: str) -> Iterator[dict[str, object]]:
-    """Every field with every kind of value, in a request that wants to be on this side."""
+    """Every field with every kind of value, in a request for this side."""
     for field in (*KVTransferParams.__struct_fields__, "remote_block_ids", "transfer_mode"):
         for value in VALUES:
             yield {side: True, "transfer_id": "wrong", "remote_host": "127.0.0.1", "remote_port": 1, field: value}
@@ -192,7 +207,7 @@ def must_fail(is_prefill: bool, params: dict[str, object]) -> bool:
 
 
 def test_what_must_fail_is_known() -> None:
-    """Nobody listens at the source's address, so a target never lands; a prefill is computed unless it cannot be read."""
+    """No process listens at the source's address, so no hand-off lands; a prefill is computed unless it cannot be read."""
     source, target = ({side: True, "transfer_id": "t", "remote_host": "127.0.0.1"} for side in sorted(FLAGS))
     assert [must_fail(is_prefill, target) for is_prefill in (False, True)] == [True, True]
     assert [must_fail(is_prefill, source) for is_prefill in (False, True)] == [True, False]
@@ -202,6 +217,7 @@ def test_what_must_fail_is_known() -> None:
     assert not must_fail(False, {"do_remote_prefill": None, "transfer_id": 7})
 
 
+@pytest.mark.sampled(1, by="side")
 @pytest.mark.parametrize("side", sorted(FLAGS))
 def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: VllmStand, side: str) -> None:
     """Exactly those that have to fail do; the answer of each other one is that of the single server, but for near ties."""
@@ -232,6 +248,7 @@ def test_wrong_parameters_fail_their_request_and_the_engine_lives(standing: Vllm
     pair.wait_idle()
 
 
+@pytest.mark.sampled(1)
 def test_bad_parameters_fail_a_request_with_prompt_logprobs_too(standing: VllmStand) -> None:
     """vLLM loads nothing for such a request, and would answer it."""
     bad = {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "both"}
@@ -258,24 +275,27 @@ def test_many_sources_without_a_transfer_id_are_handed_over(standing: VllmStand,
         pytest.skip("in push both instances are asked at once, and need the transfer id before there is an answer")
 
     async def send(session: aiohttp.ClientSession) -> None:
-        pair = standing.pair
+        pair, client = standing.pair, Client(session, standing.pair)
+        before = await client.expired()
         single = await completion(session, pair.single.url, **MANY[name])
         asked = {**MANY[name], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
         params = (await completion(session, pair.prefill.url, **asked))["kv_transfer_params"]
         given = await completion(session, pair.decode.url, **MANY[name], kv_transfer_params=params)
         assert texts(given) == texts(single)
         assert given["kv_transfer_params"]["kvbaton"]["handed_off"]
+        await assert_released(client, before)
 
     together(send)
-    standing.pair.wait_idle(DEFER_S / 2)
 
 
+@pytest.mark.sampled(1, by="name")
 @pytest.mark.parametrize("name", MANY)
 def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: str) -> None:
-    """vLLM tells of it once, however many prompts and samples it has."""
+    """vLLM reports it once, however many prompts and samples it has."""
 
     async def send(session: aiohttp.ClientSession) -> None:
-        pair = standing.pair
+        pair, client = standing.pair, Client(session, standing.pair)
+        before = await client.expired()
         transfer_id = f"refused-{name.replace(' ', '-')}-{pair.mode}"
         asked = {**MANY[name], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer_id}}
         await completion(session, pair.prefill.url, **asked)
@@ -283,6 +303,6 @@ def test_a_refused_request_frees_all_of_its_sources(standing: VllmStand, name: s
         params |= {"remote_host": "127.0.0.1", "remote_port": pair.prefill.control_port}
         with pytest.raises(PeerError, match="HTTP 400"):
             await completion(session, pair.decode.url, **{**MANY[name], "kv_transfer_params": params, "logprobs": 100_000})
+        await assert_released(client, before)
 
     together(send)
-    standing.pair.wait_idle(DEFER_S / 2)

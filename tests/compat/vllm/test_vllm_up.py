@@ -62,7 +62,7 @@ def test_it_answers_and_its_hand_off_can_be_explained(up: Up) -> None:
     story = explain(up.client)["story"]
     assert isinstance(story, dict)
     assert story["transfer_id"] == reply.headers["X-KVBaton-Transfer"]
-    assert [teller["problem"] for teller in story["tellers"]] == ["", ""]
+    assert [participant["problem"] for participant in story["participants"]] == ["", ""]
     (handoff,) = story["handoffs"]
     assert [end["outcome"] for end in handoff["ends"]] == ["delivered", "delivered"]
     assert {"prefill", "wire", "confirmation", "first step"} <= {bar["phase"] for bar in handoff["bars"]}

@@ -1,26 +1,24 @@
-"""`kvbaton verify --engine vllm`, a few short requests: all well when all is well, and found out when nothing is moved."""
+"""`kvbaton verify --engine vllm`, a few short requests; with `--sample`, in one of the two modes.
+
+`test_vllm_full_verify.py` has more requests, and the control.
+"""
 
 from __future__ import annotations
 
 import pytest
 from vllm_verifying import verify
 
+from kvbaton.core.handoff import Mode
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 REQUESTS = 4
-SHORT = ("--requests", str(REQUESTS), "--longest-prompt", "200", "--max-tokens", "4")
 
 
-def test_every_answer_is_the_same() -> None:
-    code, document = verify(*SHORT)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_answer_is_the_same(mode: Mode) -> None:
+    code, document = verify("--mode", mode, "--requests", str(REQUESTS), "--longest-prompt", "200", "--max-tokens", "4")
     assert code == 0, document["problems"]
     assert (document["requests"], document["handed_off"], document["recomputed"]) == (REQUESTS, REQUESTS, 0)
     assert document["bytes_moved"] == document["bytes_planned"] > 0
-
-
-def test_the_control_that_moves_nothing_is_found_out() -> None:
-    code, document = verify(*SHORT, "--drop-writes")
-    assert code == 1
-    assert document["ok"] is False
-    assert (document["handed_off"], document["failed"]) == (REQUESTS, 0)
-    assert document["different"] > 0

@@ -57,7 +57,7 @@ class Pair:
         self.single.wait()
 
     def wait_idle(self, timeout_s: float = 90.0) -> None:
-        """Wait until neither side holds anything for anybody."""
+        """Wait until neither side holds a block or a request."""
         for server in (self.prefill, self.decode):
             server.wait_idle(timeout_s)
 
@@ -83,7 +83,7 @@ class Client:
         return Client(self._session, pair)
 
     async def alone(self, prompt: Sequence[int], tokens: int = 8, url: str | None = None) -> Given:
-        """A plain request, to the single server unless told otherwise."""
+        """A plain request, to the single server unless another is given."""
         return await self._post(url or self.pair.single.url, _body(prompt, tokens), {})
 
     async def prefill(self, prompt: Sequence[int], transfer_id: str, header: str) -> Given:
@@ -100,7 +100,7 @@ class Client:
     async def stream_prefill(
         self, prompt: Sequence[int], transfer_id: str, header: str, tokens: int, begun: asyncio.Event
     ) -> None:
-        """The prefill half, for a client that wants more tokens than the first; `begun` is set when that one is here."""
+        """The prefill half, for a client that asks for more tokens than the first; `begun` is set when that one is here."""
         await self._stream(self.pair.prefill.url, _source_body(prompt, transfer_id, tokens), header, begun)
 
     async def stream_decode(
@@ -148,6 +148,16 @@ class Client:
         """Let plain requests write to every block of a server that has so many."""
         prompts = [prompt_of(3, f"filler {index}") for index in range(2 * blocks)]
         await asyncio.gather(*(self.alone(prompt, 2, server.url) for prompt in prompts))
+
+    async def expired(self) -> dict[str, float]:
+        """How many hand-offs have expired, by side. vLLM publishes with its next step, so a plain request makes each step."""
+        found = {}
+        for side in ("source", "target"):
+            server = self.pair.server(side)
+            await self.alone(prompt_of(3), 2, server.url)
+            name = f'vllm:kvbaton_handoffs_total{{outcome="expired",side="{side}"}}'
+            found[side] = (await asyncio.to_thread(server.metrics)).get(name, 0.0)
+        return found
 
     async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         """Wait, while requests go on."""

@@ -1,11 +1,10 @@
-"""Clients that leave a hand-off on real vLLM: a table of sides and stages, and one way of getting to each.
+"""Clients that leave a hand-off on real vLLM: a table of sides and stages, and how a hand-off is brought to each.
 
-A `Way` brings one hand-off to its stage and makes sure that it stands there. Where a request has to wait for blocks, plain
-requests hold them; none of those may be over when the client leaves, else somebody might have had their blocks.
+A `LeaveCase` brings one hand-off to its stage and checks that it is there. Where a request has to wait for blocks, plain
+requests hold them; none of those may have ended when the client leaves, else the waiting request might have had their blocks.
 
-A source is left only until it has answered: after that there is nobody to leave. That is why a source in pull is never left
-while blocks move. Nobody coming for what it then holds is
-`test_vllm_pair.py::test_an_idle_source_gives_blocks_back_that_nobody_comes_for`.
+A client can leave a source only until it has answered. So in pull no client leaves a source while blocks move. A source whose
+blocks no target fetches is tested in `test_vllm_pair.py::test_an_idle_source_frees_blocks_that_no_target_fetches`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm_handing import Client, Given, Pair, assert_equal, prompt_of
+from vllm_handing import Client, Given, assert_equal, prompt_of
 from vllm_scenes import BEFORE_RELEASE, BLOCKS, STAGES, TOKENS, Scene, Stage
 from vllm_servers import BLOCK_TOKENS, Server
 
@@ -26,7 +25,7 @@ from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import PeerError
 
-__all__ = ["RUNNING", "WAYS", "Halves", "Way", "leave", "strike_queued"]
+__all__ = ["LEAVE_CASES", "LEAVE_CASES_ANYWHERE", "RUNNING", "Halves", "LeaveCase", "leave", "strike_queued"]
 
 _PROMPT_TOKENS = 600
 _LONG_TOKENS = 1400
@@ -41,11 +40,11 @@ _MANY_TOKENS = 400
 class Halves:
     """The two requests of one hand-off. In pull the source has answered before the target is asked."""
 
-    def __init__(self, client: Client, name: str, prompt_tokens: int = _PROMPT_TOKENS, word: str = "tx") -> None:
+    def __init__(self, client: Client, name: str, prompt_tokens: int = _PROMPT_TOKENS, prefix: str = "tx") -> None:
         self.client = client
         self.prompt = prompt_of(prompt_tokens, name)
         self.tasks: dict[str, asyncio.Task[Any]] = {}
-        self.transfer_id = f"{word}.{name}".replace(" ", "-")
+        self.transfer_id = f"{prefix}.{name}".replace(" ", "-")
         self._header = client.header()
         self._params: dict[str, Any] | None = None
 
@@ -91,11 +90,11 @@ Reach = Callable[[Client], AbstractAsyncContextManager[Halves]]
 
 
 @dataclass(frozen=True)
-class Way:
+class LeaveCase:
     """The client of `side` leaves at a stage; `reach` brings a hand-off there, in these modes.
 
-    The other side is told, and need not wait until it has run out of patience; `expires` names one that may not hear of it: the
-    message that would reach it, or that says whom to tell, is lost. With `surely` it cannot hear of it in any other way.
+    The other side is notified and need not wait for a timeout. `expires` names a side that may not be notified, because the
+    message that would reach it, or that names its address, is lost. With `surely` it is never notified.
     """
 
     side: str
@@ -109,37 +108,29 @@ class Way:
         return f"{self.side}-{self.stage}"
 
 
-async def leave(client: Client, way: Way) -> None:
-    """Let the client go where the way leads. The other half ends as it must, nothing stays behind, and both sides serve on."""
-    before = await asyncio.to_thread(_expired, client.pair)
-    async with way.reach(client) as halves:
-        leaving = halves.tasks[way.side]
-        assert not leaving.done(), "it has ended; there is nobody to leave"
+async def leave(client: Client, case: LeaveCase) -> None:
+    """Let the client leave at that stage. The other half ends as it must, no block stays in use, and both sides serve on."""
+    before = await client.expired()
+    async with case.reach(client) as halves:
+        leaving = halves.tasks[case.side]
+        assert not leaving.done(), "it has ended; its client cannot leave any more"
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
     assert leaving.cancelled()
-    if way.side == "source" and "target" in halves.tasks:
+    if case.side == "source" and "target" in halves.tasks:
         await _assert_lost(client, halves)
     await asyncio.wait_for(asyncio.gather(*halves.tasks.values(), return_exceptions=True), 60)
     await asyncio.to_thread(client.pair.wait_idle, 60)
     client.pair.assert_alive()
-    await client.assert_serves(prompt_of(140, f"after {way}"))
-    after = await asyncio.to_thread(_expired, client.pair)
+    await client.assert_serves(prompt_of(140, f"after {case}"))
+    after = await client.expired()
     expired = {side for side in after if after[side] > before[side]}
-    assert expired <= {way.expires}, f"these were not told that the client is gone: {expired}"
-    assert not way.surely or expired, f"nobody can have told the {way.expires}, and it has not expired"
-
-
-def _expired(pair: Pair) -> dict[str, float]:
-    """How many hand-offs have expired, by side. vLLM publishes with its next step."""
-    return {
-        side: pair.server(side).metrics().get(f'vllm:kvbaton_handoffs_total{{outcome="expired",side="{side}"}}', 0)
-        for side in ("source", "target")
-    }
+    assert expired <= {case.expires}, f"these were not notified that the client has left: {expired}"
+    assert not case.surely or expired, f"no message can have reached the {case.expires}, and it has not expired"
 
 
 async def _assert_lost(client: Client, halves: Halves) -> None:
-    """A target that has lost its source fails, or computes all of it, as its policy says."""
+    """A target that has lost its source fails, or computes all of it, as its policy states."""
     (end,) = await asyncio.wait_for(asyncio.gather(halves.tasks["target"], return_exceptions=True), 60)
     if client.pair.policy is OnFailure.FAIL:
         assert isinstance(end, PeerError), end
@@ -204,7 +195,7 @@ async def strike_queued(client: Client, side: str, strike: Callable[[], None], s
 @asynccontextmanager
 async def _without_grant(client: Client) -> AsyncIterator[Halves]:
     """There is room for its blocks, but it may have them only with a grant, and that was lost."""
-    halves, prefill = Halves(client, "without grant", word="mute.target.grant"), client.pair.prefill
+    halves, prefill = Halves(client, "without grant", prefix="mute.target.grant"), client.pair.prefill
     async with _crowded(client, prefill, _NEARLY_FULL):
         halves.ask("source")
         lost = f"grant {halves.transfer_id}"
@@ -220,7 +211,7 @@ async def _in_mid_prefill(client: Client) -> AsyncIterator[Halves]:
     """Some of its prompt is computed."""
     halves = Halves(client, "mid prefill", _LONG_TOKENS)
     halves.ask("source")
-    await client.until(lambda: _used_blocks(client.pair.prefill) > 0, "the prefill to begin")
+    await client.until(lambda: client.pair.prefill.metrics()["vllm:kv_cache_usage_perc"] > 0, "the prefill to begin")
     yield halves
 
 
@@ -253,18 +244,23 @@ async def _standing(stage: Stage, client: Client) -> AsyncIterator[Halves]:
     yield halves
 
 
-WAYS = (
-    Way("target", "queued", partial(_queued, "target")),
-    *(Way("target", stage.name, partial(_standing, stage)) for stage in STAGES if stage is not BEFORE_RELEASE),
-    Way("target", BEFORE_RELEASE.name, partial(_standing, BEFORE_RELEASE), expires="source", surely=True),
-    Way("target", "streaming", partial(_streaming, "target")),
-    Way("source", "queued", partial(_queued, "source")),
-    Way("source", "without grant", _without_grant, (Mode.PUSH,), expires="target"),
-    Way("source", "streaming", partial(_streaming, "source")),
-    Way("source", "moving", _moving_in_mid_prefill, (Mode.PUSH,)),
-    Way("source", "mid prefill", _in_mid_prefill),
+LEAVE_CASES = (
+    LeaveCase("target", "queued", partial(_queued, "target")),
+    *(LeaveCase("target", stage.name, partial(_standing, stage)) for stage in STAGES if stage is not BEFORE_RELEASE),
+    LeaveCase("target", BEFORE_RELEASE.name, partial(_standing, BEFORE_RELEASE), expires="source", surely=True),
+    LeaveCase("target", "streaming", partial(_streaming, "target")),
+    LeaveCase("source", "queued", partial(_queued, "source")),
+    LeaveCase("source", "without grant", _without_grant, (Mode.PUSH,), expires="target"),
+    LeaveCase("source", "streaming", partial(_streaming, "source")),
+    LeaveCase("source", "moving", _moving_in_mid_prefill, (Mode.PUSH,)),
+    LeaveCase("source", "mid prefill", _in_mid_prefill),
 )
 """Every side and stage at which a client can leave."""
 
-RUNNING = tuple(way for way in WAYS if way.stage in ("streaming", "mid prefill"))
-"""Those that can stand side by side, and beside those of `STAGES`; the one that lasts shortest comes last."""
+LEAVE_CASES_ANYWHERE = tuple(
+    case for case in LEAVE_CASES if len(case.modes) == len(Mode) and case.stage not in ("queued", BEFORE_RELEASE.name)
+)
+"""Those of both modes that need neither a full cache nor an expired lease, so that any pair of servers will do."""
+
+RUNNING = tuple(case for case in LEAVE_CASES if case.stage in ("streaming", "mid prefill"))
+"""Those that can be reached side by side, and beside those of `STAGES`; the shortest comes last."""

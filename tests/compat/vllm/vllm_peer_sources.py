@@ -19,19 +19,19 @@ from kvbaton.launch.installing import alone, run_logged
 
 __all__ = ["distribution_link", "ensure_peer_tests", "ensure_pytest", "indexes"]
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 _DEFAULT_INDEX = "https://pypi.org/simple"
 _LIMIT_S = 600.0
 
 
-def ensure_peer_tests(environment: VllmEnvironment, version: str, say: Say) -> Path:
+def ensure_peer_tests(environment: VllmEnvironment, version: str, report: Report) -> Path:
     """A directory with the folder `tests` of that release, fetched first if need be. Raises LocalError."""
     directory = environment.directory / "peer-tests" / version
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory / "lock", "fetching vLLM's tests", _LIMIT_S):
         if not (directory / "fetched").exists():
-            say(f"fetching the sources of vLLM {version}, for its tests (about 45 MB; only this once)")
+            report(f"fetching the sources of vLLM {version}, for its tests (about 45 MB; only this once)")
             archive = directory / "sources.tar.gz"
             _fetch(distribution_link("vllm", f"vllm-{version}.tar.gz"), archive)
             _unpack(archive, directory)
@@ -40,13 +40,13 @@ def ensure_peer_tests(environment: VllmEnvironment, version: str, say: Say) -> P
     return directory
 
 
-def ensure_pytest(environment: VllmEnvironment, version: str, say: Say) -> Path:
+def ensure_pytest(environment: VllmEnvironment, version: str, report: Report) -> Path:
     """A directory with pytest for vLLM's interpreter, beside its environment, which stays as users get it."""
     directory = environment.directory / "peer-tests" / f"pytest-{version}"
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory / "lock", "installing pytest", _LIMIT_S):
         if not (directory / "installed").exists():
-            say(f"installing pytest {version} in {directory}")
+            report(f"installing pytest {version} in {directory}")
             pip = [str(environment.python), "-m", "pip", "install", "--upgrade", "--target", str(directory / "packages")]
             run_logged([*pip, f"pytest=={version}"], directory / "install.log", "installing pytest", _LIMIT_S)
             (directory / "installed").touch()
@@ -104,11 +104,11 @@ def _fetch(link: str, path: Path) -> None:
             shutil.copyfileobj(answer, file)
     except OSError as error:
         raise LocalError(f"fetching {plain} failed: {error}") from error
-    wanted = urllib.parse.parse_qs(fragment).get("sha256", [""])[0]
+    expected = urllib.parse.parse_qs(fragment).get("sha256", [""])[0]
     with path.open("rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
-    if wanted and got != wanted:
-        raise LocalError(f"fetching {plain} failed: its sha256 is {got}, and the index says {wanted}; try again")
+    if expected and got != expected:
+        raise LocalError(f"fetching {plain} failed: its sha256 is {got}, and the index has {expected}; try again")
 
 
 def _unpack(archive: Path, directory: Path) -> None:

@@ -121,8 +121,8 @@ def _name(case: ElementTree.Element) -> str:
 
 
 def _case(case: ElementTree.Element) -> Case:
-    told = {each.get("name", ""): int(each.get("value", "0")) for each in case.iter("property")}
+    counted = {each.get("name", ""): int(each.get("value", "0")) for each in case.iter("property")}
     problems = [
         f"{each.tag}: {each.get('message')}\n{each.text}" for each in case if each.tag in ("failure", "error", "skipped")
     ]
-    return Case("\n".join(problems), *(told.get(f"kvbaton_{name}", 0) for name in ("made", "calls", "named")))
+    return Case("\n".join(problems), *(counted.get(f"kvbaton_{name}", 0) for name in ("made", "calls", "named")))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of
-from vllm_servers import Server, Wanted, servers
+from vllm_servers import Server, ServerSpec, servers
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
@@ -25,12 +25,12 @@ LIMITS = {"transfer_timeout": 10, "defer_timeout": 12, "stop_timeout": 2, "retry
 
 @contextmanager
 def fault_pair(mode: Mode, policy: OnFailure, caches: bool, single: Server) -> Iterator[Pair]:
-    """Two servers with few blocks, little patience and a connector that stands still on command."""
+    """Two servers with few blocks, short limits and a connector that holds messages and copies up on command."""
     arguments: tuple[str, ...] = ("--num-gpu-blocks-override", str(BLOCKS))
     if not caches:
         arguments += ("--no-enable-prefix-caching",)
     sides = [
-        Wanted(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True) for role in ("prefill", "decode")
+        ServerSpec(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True) for role in ("prefill", "decode")
     ]
     with servers(*sides) as (prefill, decode):
         yield Pair(mode, prefill, decode, single, policy)
@@ -38,7 +38,7 @@ def fault_pair(mode: Mode, policy: OnFailure, caches: bool, single: Server) -> I
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a hand-off stands. `noted_by` is the side that tells so, `kind` what it notes."""
+    """Where a hand-off stands. `noted_by` is the side that notes it, `kind` what it notes."""
 
     name: str
     noted_by: str
@@ -59,7 +59,7 @@ STAGES = (
 
 
 class Scene:
-    """Hand-offs that stand at every stage of a pair; each wants so many tokens."""
+    """Hand-offs that stand at every stage of a pair; each asks for so many tokens."""
 
     def __init__(self, client: Client, seed: object, tokens: int = TOKENS) -> None:
         self.client = client
@@ -112,7 +112,7 @@ class Scene:
                 assert isinstance(end, PeerError | asyncio.CancelledError), (stage, end)
 
     async def assert_ends_by_policy(self) -> None:
-        """After a fault of the source: what was not delivered has failed or was computed anew, as the target's policy says."""
+        """After a fault of the source: what was not delivered has failed or was computed again, by the target's policy."""
         await self.assert_no_wrong_answer()
         is_answered = self.pair.policy is OnFailure.RECOMPUTE
         for stage, end in (await self.ends()).items():

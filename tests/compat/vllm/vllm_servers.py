@@ -32,7 +32,7 @@ from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from watching import command_line, descendants, is_running, processor_s, wait_until
 
-__all__ = ["BLOCK_TOKENS", "MODEL", "Server", "Wanted", "ready", "servers", "starting"]
+__all__ = ["BLOCK_TOKENS", "MODEL", "Server", "ServerSpec", "ready", "servers", "starting"]
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 128
@@ -46,8 +46,9 @@ _METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A server to start. `holds` gives it the connector that stands still on command; `kv_role` overrides that of `role`.
+class ServerSpec:
+    """A server to start. `holds` gives it the connector that holds messages and copies up on command; `kv_role` overrides
+    that of `role`.
 
     With `lease_s` it keeps blocks for so long only, whatever its settings make it promise.
     """
@@ -106,7 +107,7 @@ class Server:
         wait_until(lambda: not any(map(is_running, engine)), f"the engine of {self.name} to end after SIGTERM", 60)
 
     def wait_ended(self) -> None:
-        """Wait until the server itself is gone. vLLM waits for its clients, whose requests nobody answers any more."""
+        """Wait until the server itself is gone. vLLM waits for its clients, whose requests get no answer any more."""
         pid = self._fleet.pid(self.name)
         wait_until(lambda: not is_running(pid), f"{self.name} to end after SIGTERM", 60)
 
@@ -126,7 +127,7 @@ class Server:
         return (self._fleet.log_directory / f"{self.name}.log").read_text(errors="replace")
 
     def _keep_log(self) -> None:
-        """Copy the log to `$KVBATON_VLLM_LOGS`, where somebody wants to read it later."""
+        """Copy the log to `$KVBATON_VLLM_LOGS`, if that is set."""
         kept, log = os.environ.get(LOGS_VARIABLE), self._fleet.log_directory / f"{self.name}.log"
         if kept and log.exists():
             shutil.copy(log, Path(kept) / f"{int(time.time())}-{self.name}.log")
@@ -138,7 +139,7 @@ class Server:
         return dict(_named(*match) for match in _METRIC.findall(text))
 
     def is_idle(self) -> bool:
-        """Whether it holds no block for anybody, and has nothing to do."""
+        """Whether it holds no block and has no request."""
         found = self.metrics()
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         return not any(found[name] for name in names)
@@ -153,7 +154,7 @@ class Server:
     def wait_idle(self, timeout_s: float = 90.0) -> None:
         """Wait for that."""
         wait_until(
-            self.is_idle, f"{self.name} to hold no block for anybody; its log ends with\n{self.log()[-3000:]}", timeout_s
+            self.is_idle, f"{self.name} to hold no block and no request; its log ends with\n{self.log()[-3000:]}", timeout_s
         )
 
     def held(self) -> list[str]:
@@ -193,52 +194,52 @@ def ready(version: str = VLLM_VERSION) -> VllmServers:
 
 
 @contextmanager
-def servers(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
+def servers(*specs: ServerSpec, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
     """Start servers at once, and wait for all; ends them afterwards."""
-    with starting(*wanted, version=version) as started:
+    with starting(*specs, version=version) as started:
         for server in started:
             server.wait()
         yield started
 
 
 @contextmanager
-def starting(*wanted: Wanted, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
+def starting(*specs: ServerSpec, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
     """Start servers, and wait for none; ends them afterwards."""
     options, ports = ready(version), PortPicker()
     with ExitStack() as parts:
         started = []
-        for each in wanted:
+        for spec in specs:
             hold = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-hold-")))
-            if each.lease_s:
-                (hold / "lease").write_text(str(each.lease_s))
-            server = _server(each, options, ports, hold)
+            if spec.lease_s:
+                (hold / "lease").write_text(str(spec.lease_s))
+            server = _server(spec, options, ports, hold)
             parts.callback(server.end)
             server.begin()
             started.append(server)
         yield started
 
 
-def _server(wanted: Wanted, prepared: VllmServers, ports: PortPicker, hold: Path) -> Server:
-    handoff = HandoffSettings(mode=wanted.mode, integrity=wanted.integrity, on_failure=wanted.policy)
+def _server(spec: ServerSpec, prepared: VllmServers, ports: PortPicker, hold: Path) -> Server:
+    handoff = HandoffSettings(mode=spec.mode, integrity=spec.integrity, on_failure=spec.policy)
     options = replace(
         prepared.options,
         handoff=handoff,
-        transport=wanted.transport,
+        transport=spec.transport,
         cluster_key=_CLUSTER_KEY,
         step_tokens=256,
-        arguments=tuple(wanted.arguments),
+        arguments=tuple(spec.arguments),
     )
-    mine = replace(prepared, options=options, settings={"poison": True, **wanted.settings})
-    part = mine.part(wanted.name, wanted.role, ports, wanted.routers)
+    mine = replace(prepared, options=options, settings={"poison": True, **spec.settings})
+    part = mine.part(spec.name, spec.role, ports, spec.routers)
     command, control_port = list(part.command), 0
     if "--kv-transfer-config" in command:
         at = command.index("--kv-transfer-config") + 1
         config = json.loads(command[at])
         control_port = config["kv_connector_extra_config"]["control_port"]
-        if wanted.holds:
+        if spec.holds:
             config |= {"kv_connector": "HeldConnector", "kv_connector_module_path": "held_connector"}
-        if wanted.kv_role:
-            config["kv_role"] = wanted.kv_role
+        if spec.kv_role:
+            config["kv_role"] = spec.kv_role
         command[at] = json.dumps(config)
     path = os.pathsep.join((part.environment["PYTHONPATH"], str(_INSIDE)))
     environment = {**part.environment, "PYTHONPATH": path, "KVBATON_HOLD": str(hold)}

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import aiohttp
 from vllm_handing import Pair
-from vllm_servers import MODEL, Server, Wanted, servers
+from vllm_servers import MODEL, Server, ServerSpec, servers
 
 from kvbaton.core.handoff import Mode
 from kvbaton.launch.fleet import Fleet
@@ -26,7 +26,7 @@ from watching import wait_until
 __all__ = ["DEFER_S", "LIMITS", "VllmStand", "both", "session", "stand", "together"]
 
 DEFER_S = 25
-"""How long a source keeps blocks that nobody comes for."""
+"""How long a source keeps blocks that no target fetches."""
 LIMITS = {"transfer_timeout": 20, "defer_timeout": DEFER_S}
 """Of every server of a stand."""
 
@@ -50,13 +50,13 @@ def stand(mode: Mode, single: Server) -> Iterator[VllmStand]:
     ports = PortPicker()
     router_port, discovery_port, peer_port, peer_discovery_port = (ports.pick() for _ in range(4))
     routers = (f"127.0.0.1:{discovery_port}", f"127.0.0.1:{peer_discovery_port}")
-    wanted = [Wanted(role, role, mode, settings=LIMITS, routers=routers) for role in ("prefill", "decode")]
-    with Fleet() as fleet, servers(*wanted) as (prefill, decode):
+    specs = [ServerSpec(role, role, mode, settings=LIMITS, routers=routers, holds=True) for role in ("prefill", "decode")]
+    with Fleet() as fleet, servers(*specs) as (prefill, decode):
         fleet.start(router_part("127.0.0.1", router_port, discovery_port))
         fleet.start(vllm_router_part(ensure_router_peers(print), peer_port, peer_discovery_port, ports.pick()))
         fleet.wait_healthy(_START_S)
         router, peer = f"http://127.0.0.1:{router_port}", f"http://127.0.0.1:{peer_port}"
-        wait_until(lambda: _live(router) == len(wanted), "both instances to register", _START_S)
+        wait_until(lambda: _live(router) == len(specs), "both instances to register", _START_S)
         log = fleet.log_directory / "vllm-router.log"
         wait_until(lambda: _is_taken_in(log.read_text()), "both instances to register with vllm-router", _START_S)
         yield VllmStand(router, peer, Pair(mode, prefill, decode, single))

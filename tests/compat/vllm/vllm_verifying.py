@@ -16,7 +16,7 @@ _LIMIT_S = 1200.0
 
 
 def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
-    """Its exit code, and what it says."""
+    """Its exit code and its report."""
     ready()
     command = kvbaton_command("verify", "--engine", "vllm", "--json", *arguments)
     run = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)

@@ -10,26 +10,37 @@ import msgspec
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
-from kvbaton.agent.ports import (
-    AuxAsk,
+from kvbaton.agent.rank_orders import (
     AuxRead,
-    LegFailed,
-    LegId,
-    LegMoved,
-    LegOpen,
-    LegStopped,
-    LegSummed,
+    CloseCopy,
+    Connect,
+    CopyFailed,
+    CopyId,
+    CopyStopped,
+    Disconnect,
+    DropSums,
+    MoveSpans,
+    OpenCopy,
     PeerFenced,
+    PutAux,
+    RankOrder,
     RankReport,
+    ReadAux,
     RegionFenced,
-    SumAsk,
+    ResetRegion,
+    RevokePeer,
+    SpanMoved,
+    SpanSummed,
+    StopCopy,
+    SumSpans,
 )
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, Span, TransferId
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.handoff import Aux, BlockLists, Executor, HandoffKey, Incarnation, TransferId
+from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.messages import Message, decode, encode
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 
 __all__ = ["AUX", "BLOCKS", "LIMITS", "Clock", "Letter", "Move", "Net", "Node", "Post", "ScriptedRanks", "card_of", "key_of"]
@@ -46,24 +57,9 @@ def key_of(name: str) -> HandoffKey:
 
 def layout_of_tokens(layers: int = 1, blocks: int = 16) -> Layout:
     """A layout with one token per block and one byte per token and layer."""
-    group = uniform_group(
-        kind="full",
-        layers=tuple(range(layers)),
-        planes=1,
-        blocks=blocks,
-        block_tokens=1,
-        head_start=0,
-        heads=1,
-        total_heads=1,
-        head_size=1,
-        dtype="uint8",
-        element_bytes=1,
-        layer_offsets=tuple(layer * blocks for layer in range(layers)),
-        plane_stride=blocks,
-        block_stride=1,
-        token_stride=1,
-        head_stride=1,
-    )
+    tensors = split_layers(dense_tensor((layers, blocks, 1, 1, 1), "uint8", 1))
+    axes = ("block", "token", "head", "channel")
+    group = tensor_group("full", range(layers), tensors, axes, heads=(HeadRange(0, 1),), total_heads=1, planes=("kv",))
     return Layout(layers * blocks, (group,))
 
 
@@ -120,7 +116,7 @@ class Move:
     """One span that one rank was told to move."""
 
     rank: int
-    leg: LegId
+    copy: CopyId
     span: int
     executor: Executor
     peer: Incarnation
@@ -134,103 +130,111 @@ class ScriptedRanks:
     executor: Executor = Executor.TARGET_READS
     report: Callable[[RankReport], None] = print
     refusal: Exception | None = None
-    legs: dict[tuple[int, LegId], LegOpen] = field(default_factory=dict)
+    copies: dict[tuple[int, CopyId], OpenCopy] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
-    stops: list[tuple[int, LegId]] = field(default_factory=list)
+    stops: list[tuple[int, CopyId]] = field(default_factory=list)
     connected: list[Incarnation] = field(default_factory=list)
     disconnected: list[Incarnation] = field(default_factory=list)
     revoked: list[tuple[Incarnation, int]] = field(default_factory=list)
     resets: list[int] = field(default_factory=list)
-    sums: list[tuple[int, SumAsk]] = field(default_factory=list)
+    sums: list[tuple[int, SumSpans]] = field(default_factory=list)
     aux: dict[int, bytes] = field(default_factory=dict)
-    aux_asks: list[AuxAsk] = field(default_factory=list)
+    aux_reads: list[ReadAux] = field(default_factory=list)
     dropped_sums: list[tuple[int, Side, HandoffKey]] = field(default_factory=list)
+    count: int = 1
+    holds_aux: bool = True
 
-    def connect(self, card: Card) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.connected.append(card.incarnation)
+    def send_all(self, order: RankOrder) -> None:
+        match order:
+            case Connect():
+                if self.refusal is not None:
+                    raise self.refusal
+                self.connected.append(order.card.incarnation)
+            case Disconnect():
+                self.disconnected.append(order.incarnation)
+            case RevokePeer():
+                self.revoked.append((order.incarnation, order.epoch))
+            case ResetRegion():
+                self.resets.append(order.epoch)
+            case _:
+                for rank in range(self.count):
+                    self.send(rank, order)
 
-    def disconnect(self, incarnation: Incarnation) -> None:
-        self.disconnected.append(incarnation)
+    def send(self, rank: int, order: RankOrder) -> None:
+        match order:
+            case OpenCopy():
+                assert (rank, order.copy) not in self.copies, "a copy is opened once"
+                self.copies[rank, order.copy] = order
+            case MoveSpans():
+                self.moves += [self._move_of(rank, order, span.number) for span in order.spans]
+            case CloseCopy():
+                is_moving = [move for move in self.moves if (move.rank, move.copy) == (rank, order.copy)]
+                assert not is_moving, "a copy is closed when all is moved"
+                self.copies.pop((rank, order.copy), None)
+            case StopCopy():
+                self._stop(rank, order.copy)
+            case SumSpans():
+                self.sums.append((rank, order))
+            case DropSums():
+                self.dropped_sums.append((rank, order.side, order.key))
+                gone = (rank, order.side, order.key)
+                self.sums = [(of, each) for of, each in self.sums if (of, each.side, each.copy.key) != gone]
+            case PutAux():
+                self.aux[order.offset] = order.data
+            case ReadAux():
+                self.aux_reads.append(order)
+            case _:
+                raise AssertionError(f"{order} goes to every rank")
 
-    def revoke(self, incarnation: Incarnation, epoch: int) -> None:
-        self.revoked.append((incarnation, epoch))
+    def _move_of(self, rank: int, order: MoveSpans, span: int) -> Move:
+        opened = self.copies[rank, order.copy]
+        return Move(rank, order.copy, span, opened.executor, opened.peer, order.source_blocks)
 
-    def reset_region(self, epoch: int) -> None:
-        self.resets.append(epoch)
-
-    def open_leg(self, rank: int, start: LegOpen) -> None:
-        assert (rank, start.leg) not in self.legs, "a leg is opened once"
-        self.legs[rank, start.leg] = start
-
-    def move(self, rank: int, leg: LegId, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        start = self.legs[rank, leg]
-        self.moves += [Move(rank, leg, span.number, start.executor, start.peer, source_blocks) for span in spans]
-
-    def close_leg(self, rank: int, leg: LegId) -> None:
-        assert not [move for move in self.moves if (move.rank, move.leg) == (rank, leg)], "a leg is closed when all is moved"
-        self.legs.pop((rank, leg), None)
-
-    def stop_leg(self, rank: int, leg: LegId) -> None:
-        if (rank, leg) not in self.legs:
-            self.report(LegStopped(leg, rank))
-        elif (rank, leg) not in self.stops:
-            self.stops.append((rank, leg))
-
-    def sum_spans(self, rank: int, ask: SumAsk) -> None:
-        self.sums.append((rank, ask))
-
-    def drop_sums(self, rank: int, side: Side, key: HandoffKey) -> None:
-        self.dropped_sums.append((rank, side, key))
-        self.sums = [(of, ask) for of, ask in self.sums if (of, ask.side, ask.leg.key) != (rank, side, key)]
-
-    def put_aux(self, offset: int, data: bytes) -> bool:
-        self.aux[offset] = data
-        return True
-
-    def read_aux(self, ask: AuxAsk) -> None:
-        self.aux_asks.append(ask)
+    def _stop(self, rank: int, copy: CopyId) -> None:
+        if (rank, copy) not in self.copies:
+            self.report(CopyStopped(copy, rank))
+        elif (rank, copy) not in self.stops:
+            self.stops.append((rank, copy))
 
     def read_all_aux(self, of: ScriptedRanks, error: str = "") -> None:
         """Every aux record that was to be read is, out of the memory of `of`."""
-        while self.aux_asks:
-            ask = self.aux_asks.pop(0)
+        while self.aux_reads:
+            ask = self.aux_reads.pop(0)
             data = b"" if error else of.aux[ask.offset][: ask.size_bytes]
-            self.report(AuxRead(ask.leg, ask.slot, data, error))
+            self.report(AuxRead(ask.copy, ask.slot, data, error))
 
     def sum_all(self, wrong: int = 0) -> None:
         """Every span that is to be summed is; the sum is made of its rank and number, and is off by `wrong`."""
         while self.sums:
             rank, ask = self.sums.pop(0)
             for span in ask.spans:
-                self.report(LegSummed(ask.leg, ask.side, rank, span.number, ((rank, 100 * rank + span.number + wrong),)))
+                self.report(SpanSummed(ask.copy, ask.side, rank, span.number, ((rank, 100 * rank + span.number + wrong),)))
 
     def finish(self, move: Move) -> None:
         """A span is where it belongs."""
         self.moves.remove(move)
-        self.report(LegMoved(move.leg, move.rank, move.span, 10, 10))
+        self.report(SpanMoved(move.copy, move.rank, move.span, 10, 10))
 
     def finish_all(self) -> None:
         """All spans are."""
         while self.moves:
             self.finish(self.moves[0])
 
-    def quiet(self, rank: int, leg: LegId) -> None:
-        """A leg that was told to stop is quiet."""
-        self._forget(rank, leg)
-        self.report(LegStopped(leg, rank))
+    def quiet(self, rank: int, copy: CopyId) -> None:
+        """A copy that was to stop is quiet."""
+        self._forget(rank, copy)
+        self.report(CopyStopped(copy, rank))
 
     def quiet_all(self) -> None:
-        """All legs that were told to stop are."""
+        """All copies that were to stop are."""
         while self.stops:
             self.quiet(*self.stops[0])
 
-    def fail(self, rank: int, leg: LegId, reason: str = "the link broke") -> None:
-        """A leg fails; if it was told to stop it has only stopped."""
-        was_stopping = (rank, leg) in self.stops
-        self._forget(rank, leg)
-        self.report(LegStopped(leg, rank) if was_stopping else LegFailed(leg, rank, reason))
+    def fail(self, rank: int, copy: CopyId, reason: str = "the link broke") -> None:
+        """A copy fails; if it was to stop it has only stopped."""
+        was_stopping = (rank, copy) in self.stops
+        self._forget(rank, copy)
+        self.report(CopyStopped(copy, rank) if was_stopping else CopyFailed(copy, rank, reason))
 
     def fence(self, peer: Incarnation, epoch: int, ranks: int) -> None:
         """Every rank has torn its session with a peer down."""
@@ -242,10 +246,10 @@ class ScriptedRanks:
         for rank in range(ranks):
             self.report(RegionFenced(epoch, rank))
 
-    def _forget(self, rank: int, leg: LegId) -> None:
-        self.moves = [move for move in self.moves if (move.rank, move.leg) != (rank, leg)]
-        self.stops = [stop for stop in self.stops if stop != (rank, leg)]
-        del self.legs[rank, leg]
+    def _forget(self, rank: int, copy: CopyId) -> None:
+        self.moves = [move for move in self.moves if (move.rank, move.copy) != (rank, copy)]
+        self.stops = [stop for stop in self.stops if stop != (rank, copy)]
+        del self.copies[rank, copy]
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ class Node:
         self.routes: dict[Incarnation, ControlAddress] = {}
         self.dialled: set[ControlAddress] = set()
         self._reports: list[RankReport] = []
-        self.ranks = ScriptedRanks(executor, self._reports.append)
+        self.ranks = ScriptedRanks(executor, self._reports.append, count=len(card.ranks))
         self.coordinator = Coordinator(
             card, "scripted", limits, net.clock, _NetControl(net, self), self.ranks, engine or self.events.append, settings
         )

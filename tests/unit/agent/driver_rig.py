@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +15,11 @@ import numpy as np
 import zmq
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import Seal, Way
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, TransferId
 from kvbaton.core.messages import Envelope, Message, decode, encode
@@ -31,6 +32,7 @@ from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
 from mori_stand_in import MoriWorld
 from watching import wait_until
+from wire_peer import WirePeer
 
 __all__ = ["AUX", "TOKENS", "Intruder", "Side", "ask", "is_equal", "is_poison", "key_of", "landed", "pair", "start_handoff"]
 
@@ -61,6 +63,7 @@ class Side:
         aux_slots: int = 4,
     ) -> None:
         self.incarnation = Incarnation(secrets.token_hex(8))
+        self.trust = trust or Trust()
         self.cache = PagedCache(_CONFIG, 8, 4, aux_slots=aux_slots)
         self.events: list[EngineEvent] = []
         self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
@@ -127,8 +130,8 @@ def pair(
         yield source, target
 
 
-def wanted(address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> SourceWanted:
-    return SourceWanted(key_of(name), "prompt", address, mode=mode)
+def wanted(address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> SourceRequest:
+    return SourceRequest(key_of(name), "prompt", address, mode=mode)
 
 
 def start_handoff(source: Side, target: Side, name: str, mode: Mode = Mode.PULL) -> None:
@@ -168,14 +171,25 @@ def is_poison(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool
     return bool((np.ascontiguousarray(values).view(np.uint8) == 0x4B).all())
 
 
+def _is_free(address: ControlAddress) -> bool:
+    try:
+        socket.create_server((address.host, address.handshake)).close()
+    except OSError:
+        return False
+    return True
+
+
 class Intruder:
-    """A socket of its own that says whatever the test wants, to a bound port or from one; `key` is what it seals with."""
+    """Sends whatever the test needs, to a bound port or from one; `key` is what it seals with. Without one it uses libzmq."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self.incarnation = Incarnation("intruder-" + secrets.token_hex(4))
-        self._seal = Seal(key)
+        self._key = key
         self._context = zmq.Context()
         self._caller = b""
+        self._dialled: ControlAddress | None = None
+        self._listener: socket.socket | None = None
+        self._peer: WirePeer | None = None
         self.address = ControlAddress.of("127.0.0.1", PortPicker().pick())
 
     def __enter__(self) -> Self:
@@ -183,28 +197,65 @@ class Intruder:
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
+        if self._peer is not None:
+            self._peer.sock.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def dial(self, address: ControlAddress) -> None:
         """Connect to an instance."""
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.connect(address.zmq_url)
+        self._dialled = address
+        if self._key is None:
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            self._socket.connect(address.zmq_url)
+        else:
+            self._peer = WirePeer.dial(address.handshake, self._key)
 
     def listen(self) -> None:
         """Be dialled."""
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.bind(self.address.zmq_url)
+        if self._key is None:
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket.bind(self.address.zmq_url)
+        else:
+            self._listener = socket.create_server((self.address.host, self.address.handshake))
+            self._listener.settimeout(_ANSWER_MS / 1000)
+
+    def hang_up(self) -> None:
+        """Close the connection, as a process does that ends, and listen again; `hear` takes the next one."""
+        if self._key is None:
+            self._socket.close(linger=0)
+            wait_until(lambda: _is_free(self.address), "the port is free")
+            self.listen()
+        elif self._peer is not None:
+            self._peer.sock.close()
+            self._peer = None
 
     def send(self, *frames: bytes) -> None:
-        """Send frames as they are."""
-        self._socket.send_multipart([self._caller, *frames] if self._caller else list(frames))
+        """Send frames as they are; with a key, without a seal and over a connection of their own: each costs one."""
+        if self._key is None:
+            self._socket.send_multipart([self._caller, *frames] if self._caller else list(frames))
+        else:
+            assert self._dialled is not None
+            with WirePeer.dial(self._dialled.handshake, self._key) as peer:
+                with contextlib.suppress(ConnectionError):
+                    peer.send_frame(*frames)
+                assert peer.is_ended()
+
+    def send_sealed(self, content: bytes) -> None:
+        """Send one frame as a holder of the key does."""
+        if self._key is None:
+            self.send(content)
+        else:
+            self._connected().send(content)
 
     def say(self, message: Message, recipient: str = "", sender: str | None = None) -> None:
         """Send a well-formed message."""
-        way = Way.TO_DIALLER if self._caller else Way.TO_LISTENER
-        self.send(self._seal.seal(encode(Incarnation(sender or self.incarnation), recipient, message), way))
+        self.send_sealed(encode(Incarnation(sender or self.incarnation), recipient, message))
 
     def hear(self) -> bytes:
         """The next frame; whoever sent it is who is spoken to from now on."""
+        if self._key is not None:
+            return self._connected().receive()
         assert self._socket.poll(_ANSWER_MS), "nothing was said"
         *caller, frame = self._socket.recv_multipart()
         self._caller = caller[0] if caller else b""
@@ -214,10 +265,18 @@ class Intruder:
         """The next message of that kind."""
         give_up_at = time.monotonic() + _ANSWER_MS / 1000
         while time.monotonic() < give_up_at:
-            envelope = decode(self._seal.open(self.hear(), Way.TO_LISTENER if self._caller else Way.TO_DIALLER))
+            envelope = decode(self.hear())
             if isinstance(envelope.message, kind):
                 return envelope
         raise AssertionError(f"no {kind.__name__}")
+
+    def _connected(self) -> WirePeer:
+        if self._peer is None:
+            assert self._listener is not None
+            self._peer = WirePeer(self._listener.accept()[0], self._key, is_listener=True)
+            self._peer.sock.settimeout(_ANSWER_MS / 1000)
+            self._peer.shake_hands()
+        return self._peer
 
     def card_like(self, card: Card) -> Card:
         """A card that fits, in the intruder's name."""

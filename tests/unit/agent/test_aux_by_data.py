@@ -10,8 +10,8 @@ from agent_rig import BLOCKS, Net, card_of, key_of
 from driver_rig import AUX as DRIVER_AUX
 from driver_rig import is_equal, landed, pair
 
-from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceWanted
-from kvbaton.agent.records import SourceRecord
+from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest
+from kvbaton.agent.source import SourceRecord
 from kvbaton.config import HandoffSettings
 from kvbaton.core.aux_area import AuxArea, AuxPointer
 from kvbaton.core.card import Card, RankCard
@@ -43,7 +43,7 @@ class Two:
     def start(self, name: str = "k", aux: Aux = AUX) -> None:
         """Up to the point where all is announced and moved, and the aux record is on its way."""
         key = key_of(name)
-        wanted = SourceWanted(key, name, self.source.address, None, Mode.PULL)
+        wanted = SourceRequest(key, name, self.source.address, None, Mode.PULL)
         self.source.coordinator.expect_target(key, name)
         self.source.coordinator.offer(Offer(key, BLOCKS, TOKENS, aux))
         self.target.coordinator.expect_source(wanted)
@@ -125,9 +125,9 @@ def test_a_pointer_that_leads_elsewhere_is_never_followed(pointer: AuxPointer, m
     def bad_pointer(record: SourceRecord, _: Aux) -> AuxPointer | None:
         return None if record.grant is None or record.grant.aux_way is AuxWay.CONTROL else pointer
 
-    monkeypatch.setattr(two.source.coordinator.source, "_aux_pointer", bad_pointer)
+    monkeypatch.setattr(two.source.coordinator.source, "_point_at_aux", bad_pointer)
     two.start()
-    assert two.target.ranks.aux_asks == []
+    assert two.target.ranks.aux_reads == []
     assert two.fallbacks() == {"bad pointer": 1}
     assert two.delivered() == [AUX]
     assert [grant.aux_way for grant in two.target.said if isinstance(grant, Grant)] == [AuxWay.DATA, AuxWay.CONTROL]
@@ -167,7 +167,7 @@ def test_a_pointer_that_comes_again_is_followed_once_and_not_at_all_after_the_re
     two.start()
     (sent,) = two.sent()
     two.target.coordinator.target.on_aux(two.source.card.incarnation, sent)
-    assert len(two.target.ranks.aux_asks) == 1
+    assert len(two.target.ranks.aux_reads) == 1
     two.read("the link broke")
     assert two.delivered() == [AUX]
     assert two.fallbacks() == {"not read": 1}

@@ -12,8 +12,19 @@ from agent_rig import Clock, card_of, key_of, layout_of_tokens
 from driver_rig import is_equal, landed, pair
 
 from kvbaton.agent.backlog import Backlog, Part
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, RankReport
 from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank_orders import (
+    Connect,
+    CopyFailed,
+    CopyId,
+    CopyStopped,
+    Disconnect,
+    MoveSpans,
+    OpenCopy,
+    RankReport,
+    SpanMoved,
+    StopCopy,
+)
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Span
 from kvbaton.errors import QueueFull
@@ -24,11 +35,11 @@ from watching import wait_until
 
 P1, P2 = PeerRank(Incarnation("p1")), PeerRank(Incarnation("p2"))
 RUNS = np.zeros((1, 3), np.uint64)
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def part(name: str, span: int = 0) -> Part:
-    return Part(LegId(key_of(name), 1, 1), span, RUNS)
+    return Part(CopyId(key_of(name), 1, 1), span, RUNS)
 
 
 @dataclass
@@ -44,12 +55,12 @@ class Queue:
         if not self.room.get(peer, 0):
             raise QueueFull("queue full")
         self.room[peer] -= 1
-        self.taken.append((part.leg.key.transfer_id, part.span))
+        self.taken.append((part.copy.key.transfer_id, part.span))
 
 
 def test_what_is_refused_waits_in_order_and_others_go_on() -> None:
     queue = Queue({P1: 1, P2: 5})
-    backlog = Backlog(PATIENCE_S, queue.offer)
+    backlog = Backlog(TIMEOUT_S, queue.offer)
     for span in range(3):
         backlog.add(P1, part("a", span), 0.0)
     backlog.add(P2, part("b"), 0.0)
@@ -67,7 +78,7 @@ def test_what_is_refused_waits_in_order_and_others_go_on() -> None:
 
 def test_each_refusal_doubles_the_wait_up_to_50_ms_and_a_completion_cuts_it_short() -> None:
     queue = Queue()
-    backlog = Backlog(PATIENCE_S, queue.offer)
+    backlog = Backlog(TIMEOUT_S, queue.offer)
     now, waits = 0.0, []
     backlog.add(P1, part("a"), now)
     for _ in range(9):
@@ -82,16 +93,16 @@ def test_each_refusal_doubles_the_wait_up_to_50_ms_and_a_completion_cuts_it_shor
     assert queue.taken == [("a", 0)]
 
 
-def test_patience_ends_for_every_leg_of_that_peer_and_is_renewed_by_each_acceptance() -> None:
+def test_the_timeout_ends_every_copy_with_that_peer_and_is_renewed_by_each_acceptance() -> None:
     queue = Queue({P2: 100})
-    backlog = Backlog(PATIENCE_S, queue.offer)
+    backlog = Backlog(TIMEOUT_S, queue.offer)
     for name in ("a", "a", "b"):
         backlog.add(P1, part(name), 0.0)
     queue.room[P1] = 1
-    assert backlog.offer_again(PATIENCE_S, at_once=False) == []
-    assert backlog.offer_again(2 * PATIENCE_S - 1, at_once=False) == []
-    given_up = backlog.offer_again(2 * PATIENCE_S, at_once=False)
-    assert [leg.key for leg, _ in given_up] == [key_of("a"), key_of("b")]
+    assert backlog.offer_again(TIMEOUT_S, at_once=False) == []
+    assert backlog.offer_again(2 * TIMEOUT_S - 1, at_once=False) == []
+    given_up = backlog.offer_again(2 * TIMEOUT_S, at_once=False)
+    assert [copy.key for copy, _ in given_up] == [key_of("a"), key_of("b")]
     assert given_up[0][1] == "queue full; nothing was taken for 30 s"
     assert not len(backlog)
     queue.room[P1] = 1
@@ -117,19 +128,28 @@ class Ranks:
         self.transport = FaultyTransport(inner, region, Faults())
         self.reports: list[RankReport] = []
         self.clock = Clock()
-        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=self.clock, patience_s=PATIENCE_S)
+        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=self.clock, transfer_timeout=TIMEOUT_S)
         rank = RankCard(0, LAYOUT, (self.source.endpoint(),))
-        self.agent.connect(msgspec.structs.replace(card_of("source"), ranks=(rank,)))
+        self.agent.handle(Connect(msgspec.structs.replace(card_of("source"), ranks=(rank,))))
 
     def close(self) -> None:
         self.transport.close()
         self.source.close()
 
-    def move(self, name: str, *spans: Span) -> LegId:
-        leg = LegId(key_of(name), 1, 1)
-        self.agent.open_leg(LegOpen(leg, Incarnation("source"), Executor.TARGET_READS, 1, ((8, 2, 5, 11),), 0))
-        self.agent.move(leg, ((3, 9, 4, 1),), spans)
-        return leg
+    def move(self, name: str, *spans: Span) -> CopyId:
+        copy = CopyId(key_of(name), 1, 1)
+        self.agent.handle(
+            OpenCopy(
+                copy=copy,
+                peer=Incarnation("source"),
+                executor=Executor.TARGET_READS,
+                epoch=1,
+                target_blocks=((8, 2, 5, 11),),
+                cached_tokens=0,
+            )
+        )
+        self.agent.handle(MoveSpans(copy, ((3, 9, 4, 1),), spans))
+        return copy
 
     def poll_until(self, kind: type[RankReport], count: int = 1) -> None:
         def has_come() -> bool:
@@ -152,34 +172,34 @@ def test_a_refused_span_arrives_a_little_later(ranks: Ranks) -> None:
     ranks.move("k", WHOLE)
     assert ranks.reports == []
     assert ranks.agent.next_deadline() == ranks.clock.now + 0.001
-    ranks.poll_until(LegMoved)
+    ranks.poll_until(SpanMoved)
     assert [int(ranks.memory[block]) for block in (8, 2, 5, 11)] == [4, 10, 5, 2]
     assert ranks.agent.next_deadline() is None
 
 
 def test_control_a_span_that_is_never_taken_never_arrives_and_fails_once_with_the_reason(ranks: Ranks) -> None:
     ranks.transport.set_faults(Faults(refuse_posts=1 << 30))
-    leg = ranks.move("k", Span(0, 0, 2, 0, 1), Span(1, 2, 4, 0, 1))
-    ranks.clock.now += PATIENCE_S - 1
+    copy = ranks.move("k", Span(0, 0, 2, 0, 1), Span(1, 2, 4, 0, 1))
+    ranks.clock.now += TIMEOUT_S - 1
     ranks.agent.poll()
     assert ranks.reports == []
     ranks.clock.now += 1
     ranks.agent.poll()
     (failed,) = ranks.reports
-    assert isinstance(failed, LegFailed)
-    assert failed.leg == leg
+    assert isinstance(failed, CopyFailed)
+    assert failed.copy == copy
     assert failed.reason.endswith("nothing was taken for 30 s")
     assert not ranks.memory.any()
-    assert ranks.agent.legs == {}
+    assert ranks.agent.copies == {}
 
 
-def test_a_leg_that_is_stopped_while_it_waits_is_quiet_at_once(ranks: Ranks) -> None:
+def test_a_copy_that_is_stopped_while_it_waits_is_quiet_at_once(ranks: Ranks) -> None:
     ranks.transport.set_faults(Faults(refuse_posts=1 << 30))
     stopped = ranks.move("stopped", WHOLE)
-    ranks.agent.stop_leg(stopped)
-    assert ranks.reports == [LegStopped(stopped, 0)]
+    ranks.agent.handle(StopCopy(stopped))
+    assert ranks.reports == [CopyStopped(stopped, 0)]
     ranks.transport.set_faults(Faults())
-    ranks.poll_until(LegStopped)
+    ranks.poll_until(CopyStopped)
     assert ranks.agent.next_deadline() is None
     assert not ranks.memory.any()
 
@@ -187,9 +207,9 @@ def test_a_leg_that_is_stopped_while_it_waits_is_quiet_at_once(ranks: Ranks) -> 
 def test_a_peer_that_is_gone_ends_the_waiting(ranks: Ranks) -> None:
     ranks.transport.set_faults(Faults(refuse_posts=1))
     ranks.move("k", WHOLE)
-    ranks.agent.disconnect(Incarnation("source"))
+    ranks.agent.handle(Disconnect(Incarnation("source")))
     (failed,) = ranks.reports
-    assert isinstance(failed, LegFailed)
+    assert isinstance(failed, CopyFailed)
     assert "not connected" in failed.reason
 
 

@@ -36,7 +36,7 @@ def test_frames_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None
     assert ends[1].receive(0.0) is None
 
 
-def test_a_frame_larger_than_the_buffers_arrives_while_somebody_reads(ends: tuple[Channel, Channel]) -> None:
+def test_a_frame_larger_than_the_buffers_arrives_while_the_other_end_reads(ends: tuple[Channel, Channel]) -> None:
     frame = bytes(range(256)) * 65536
     sender = threading.Thread(target=ends[0].send, args=(frame, WAIT_S))
     sender.start()
@@ -45,7 +45,7 @@ def test_a_frame_larger_than_the_buffers_arrives_while_somebody_reads(ends: tupl
     assert not sender.is_alive()
 
 
-def test_the_end_of_the_other_is_told_by_both_ways(ends: tuple[Channel, Channel]) -> None:
+def test_the_end_of_the_other_shows_in_both_directions(ends: tuple[Channel, Channel]) -> None:
     ends[1].close()
     with pytest.raises(ChannelClosed, match="the other is gone"):
         ends[0].receive(WAIT_S)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Net, Node, card_of, key_of
 
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
-from kvbaton.agent.ports import PeerFenced, RegionFenced
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.rank_orders import PeerFenced, RegionFenced
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
 from kvbaton.core.messages import Announced, Grant, Heartbeat, Hello, Refused, Stop, decode, encode
@@ -37,7 +37,7 @@ class Pair:
 
     def fetch(self, key: HandoffKey = KEY, incarnation: str | None = None, mode: Mode = Mode.PUSH) -> None:
         named = None if incarnation is None else Incarnation(incarnation)
-        wanted = SourceWanted(key, "p", self.source.address, named, mode)
+        wanted = SourceRequest(key, "p", self.source.address, named, mode)
         self.target.coordinator.expect_source(wanted)
         self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
 
@@ -77,11 +77,11 @@ def test_a_hand_off_lands(executor: Executor, mode: Mode) -> None:
     assert isinstance(landed, Landed)
     assert landed.aux == AUX
     assert pair.source.events[-1] == SourceEnded(KEY, Outcome.DELIVERED)
-    assert pair.source.ranks.legs == pair.target.ranks.legs == {}
+    assert pair.source.ranks.copies == pair.target.ranks.copies == {}
     assert pair.target.coordinator.next_deadline() is None
 
 
-def test_both_sides_know_each_other_after_one_greeting(pair: Pair) -> None:
+def test_both_sides_know_each_other_after_one_handshake(pair: Pair) -> None:
     pair.fetch()
     pair.net.deliver_all()
     assert pair.source.ranks.connected == [Incarnation("t1")]
@@ -90,15 +90,15 @@ def test_both_sides_know_each_other_after_one_greeting(pair: Pair) -> None:
     assert not [message for message in pair.target.said[1:] if isinstance(message, Hello)]
 
 
-def test_a_leg_report_is_late_on_no_side_when_it_belongs_to_one() -> None:
+def test_a_report_about_a_copy_is_late_on_no_side_when_it_belongs_to_one() -> None:
     for executor in Executor:
         pair = Pair(executor)
         pair.prefill()
         pair.fetch()
         pair.run()
         for node in (pair.source, pair.target):
-            assert node.coordinator.source.late_total["leg"] == 0
-            assert node.coordinator.target.late_total["leg"] == 0
+            assert node.coordinator.source.late_total["copy"] == 0
+            assert node.coordinator.target.late_total["copy"] == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_card_that_does_not_fit_is_refused_with_both_values_on_both_sides(
     assert pair.source.ranks.connected == pair.target.ranks.connected == []
 
 
-def test_patience_is_checked_for_the_way_that_the_cache_goes() -> None:
+def test_timeouts_are_checked_in_the_direction_that_the_cache_takes() -> None:
     """A source has to hold longer than its target waits; what it would do as a target does not matter."""
     pair = Pair()
     pair.source = pair.net.add(card_of("s1", 2, transfer_timeout=59.0), 1)
@@ -145,7 +145,7 @@ def test_the_other_way_is_checked_when_it_is_gone_for_the_first_time() -> None:
     pair.prefill()
     pair.fetch()
     pair.run()
-    wanted = SourceWanted(key_of("back"), "p", pair.target.address)
+    wanted = SourceRequest(key_of("back"), "p", pair.target.address)
     pair.source.coordinator.expect_source(wanted)
     pair.run()
     event = pair.source.events[-1]
@@ -153,7 +153,7 @@ def test_the_other_way_is_checked_when_it_is_gone_for_the_first_time() -> None:
     assert "defer_timeout 1.0" in event.reason
 
 
-def test_a_refusal_by_the_source_fails_everybody_who_waits_for_it(pair: Pair) -> None:
+def test_a_refusal_by_the_source_fails_every_request_that_waits_for_it(pair: Pair) -> None:
     pair.source.ranks.refusal = TransportError("no common transport: memory here, tcp there")
     for name in ("a", "b"):
         pair.fetch(key_of(name))
@@ -165,18 +165,18 @@ def test_a_refusal_by_the_source_fails_everybody_who_waits_for_it(pair: Pair) ->
     assert all("refused by the source: no common transport" in reason for reason in reasons)
 
 
-def test_a_card_in_somebody_elses_name_is_dropped(pair: Pair) -> None:
+def test_a_card_in_the_name_of_another_peer_is_dropped(pair: Pair) -> None:
     frame = encode(Incarnation("impostor"), "", Hello(card_of("s1", 2), wants_answer=True))
     pair.target.coordinator.on_frame(decode(frame), None)
     assert pair.target.ranks.connected == []
-    assert pair.target.coordinator.dropped_total["a card of somebody else"] == 1
+    assert pair.target.coordinator.dropped_total["a card of another peer"] == 1
 
 
-def test_a_stranger_is_asked_for_its_card_before_it_is_heard(pair: Pair) -> None:
+def test_an_unknown_peer_is_asked_for_its_card_before_its_messages_count(pair: Pair) -> None:
     pair.target.routes[Incarnation("s1")] = pair.source.address
     frame = encode(Incarnation("s1"), "t1", Stop(KEY, 1, Outcome.FAILED))
     pair.target.coordinator.on_frame(decode(frame), None)
-    assert pair.target.coordinator.dropped_total["from a stranger"] == 1
+    assert pair.target.coordinator.dropped_total["from an unknown peer"] == 1
     assert [type(message) for message in pair.target.said] == [Hello]
 
 
@@ -261,7 +261,7 @@ def test_a_silent_peer_is_not_called_dead(pair: Pair) -> None:
 
 def test_heartbeats_keep_a_queue_alive_for_as_long_as_it_takes(pair: Pair) -> None:
     pair.prefill()
-    wanted = SourceWanted(KEY, "p", pair.source.address)
+    wanted = SourceRequest(KEY, "p", pair.source.address)
     pair.target.coordinator.expect_source(wanted)
     pair.net.pass_time(5 * LIMITS.defer_timeout)
     assert pair.source.events == []
@@ -286,7 +286,7 @@ def test_a_long_heartbeat_is_sent_in_frames_that_are_read(pair: Pair) -> None:
     pair.net.deliver_all()
     long = "é" * 250
     for number in range(5000):
-        wanted = SourceWanted(key_of(f"{long}{number}"), "p", pair.source.address)
+        wanted = SourceRequest(key_of(f"{long}{number}"), "p", pair.source.address)
         pair.target.coordinator.expect_source(wanted)
     pair.net.clock.now += LIMITS.beat_s
     pair.target.said.clear()
@@ -343,7 +343,7 @@ def test_memory_is_new_when_every_rank_has_registered_its_part() -> None:
     assert ended(pair.target.events).outcome is Outcome.FAILED
 
 
-def test_a_stop_of_the_instance_tells_the_peers_at_once(pair: Pair) -> None:
+def test_a_stop_of_the_instance_notifies_the_peers_at_once(pair: Pair) -> None:
     pair.prefill()
     pair.fetch()
     pair.net.deliver_all()

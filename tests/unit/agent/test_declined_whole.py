@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Net, card_of
 
-from kvbaton.agent.engine_port import Allocation, Offer, SourceEnded, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceEnded, SourceRequest
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, TransferId
 from kvbaton.core.messages import Stop
@@ -16,8 +16,8 @@ KEYS = tuple(HandoffKey(TransferId("tx"), prompt, sample) for prompt in range(2)
 OTHER = HandoffKey(TransferId("ty"))
 
 
-def wanted(key: HandoffKey = KEYS[0], prompt: str = "") -> SourceWanted:
-    return SourceWanted(key, prompt, ControlAddress.of("127.0.0.1", 1), None, Mode.PUSH)
+def wanted(key: HandoffKey = KEYS[0], prompt: str = "") -> SourceRequest:
+    return SourceRequest(key, prompt, ControlAddress.of("127.0.0.1", 1), None, Mode.PUSH)
 
 
 class Two:
@@ -44,7 +44,7 @@ class Two:
 
 
 @pytest.mark.parametrize("are_held", [False, True])
-def test_every_prompt_and_sample_is_let_go_and_nothing_else(are_held: bool) -> None:
+def test_every_prompt_and_sample_is_released_and_nothing_else(are_held: bool) -> None:
     two = Two()
     two.expect(*KEYS, OTHER)
     for key in KEYS if are_held else ():
@@ -52,7 +52,7 @@ def test_every_prompt_and_sample_is_let_go_and_nothing_else(are_held: bool) -> N
     two.refuse()
     assert two.ended() == set(KEYS)
     assert two.live() == {OTHER}
-    assert not two.target.coordinator.target.farewells, "it was answered"
+    assert not two.target.coordinator.target.decline_notices, "it was answered"
 
 
 def test_a_refusal_that_knows_its_prompt_is_about_that_one_alone() -> None:
@@ -90,7 +90,7 @@ def test_what_had_ended_before_is_not_meant_when_it_is_asked_for_again(is_held: 
     assert two.ended() == set(KEYS), "those of which nothing was known are not awaited by anybody"
 
 
-def test_the_word_is_forgotten_after_defer_timeout() -> None:
+def test_a_decline_is_forgotten_after_defer_timeout() -> None:
     two = Two()
     two.refuse()
     two.net.clock.now += LIMITS.defer_timeout + 1
@@ -114,7 +114,7 @@ def test_what_has_a_grant_goes_on_and_what_a_target_wants_again_counts() -> None
     assert two.live() == set(KEYS[:2]), "heartbeats said that somebody waits for the second"
 
 
-def test_a_part_that_is_live_at_the_target_does_not_keep_the_rest_from_being_let_go() -> None:
+def test_a_part_that_is_live_at_the_target_does_not_keep_the_rest_from_being_released() -> None:
     """The first prompt was admitted before the second one turned out to be wrong; then the first is given up too."""
     two = Two()
     two.expect(*KEYS)

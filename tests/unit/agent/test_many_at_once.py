@@ -9,9 +9,8 @@ import pytest
 from agent_rig import BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Granted, SourceEnded, SourceWanted, TargetEnded
-from kvbaton.agent.records import SourceRecord
-from kvbaton.agent.source import SourceSide
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Granted, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL
@@ -80,15 +79,15 @@ class Node:
         assert self.coordinator.next_deadline() is not None
 
 
-def wanted(index: int) -> SourceWanted:
-    return SourceWanted(key_of(f"k{index}"), "p", ADDRESS, None, Mode.PUSH)
+def wanted(index: int) -> SourceRequest:
+    return SourceRequest(key_of(f"k{index}"), "p", ADDRESS, None, Mode.PUSH)
 
 
 def grant(index: int) -> Grant:
     return Grant(key_of(f"k{index}"), index + 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0)
 
 
-def test_one_greeting_does_for_everybody_who_waits_for_the_same_source() -> None:
+def test_one_handshake_does_for_every_request_that_waits_for_the_same_source() -> None:
     node = Node()
     for index in range(MANY):
         node.coordinator.expect_source(wanted(index))
@@ -100,7 +99,7 @@ def test_one_greeting_does_for_everybody_who_waits_for_the_same_source() -> None
     assert all(record.source == PEER for record in dict.values(node.targets))
 
 
-def test_a_refused_address_is_greeted_anew_for_the_next_request() -> None:
+def test_a_refused_address_is_dialled_anew_for_the_next_request() -> None:
     node = Node()
     node.coordinator.expect_source(wanted(0))
     node.hear(Refused("no"), ADDRESS)
@@ -110,7 +109,7 @@ def test_a_refused_address_is_greeted_anew_for_the_next_request() -> None:
     assert [type(message) for message in node.post.take()] == [Hello]
 
 
-def test_a_turn_of_a_target_looks_at_nobody_who_is_not_due() -> None:
+def test_a_turn_of_a_target_looks_at_nothing_that_is_not_due() -> None:
     node = Node()
     node.coordinator.expect_source(wanted(0))
     node.hear(Hello(card_of("s1", 1), wants_answer=False), ADDRESS)
@@ -121,7 +120,7 @@ def test_a_turn_of_a_target_looks_at_nobody_who_is_not_due() -> None:
     assert granted == 0
 
 
-def test_a_turn_of_a_source_looks_at_nobody_who_is_not_due() -> None:
+def test_a_turn_of_a_source_looks_at_nothing_that_is_not_due() -> None:
     node = Node()
     node.hear(Hello(card_of("s1", 1), wants_answer=False))
 
@@ -173,7 +172,7 @@ def test_every_deadline_still_rings_with_thousands_alive() -> None:
     assert [(note.key, note.outcome) for note in ended] == [(event.key, event.outcome) for event in ends]
 
 
-def test_nobody_is_given_up_while_we_are_behind_with_what_they_say() -> None:
+def test_no_peer_is_given_up_while_its_frames_wait_to_be_read() -> None:
     node = Node()
     node.hear(Hello(card_of("s1", 1), wants_answer=False))
     node.hear(grant(0))
@@ -189,7 +188,7 @@ def test_nobody_is_given_up_while_we_are_behind_with_what_they_say() -> None:
 def test_a_side_that_walked_over_everything_would_be_seen() -> None:
     class Walking(TargetSide):
         def tick(self) -> None:
-            assert [record for record in self.live.values() if record.retry_at < 0] == []
+            assert [record for record in self.live.values() if record.retry.at < 0] == []
             super().tick()
 
     class Coordinating(Coordinator):

@@ -56,7 +56,7 @@ def test_the_first_token_is_noted_when_it_is_chosen_not_when_a_target_asks() -> 
     assert stages.count(Stage.PREFILLED) == 1
 
 
-def test_what_is_told_is_noted_before_it_is_sent() -> None:
+def test_what_is_sent_is_noted_before() -> None:
     log = Log()
     side = source(log)
     side.on_grant(TARGET, GRANT)

@@ -26,10 +26,10 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     TargetEnded,
 )
-from kvbaton.agent.ports import LegId
+from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.handoff import LEGAL_PAIRS, BlockLists, Executor, HandoffKey, Mode, Outcome, Span
 from kvbaton.core.messages import Confirmed, Message, Release
 
@@ -64,7 +64,7 @@ class Fetch:
     """One attempt of the target's engine; `is_open` is false as soon as it was told how it ended."""
 
     attempt: int
-    wanted: SourceWanted
+    request: SourceRequest
     is_pulled: bool = False
     is_open: bool = True
 
@@ -73,9 +73,9 @@ class Fetch:
 class Ledger:
     """What the model has seen."""
 
-    tags: dict[tuple[int, LegId, int], Tag | None] = field(default_factory=dict)
-    last_move: dict[LegId, int] = field(default_factory=dict)
-    confirmed: dict[LegId, int] = field(default_factory=dict)
+    tags: dict[tuple[int, CopyId, int], Tag | None] = field(default_factory=dict)
+    last_move: dict[CopyId, int] = field(default_factory=dict)
+    confirmed: dict[CopyId, int] = field(default_factory=dict)
     ends: dict[str, dict[int, Outcome]] = field(default_factory=lambda: {"source": {}, "target": {}})
     pairs: dict[HandoffKey, set[tuple[str, int]]] = field(default_factory=dict)
 
@@ -141,11 +141,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert landed.aux == AUX
         releases = [message for message in self.target.said if isinstance(message, Release)]
         grant = releases[-1].grant
-        legs = [leg for leg in self.ledger.confirmed if (leg.key, leg.grant) == (landed.key, grant)]
-        assert legs, "nothing was confirmed"
-        leg = max(legs)
-        assert self.ledger.confirmed[leg] > self.ledger.last_move[leg], "it was confirmed before its last byte"
-        tags = {(rank, span): tag for (rank, of, span), tag in self.ledger.tags.items() if of == leg}
+        copies = [copy for copy in self.ledger.confirmed if (copy.key, copy.grant) == (landed.key, grant)]
+        assert copies, "nothing was confirmed"
+        copy = max(copies)
+        assert self.ledger.confirmed[copy] > self.ledger.last_move[copy], "it was confirmed before its last byte"
+        tags = {(rank, span): tag for (rank, of, span), tag in self.ledger.tags.items() if of == copy}
         assert len(set(tags.values())) == 1, f"what landed is a mixture of {set(tags.values())}"
         assert None not in tags.values(), "what landed was read out of blocks that had been given back"
         spans = {span for _, span in tags}
@@ -177,10 +177,10 @@ class ProtocolMachine(RuleBasedStateMachine):
         if key in self.fetches:
             return
         self.attempts += 1
-        wanted = SourceWanted(key, name, self.source.address, None, mode)
-        self.fetches[key] = Fetch(self.attempts, wanted)
+        request = SourceRequest(key, name, self.source.address, None, mode)
+        self.fetches[key] = Fetch(self.attempts, request)
         self.ledger.pairs.setdefault(key, set()).add(("target", self.attempts))
-        self.target.coordinator.expect_source(wanted)
+        self.target.coordinator.expect_source(request)
         self._settle()
 
     @rule(name=st.sampled_from(NAMES))
@@ -188,7 +188,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         fetch = self.fetches.get(key_of(name))
         if fetch is not None and not fetch.is_pulled:
             fetch.is_pulled = True
-            self.target.coordinator.allocated(Allocation(fetch.wanted, BLOCKS, TOKENS, 0))
+            self.target.coordinator.allocated(Allocation(fetch.request, BLOCKS, TOKENS, 0))
             self._settle()
 
     @rule(name=st.sampled_from(NAMES))
@@ -303,14 +303,14 @@ class ProtocolMachine(RuleBasedStateMachine):
                 self._finish(node, move)
 
     @rule(place=PLACES, at_source=st.booleans())
-    def break_leg(self, place: int, at_source: bool) -> None:
+    def break_copy(self, place: int, at_source: bool) -> None:
         node = self.source if at_source else self.target
-        if node.ranks.legs:
-            node.ranks.fail(*list(node.ranks.legs)[place % len(node.ranks.legs)])
+        if node.ranks.copies:
+            node.ranks.fail(*list(node.ranks.copies)[place % len(node.ranks.copies)])
             self._settle()
 
     @rule(place=PLACES, at_source=st.booleans())
-    def stop_one_leg(self, place: int, at_source: bool) -> None:
+    def stop_one_copy(self, place: int, at_source: bool) -> None:
         node = self.source if at_source else self.target
         if node.ranks.stops:
             node.ranks.quiet(*node.ranks.stops[place % len(node.ranks.stops)])
@@ -366,8 +366,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert not self.prefills
         assert not self.fetches
         assert not self._is_live()
-        assert not self.source.ranks.legs
-        assert not self.target.ranks.legs
+        assert not self.source.ranks.copies
+        assert not self.target.ranks.copies
         self._check_pairs()
 
     def _go_on(self) -> None:
@@ -399,15 +399,15 @@ class ProtocolMachine(RuleBasedStateMachine):
     def _finish(self, node: Node, move: Move) -> None:
         """A span arrives, with what its source holds now; what was fenced fails instead."""
         self.step += 1
-        if node is self.source and node.ranks.legs[move.rank, move.leg].epoch < self.fence_epoch:
-            node.ranks.fail(move.rank, move.leg)
+        if node is self.source and node.ranks.copies[move.rank, move.copy].epoch < self.fence_epoch:
+            node.ranks.fail(move.rank, move.copy)
         else:
-            fetch = self.fetches.get(move.leg.key)
+            fetch = self.fetches.get(move.copy.key)
             assert fetch is not None, "somebody moves something into blocks that were given back"
             assert fetch.is_open, "somebody moves something into blocks that were given back"
-            prefill = self.prefills.get(move.leg.key)
-            self.ledger.tags[move.rank, move.leg, move.span] = None if prefill is None else prefill.tag
-            self.ledger.last_move[move.leg] = self.step
+            prefill = self.prefills.get(move.copy.key)
+            self.ledger.tags[move.rank, move.copy, move.span] = None if prefill is None else prefill.tag
+            self.ledger.last_move[move.copy] = self.step
             node.ranks.finish(move)
         self._settle()
 
@@ -426,7 +426,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert prefill is not None
         assert prefill.holds, "the source confirmed blocks that it had given back"
         assert prefill.is_offered
-        self.ledger.confirmed[LegId(confirmed.key, confirmed.grant, confirmed.generation)] = self.step
+        self.ledger.confirmed[CopyId(confirmed.key, confirmed.grant, confirmed.generation)] = self.step
 
 
 class _Said(list[Message]):

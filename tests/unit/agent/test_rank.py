@@ -1,4 +1,4 @@
-"""Rank agents: real bytes between two of them over the memory transport, and every end a leg can have."""
+"""Rank agents: real bytes between two of them over the memory transport, and every end a copy can have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,24 @@ import numpy.typing as npt
 import pytest
 from agent_rig import Clock, card_of, key_of, layout_of_tokens
 
-from kvbaton.agent.ports import LegFailed, LegId, LegMoved, LegOpen, LegStopped, PeerFenced, RankReport, RegionFenced
 from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank_orders import (
+    CloseCopy,
+    Connect,
+    CopyFailed,
+    CopyId,
+    CopyStopped,
+    Disconnect,
+    MoveSpans,
+    OpenCopy,
+    PeerFenced,
+    RankReport,
+    RegionFenced,
+    ResetRegion,
+    RevokePeer,
+    SpanMoved,
+    StopCopy,
+)
 from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Span
 from kvbaton.core.plan import Runs
@@ -38,9 +54,9 @@ LAYOUT = layout_of_tokens(LAYERS, BLOCKS)
 POISON = 0xEE
 SOURCE_BLOCKS = ((3, 9, 4, 1),)
 TARGET_BLOCKS = ((8, 2, 5, 11),)
-LEG = LegId(key_of("k"), 1, 1)
+COPY = CopyId(key_of("k"), 1, 1)
 PEER = Incarnation("source")
-START = LegOpen(LEG, PEER, Executor.TARGET_READS, 1, TARGET_BLOCKS, 0)
+START = OpenCopy(copy=COPY, peer=PEER, executor=Executor.TARGET_READS, epoch=1, target_blocks=TARGET_BLOCKS, cached_tokens=0)
 WHOLE = Span(0, 0, 4, 0, LAYERS)
 
 ReportT = TypeVar("ReportT", bound=RankReport)
@@ -63,8 +79,8 @@ class Rig:
         inner = MemoryTransport(region, hub, TransportSettings(incarnation=Incarnation("target")))
         self.transport = FaultyTransport(inner, region, Faults())
         self.reports: list[RankReport] = []
-        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=time.monotonic, patience_s=30.0)
-        self.agent.connect(card_with("source", self.source.endpoint()))
+        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=time.monotonic, transfer_timeout=30.0)
+        self.agent.handle(Connect(card_with("source", self.source.endpoint())))
 
     def close(self) -> None:
         self.transport.close()
@@ -98,76 +114,76 @@ def rig() -> Iterator[Rig]:
 
 
 def test_a_span_arrives_where_it_belongs_and_nowhere_else(rig: Rig) -> None:
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (Span(7, 1, 3, 1, 2),))
-    assert rig.wait_for(LegMoved) == LegMoved(LEG, 0, 7, 2, 2)
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(7, 1, 3, 1, 2),)))
+    assert rig.wait_for(SpanMoved) == SpanMoved(COPY, 0, 7, 2, 2)
     assert np.array_equal(rig.memory, rig.expected(range(1, 3), range(1, 2)))
 
 
 def test_what_the_target_has_cached_is_not_moved(rig: Rig) -> None:
-    rig.agent.open_leg(LegOpen(LEG, PEER, Executor.TARGET_READS, 1, TARGET_BLOCKS, 3))
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    assert rig.wait_for(LegMoved).bytes_moved == LAYERS
+    rig.agent.handle(msgspec.structs.replace(START, cached_tokens=3))
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert rig.wait_for(SpanMoved).bytes_moved == LAYERS
     assert np.array_equal(rig.memory, rig.expected(range(3, 4), range(LAYERS)))
 
 
 def test_a_span_that_is_cached_altogether_is_moved_at_once(rig: Rig) -> None:
-    rig.agent.open_leg(LegOpen(LEG, PEER, Executor.TARGET_READS, 1, TARGET_BLOCKS, 4))
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    assert rig.reports == [LegMoved(LEG, 0, 0, 0, 0)]
+    rig.agent.handle(msgspec.structs.replace(START, cached_tokens=4))
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert rig.reports == [SpanMoved(COPY, 0, 0, 0, 0)]
     assert np.all(rig.memory == POISON)
 
 
 def test_control_without_the_bytes_the_poison_stays(rig: Rig) -> None:
     rig.transport.set_faults(Faults(drop_writes=True))
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    rig.wait_for(LegMoved)
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    rig.wait_for(SpanMoved)
     assert np.all(rig.memory == POISON)
 
 
 def test_control_with_a_wrong_byte_memory_is_not_what_it_should_be(rig: Rig) -> None:
     rig.transport.set_faults(Faults(corrupt=True))
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    rig.wait_for(LegMoved)
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    rig.wait_for(SpanMoved)
     assert not np.array_equal(rig.memory, rig.expected(range(4), range(LAYERS)))
 
 
-def test_an_error_of_the_transport_fails_the_leg_once(rig: Rig) -> None:
+def test_an_error_of_the_transport_fails_the_copy_once(rig: Rig) -> None:
     rig.transport.set_faults(Faults(fail_after=1))
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, tuple(Span(number, number, number + 1, 0, LAYERS) for number in range(4)))
-    failed = rig.wait_for(LegFailed)
-    assert (failed.leg, failed.rank) == (LEG, 0)
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, tuple(Span(number, number, number + 1, 0, LAYERS) for number in range(4))))
+    failed = rig.wait_for(CopyFailed)
+    assert (failed.copy, failed.rank) == (COPY, 0)
     assert "fail_after" in failed.reason
-    assert rig.agent.legs == {}
-    assert sum(isinstance(report, LegFailed) for report in rig.reports) == 1
+    assert rig.agent.copies == {}
+    assert sum(isinstance(report, CopyFailed) for report in rig.reports) == 1
 
 
-def test_a_leg_that_is_stopped_is_quiet_when_it_says_so(rig: Rig) -> None:
+def test_a_copy_that_is_stopped_is_quiet_when_that_is_reported(rig: Rig) -> None:
     rig.transport.set_faults(Faults(stall=True))
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     rig.agent.poll()
     assert rig.reports == []
-    rig.agent.stop_leg(LEG)
-    assert rig.wait_for(LegStopped) == LegStopped(LEG, 0)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    assert isinstance(rig.reports[-1], LegFailed)
+    rig.agent.handle(StopCopy(COPY))
+    assert rig.wait_for(CopyStopped) == CopyStopped(COPY, 0)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert isinstance(rig.reports[-1], CopyFailed)
     assert np.all(rig.memory == POISON)
 
 
-def test_a_peer_that_is_lost_fails_the_leg(rig: Rig) -> None:
+def test_a_peer_that_is_lost_fails_the_copy(rig: Rig) -> None:
     rig.transport.set_faults(Faults(stall=True))
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    rig.agent.disconnect(PEER)
-    rig.wait_for(LegFailed)
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    rig.agent.handle(Disconnect(PEER))
+    rig.wait_for(CopyFailed)
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     failed = rig.reports[-1]
-    assert isinstance(failed, LegFailed)
+    assert isinstance(failed, CopyFailed)
     assert "not connected" in failed.reason
 
 
@@ -182,24 +198,24 @@ def test_a_peer_that_is_lost_fails_the_leg(rig: Rig) -> None:
         (SOURCE_BLOCKS, Span(0, 0, 1 << 62, 0, LAYERS)),
     ],
 )
-def test_blocks_that_do_not_exist_fail_the_leg_and_touch_nothing(
+def test_blocks_that_do_not_exist_fail_the_copy_and_touch_nothing(
     rig: Rig, blocks: tuple[tuple[int, ...], ...], span: Span
 ) -> None:
-    rig.agent.open_leg(START)
-    rig.agent.move(LEG, blocks, (span,))
-    assert [type(report) for report in rig.reports] == [LegFailed]
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, blocks, (span,)))
+    assert [type(report) for report in rig.reports] == [CopyFailed]
     assert np.all(rig.memory == POISON)
 
 
-def test_a_leg_that_nobody_opened_is_stopped_at_once_and_cannot_move(rig: Rig) -> None:
-    rig.agent.stop_leg(LEG)
-    rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    assert rig.reports == [LegStopped(LEG, 0), LegFailed(LEG, 0, "the leg is not open")]
+def test_a_copy_that_is_not_open_is_stopped_at_once_and_cannot_move(rig: Rig) -> None:
+    rig.agent.handle(StopCopy(COPY))
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert rig.reports == [CopyStopped(COPY, 0), CopyFailed(COPY, 0, "the copy is not open")]
 
 
 def test_a_peer_without_a_common_transport_is_refused_with_both(rig: Rig) -> None:
     with pytest.raises(TransportError, match="memory here, tcp, nixl there"):
-        rig.agent.connect(card_with("other", Endpoint("tcp", 1, {}), Endpoint("nixl", 1, {})))
+        rig.agent.handle(Connect(card_with("other", Endpoint("tcp", 1, {}), Endpoint("nixl", 1, {}))))
 
 
 class Scripted:
@@ -264,8 +280,8 @@ def scripted(transport: Scripted, *, unfenced_writes: bool = False) -> tuple[Ran
     """An agent over a scripted transport, connected to one peer."""
     reports: list[RankReport] = []
     clock = Clock()
-    agent = RankAgent(0, LAYOUT, transport, reports.append, clock=clock, patience_s=30.0, unfenced_writes=unfenced_writes)
-    agent.connect(card_with("source", transport.endpoint()))
+    agent = RankAgent(0, LAYOUT, transport, reports.append, clock=clock, transfer_timeout=30.0, unfenced_writes=unfenced_writes)
+    agent.handle(Connect(card_with("source", transport.endpoint())))
     return agent, reports
 
 
@@ -282,7 +298,7 @@ BOTH = {Direction.READ, Direction.WRITE}
         (LateWrites.UNFENCED, BOTH, True, Executor.SOURCE_WRITES),
     ],
 )
-def test_peers_write_only_where_they_can_be_fenced_or_somebody_asked_for_it(
+def test_peers_write_only_where_they_can_be_fenced_or_the_operator_asked_for_it(
     late_writes: LateWrites, directions: set[Direction], unfenced_writes: bool, executor: Executor
 ) -> None:
     agent, _ = scripted(Scripted(late_writes, directions), unfenced_writes=unfenced_writes)
@@ -292,8 +308,8 @@ def test_peers_write_only_where_they_can_be_fenced_or_somebody_asked_for_it(
 def test_a_source_that_writes_posts_the_same_runs_the_other_way_under_the_epoch_of_the_grant() -> None:
     transport = Fencing(LateWrites.REVOCABLE, BOTH)
     agent, _ = scripted(transport)
-    agent.open_leg(LegOpen(LEG, PEER, Executor.SOURCE_WRITES, 5, TARGET_BLOCKS, 0))
-    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 1, 0, 1),))
+    agent.handle(msgspec.structs.replace(START, executor=Executor.SOURCE_WRITES, epoch=5))
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 1, 0, 1),)))
     (batch,) = transport.posted.values()
     assert (batch.direction, batch.epoch, batch.peer) == (Direction.WRITE, 5, PeerRank(PEER, 0))
     assert _rows(batch.runs) == [(SOURCE_BLOCKS[0][0], TARGET_BLOCKS[0][0], 1)]
@@ -303,90 +319,90 @@ def _rows(runs: Runs) -> list[tuple[int, ...]]:
     return [tuple(int(number) for number in row) for row in runs]
 
 
-def test_a_transport_that_moves_less_than_it_was_told_is_not_believed() -> None:
+def test_a_transport_that_moves_less_than_was_posted_is_not_believed() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     transport.finish(Ticket(1), moved=7)
     agent.poll()
     (failed,) = reports
-    assert isinstance(failed, LegFailed)
+    assert isinstance(failed, CopyFailed)
     assert "7 of 8 bytes" in failed.reason
 
 
-def test_a_span_that_is_told_twice_is_moved_once() -> None:
+def test_a_span_that_is_ordered_twice_is_moved_once() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     assert len(transport.posted) == 1
     transport.finish(Ticket(1))
     agent.poll()
-    assert [type(report) for report in reports] == [LegMoved]
+    assert [type(report) for report in reports] == [SpanMoved]
 
 
-def test_a_failed_leg_says_so_when_the_rest_of_it_is_quiet() -> None:
+def test_a_failed_copy_is_reported_when_the_rest_of_it_is_quiet() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS)))
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS))))
     transport.finish(Ticket(1), moved=0, error="the cable is cut")
     agent.poll()
     assert reports == []
     assert transport.cancelled == [Ticket(2)]
     transport.finish(Ticket(2))
     agent.poll()
-    assert reports == [LegFailed(LEG, 0, "the cable is cut")]
+    assert reports == [CopyFailed(COPY, 0, "the cable is cut")]
 
 
 def test_a_stop_in_the_middle_of_a_failure_is_answered_when_all_is_quiet() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS)))
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS))))
     transport.finish(Ticket(1), moved=0, error="the cable is cut")
     agent.poll()
-    agent.stop_leg(LEG)
+    agent.handle(StopCopy(COPY))
     assert reports == []
     transport.finish(Ticket(2), moved=0, error="cancelled")
     agent.poll()
-    assert reports == [LegStopped(LEG, 0)]
+    assert reports == [CopyStopped(COPY, 0)]
 
 
 def test_what_completes_after_a_stop_is_not_reported_as_moved() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    agent.stop_leg(LEG)
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    agent.handle(StopCopy(COPY))
     transport.finish(Ticket(1))
     agent.poll()
-    assert reports == [LegStopped(LEG, 0)]
-    assert agent.legs == {}
+    assert reports == [CopyStopped(COPY, 0)]
+    assert agent.copies == {}
 
 
-def test_a_leg_with_something_in_flight_is_not_closed() -> None:
+def test_a_copy_with_something_in_flight_is_not_closed() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, _ = scripted(transport)
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    agent.close_leg(LEG)
-    assert LEG in agent.legs
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    agent.handle(CloseCopy(COPY))
+    assert COPY in agent.copies
     transport.finish(Ticket(1))
     agent.poll()
-    agent.close_leg(LEG)
-    assert agent.legs == {}
+    agent.handle(CloseCopy(COPY))
+    assert agent.copies == {}
 
 
 def test_a_fence_is_reported_and_holds_for_the_epochs_before_it() -> None:
     transport = Fencing(LateWrites.REVOCABLE, BOTH)
     agent, reports = scripted(transport)
-    agent.revoke(PEER, 4)
+    agent.handle(RevokePeer(PEER, 4))
     assert reports == [PeerFenced(PEER, 4, 0)]
     assert transport.fenced == [(PeerRank(PEER, 0), 4)]
-    agent.reset_region(5)
+    agent.handle(ResetRegion(5))
     assert reports[-1] == RegionFenced(5, 0)
     assert transport.epochs == [5]
 
@@ -394,23 +410,23 @@ def test_a_fence_is_reported_and_holds_for_the_epochs_before_it() -> None:
 def test_a_transport_that_cannot_fence_does_not_claim_to_and_keeps_working() -> None:
     transport = Scripted(LateWrites.UNFENCED, BOTH)
     agent, reports = scripted(transport, unfenced_writes=True)
-    agent.revoke(PEER, 4)
-    agent.reset_region(5)
+    agent.handle(RevokePeer(PEER, 4))
+    agent.handle(ResetRegion(5))
     assert reports == []
-    agent.open_leg(START)
-    agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     assert len(transport.posted) == 1
 
 
-def test_a_mistake_in_planning_fails_the_leg_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a leg that nothing moves; that it is a mistake is still told."""
+def test_a_mistake_in_planning_fails_the_copy_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No coordinator waits for a copy that nothing moves, and the mistake is still raised."""
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr("kvbaton.agent.rank.plan_layers", broken)
-    rig.agent.open_leg(START)
+    rig.agent.handle(START)
     with pytest.raises(ZeroDivisionError):
-        rig.agent.move(LEG, SOURCE_BLOCKS, (WHOLE,))
-    assert rig.reports == [LegFailed(LEG, 0, "ZeroDivisionError: a mistake")]
-    assert not rig.agent.legs
+        rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert rig.reports == [CopyFailed(COPY, 0, "ZeroDivisionError: a mistake")]
+    assert not rig.agent.copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -11,52 +12,68 @@ import pytest
 from agent_rig import card_of, key_of
 
 from kvbaton.agent.channel import Channel, channel_pair
-from kvbaton.agent.ports import (
-    AuxRead,
-    LegFailed,
-    LegId,
-    LegMoved,
-    LegOpen,
-    LegStopped,
-    LegSummed,
-    PeerFenced,
-    RankReport,
-    RegionFenced,
-    SumAsk,
-)
 from kvbaton.agent.rank_loop import RankLoop
-from kvbaton.agent.rank_orders import Reports, decode_reports, encode_reports
+from kvbaton.agent.rank_orders import (
+    AuxRead,
+    CloseCopy,
+    Connect,
+    CopyFailed,
+    CopyId,
+    CopyStopped,
+    Disconnect,
+    DropSums,
+    MoveSpans,
+    OpenCopy,
+    PeerFenced,
+    PutAux,
+    RankOrder,
+    RankReport,
+    ReadAux,
+    RegionFenced,
+    Reports,
+    ResetRegion,
+    RevokePeer,
+    SpanMoved,
+    SpanSummed,
+    StopCopy,
+    SumSpans,
+    decode_order,
+    decode_reports,
+    encode_order,
+    encode_reports,
+)
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 
-LEG = LegId(key_of("remote"), 1, 1)
+COPY = CopyId(key_of("remote"), 1, 1)
 SOURCE, TARGET = Incarnation("source"), Incarnation("target")
 WAIT_S = 20.0
-GROUP = uniform_group(
-    kind="full",
-    layers=(0, 1),
-    planes=2,
-    blocks=4,
-    block_tokens=4,
-    head_start=0,
-    heads=2,
+GROUP = tensor_group(
+    "full",
+    (0, 1),
+    split_layers(dense_tensor((2, 2, 4, 4, 2, 4), "float32", 4)),
+    ("plane", "block", "token", "head", "channel"),
+    heads=(HeadRange(0, 2),),
     total_heads=2,
-    head_size=4,
-    dtype="float32",
-    element_bytes=4,
-    layer_offsets=(0, 1024),
-    plane_stride=512,
-    block_stride=128,
-    token_stride=32,
-    head_stride=16,
 )
 LAYOUT = Layout(2048, (GROUP,))
 SPAN = Span(0, 0, 8, 0, 2)
+OPEN = OpenCopy(
+    copy=COPY,
+    peer=SOURCE,
+    executor=Executor.TARGET_READS,
+    epoch=0,
+    target_blocks=((2, 0),),
+    cached_tokens=0,
+    total_tokens=8,
+)
+SUM = SumSpans(copy=COPY, side=Side.TARGET, blocks=((2, 0),), spans=(SPAN,), cached_tokens=0, integrity=Integrity.FULL)
 
 
 class Rig:
@@ -96,16 +113,16 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def open_leg(rig: Rig) -> None:
-    rig.ranks.open_leg(0, LegOpen(LEG, SOURCE, Executor.TARGET_READS, 0, ((2, 0),), 0, 8))
+def open_copy(rig: Rig) -> None:
+    rig.ranks.send(0, OPEN)
 
 
-def test_a_leg_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
-    rig.ranks.connect(rig.card)
-    open_leg(rig)
-    rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
+def test_a_copy_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
+    rig.ranks.send_all(Connect(rig.card))
+    open_copy(rig)
+    rig.ranks.send(0, MoveSpans(COPY, ((1, 3),), (SPAN,)))
     rig.wait(lambda: bool(rig.ranks.reports))
-    assert list(rig.ranks.reports) == [LegMoved(LEG, 0, 0, 1024, 1024)]
+    assert list(rig.ranks.reports) == [SpanMoved(COPY, 0, 0, 1024, 1024)]
     assert rig.ranks.runs_total == 8
     blocks = [memory.reshape(4, 4, 128) for memory in (rig.memory, rig.source_memory)]
     np.testing.assert_array_equal(blocks[0][:, [2, 0]], blocks[1][:, [1, 3]])
@@ -113,33 +130,33 @@ def test_a_leg_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
 
 
 def test_sums_and_stops_come_back_too(rig: Rig) -> None:
-    rig.ranks.sum_spans(0, SumAsk(LEG, Side.TARGET, ((2, 0),), (SPAN,), 0, Integrity.FULL))
+    rig.ranks.send(0, SUM)
     rig.wait(lambda: bool(rig.ranks.reports))
-    rig.ranks.drop_sums(0, Side.TARGET, LEG.key)
-    open_leg(rig)
-    rig.ranks.stop_leg(0, LEG)
-    rig.ranks.close_leg(0, LEG)
+    rig.ranks.send(0, DropSums(Side.TARGET, COPY.key))
+    open_copy(rig)
+    rig.ranks.send(0, StopCopy(COPY))
+    rig.ranks.send(0, CloseCopy(COPY))
     rig.wait(lambda: len(rig.ranks.reports) == 2)
-    assert [type(report) for report in rig.ranks.reports] == [LegSummed, LegStopped]
+    assert [type(report) for report in rig.ranks.reports] == [SpanSummed, CopyStopped]
 
 
-def test_an_order_that_fails_is_told_when_its_peer_is_used_and_the_rank_goes_on(rig: Rig) -> None:
+def test_an_order_that_fails_is_reported_when_its_peer_is_used_and_the_rank_continues(rig: Rig) -> None:
     nowhere = msgspec.structs.replace(rig.card, ranks=(RankCard(0, LAYOUT, ()),))
-    rig.ranks.connect(nowhere)
-    open_leg(rig)
-    rig.ranks.move(0, LEG, ((1, 3),), (SPAN,))
+    rig.ranks.send_all(Connect(nowhere))
+    open_copy(rig)
+    rig.ranks.send(0, MoveSpans(COPY, ((1, 3),), (SPAN,)))
     rig.wait(lambda: bool(rig.ranks.reports))
     (report,) = rig.ranks.reports
-    assert isinstance(report, LegFailed)
+    assert isinstance(report, CopyFailed)
     assert "no common transport" in report.reason
     rig.ranks.reports.clear()
-    test_a_leg_is_moved_by_the_rank_at_the_other_end(rig)
+    test_a_copy_is_moved_by_the_rank_at_the_other_end(rig)
 
 
-def test_a_rank_that_is_gone_is_told_once_and_orders_to_it_are_quiet(rig: Rig) -> None:
+def test_a_rank_that_is_gone_is_reported_once_and_orders_to_it_are_quiet(rig: Rig) -> None:
     rig.loop.close()
     rig.wait(lambda: bool(rig.lost))
-    open_leg(rig)
+    open_copy(rig)
     rig.ranks.poll()
     assert len(rig.lost) == 1
     assert "rank 0 is gone" in rig.lost[0]
@@ -148,12 +165,31 @@ def test_a_rank_that_is_gone_is_told_once_and_orders_to_it_are_quiet(rig: Rig) -
 
 def test_every_report_survives_its_frame() -> None:
     reports: list[RankReport] = [
-        LegMoved(LEG, 1, 2, 3, 4),
-        LegFailed(LEG, 1, "why"),
-        LegStopped(LEG, 1),
-        LegSummed(LEG, Side.SOURCE, 1, 2, ((4, 3), (5, 6)), ""),
-        AuxRead(LEG, 0, b"aux"),
+        SpanMoved(COPY, 1, 2, 3, 4),
+        CopyFailed(COPY, 1, "why"),
+        CopyStopped(COPY, 1),
+        SpanSummed(COPY, Side.SOURCE, 1, 2, ((4, 3), (5, 6)), ""),
+        AuxRead(COPY, 0, b"aux"),
         PeerFenced(SOURCE, 3, 1),
         RegionFenced(3, 1),
     ]
     assert decode_reports(encode_reports(Reports(9, reports))) == Reports(9, reports)
+
+
+def test_every_order_survives_its_frame(rig: Rig) -> None:
+    orders: list[RankOrder] = [
+        Connect(rig.card),
+        Disconnect(SOURCE),
+        RevokePeer(SOURCE, 2),
+        ResetRegion(3),
+        OPEN,
+        MoveSpans(COPY, ((1, 3),), (SPAN,)),
+        StopCopy(COPY),
+        CloseCopy(COPY),
+        SUM,
+        DropSums(Side.SOURCE, COPY.key),
+        PutAux(7, b"aux"),
+        ReadAux(copy=COPY, peer=SOURCE, offset=1, slot=2, size_bytes=3),
+    ]
+    assert {type(order) for order in orders} == set(get_args(RankOrder)), "a new order belongs into this list"
+    assert [decode_order(encode_order(order)) for order in orders] == orders

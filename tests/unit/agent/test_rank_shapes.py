@@ -11,14 +11,24 @@ import numpy.typing as npt
 import pytest
 from agent_rig import card_of, key_of
 
-from kvbaton.agent.ports import LegId, LegMoved, LegOpen, LegSummed, RankReport, SumAsk
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.records import sums_by_leg
+from kvbaton.agent.rank_orders import (
+    Connect,
+    CopyId,
+    MoveSpans,
+    OpenCopy,
+    RankReport,
+    SpanMoved,
+    SpanSummed,
+    SumSpans,
+    sums_by_leg,
+)
 from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.checks import sums_problem
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import Layout
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.core.topology import Shape, head_range, stage_layers
 from kvbaton.transport.base import Region, TransportSettings
@@ -26,7 +36,7 @@ from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from watching import wait_until
 
 LAYERS, TOKENS, BLOCKS, BLOCK_TOKENS = 4, 8, 3, 4
-LEG = LegId(key_of("k"), 1, 1)
+COPY = CopyId(key_of("k"), 1, 1)
 IDS = ((2, 0),)
 POISON = 0xEE
 
@@ -37,26 +47,10 @@ def rank_layout(shape: Shape, number: int, total_heads: int) -> Layout:
     """(layer, plane, block, head, token), one byte per head and token."""
     at = shape.at(number)
     layers, own = tuple(stage_layers(LAYERS, shape.pp, at.pp)), head_range(total_heads, shape.tp, at.tp)
-    block = own.count * BLOCK_TOKENS
-    group = uniform_group(
-        kind="full",
-        layers=layers,
-        planes=2,
-        blocks=BLOCKS,
-        block_tokens=BLOCK_TOKENS,
-        head_start=own.start,
-        heads=own.count,
-        total_heads=total_heads,
-        head_size=1,
-        dtype="uint8",
-        element_bytes=1,
-        layer_offsets=tuple(2 * BLOCKS * block * index for index in range(len(layers))),
-        plane_stride=BLOCKS * block,
-        block_stride=block,
-        token_stride=1,
-        head_stride=BLOCK_TOKENS,
-    )
-    return Layout(2 * BLOCKS * block * len(layers), (group,))
+    cache = dense_tensor((len(layers), 2, BLOCKS, own.count, BLOCK_TOKENS, 1), "uint8", 1)
+    axes = ("plane", "block", "head", "token", "channel")
+    group = tensor_group("full", layers, split_layers(cache), axes, heads=(own,), total_heads=total_heads)
+    return Layout(group.end, (group,))
 
 
 class Ranks:
@@ -115,14 +109,22 @@ def gather(source: Ranks, target: Ranks, spans: tuple[Span, ...]) -> list[RankRe
     """Let every rank of the target read these spans; returns the reports when each rank has moved each."""
     reports: list[RankReport] = []
     agents = [
-        RankAgent(rank, layout, transport, reports.append, clock=time.monotonic, patience_s=30.0, instance=target.layouts)
+        RankAgent(rank, layout, transport, reports.append, clock=time.monotonic, transfer_timeout=30.0, instance=target.layouts)
         for rank, (layout, transport) in enumerate(zip(target.layouts, target.transports, strict=True))
     ]
     for agent in agents:
-        agent.connect(source.card)
-        start = LegOpen(LEG, source.card.incarnation, Executor.TARGET_READS, 1, IDS, 0, TOKENS)
-        agent.open_leg(start)
-        agent.move(LEG, IDS, spans)
+        agent.handle(Connect(source.card))
+        start = OpenCopy(
+            copy=COPY,
+            peer=source.card.incarnation,
+            executor=Executor.TARGET_READS,
+            epoch=1,
+            target_blocks=IDS,
+            cached_tokens=0,
+            total_tokens=TOKENS,
+        )
+        agent.handle(start)
+        agent.handle(MoveSpans(COPY, IDS, spans))
 
     def all_moved() -> bool:
         for agent in agents:
@@ -136,7 +138,7 @@ def gather(source: Ranks, target: Ranks, spans: tuple[Span, ...]) -> list[RankRe
 def test_every_rank_of_the_target_gets_what_it_holds(pair: tuple[Ranks, Ranks, Ranks]) -> None:
     source, target, wanted = pair
     spans = (Span(0, 0, 5, 0, LAYERS), Span(1, 5, TOKENS, 0, 2), Span(2, 5, TOKENS, 2, LAYERS))
-    moved = [report for report in gather(source, target, spans) if isinstance(report, LegMoved)]
+    moved = [report for report in gather(source, target, spans) if isinstance(report, SpanMoved)]
     assert len(moved) == len(spans) * len(target.layouts)
     for found, expected in zip(target.memories, wanted.memories, strict=True):
         assert np.array_equal(found, expected)
@@ -156,13 +158,31 @@ def sums(own: Ranks, peer: Ranks, side: Side, spans: tuple[Span, ...]) -> dict[t
     for rank, (layout, transport) in enumerate(zip(own.layouts, own.transports, strict=True)):
         memory = RegionMemory(own.memories[rank].data)
         agent = RankAgent(
-            rank, layout, transport, reports.append, clock=time.monotonic, patience_s=30.0, memory=memory, instance=own.layouts
+            rank,
+            layout,
+            transport,
+            reports.append,
+            clock=time.monotonic,
+            transfer_timeout=30.0,
+            memory=memory,
+            instance=own.layouts,
         )
-        agent.connect(peer.card)
-        agent.sum_spans(SumAsk(LEG, side, IDS, spans, 0, Integrity.FULL, TOKENS, peer.card.incarnation))
+        agent.handle(Connect(peer.card))
+        agent.handle(
+            SumSpans(
+                copy=COPY,
+                side=side,
+                blocks=IDS,
+                spans=spans,
+                cached_tokens=0,
+                integrity=Integrity.FULL,
+                total_tokens=TOKENS,
+                peer=peer.card.incarnation,
+            )
+        )
         while agent.has_work:
             agent.poll()
-    summed = [report for report in reports if isinstance(report, LegSummed)]
+    summed = [report for report in reports if isinstance(report, SpanSummed)]
     assert len(summed) == len(own.layouts) * len(spans)
     assert not any(report.error for report in summed)
     return sums_by_leg({(report.rank, report.span): report.sums for report in summed})
@@ -184,11 +204,20 @@ def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
     hub = MemoryHub()
     own = Ranks("own", "tp1", 2, hub)
     reports: list[RankReport] = []
-    agent = RankAgent(0, own.layouts[0], own.transports[0], reports.append, clock=time.monotonic, patience_s=30.0)
-    agent.sum_spans(
-        SumAsk(LEG, Side.SOURCE, IDS, (Span(0, 0, 5, 0, LAYERS),), 0, Integrity.FULL, TOKENS, Incarnation("nobody"))
+    agent = RankAgent(0, own.layouts[0], own.transports[0], reports.append, clock=time.monotonic, transfer_timeout=30.0)
+    agent.handle(
+        SumSpans(
+            copy=COPY,
+            side=Side.SOURCE,
+            blocks=IDS,
+            spans=(Span(0, 0, 5, 0, LAYERS),),
+            cached_tokens=0,
+            integrity=Integrity.FULL,
+            total_tokens=TOKENS,
+            peer=Incarnation("nobody"),
+        )
     )
     own.close()
     (report,) = reports
-    assert isinstance(report, LegSummed)
+    assert isinstance(report, SpanSummed)
     assert report.error == "checksum: nobody is not connected"

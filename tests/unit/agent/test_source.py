@@ -60,7 +60,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.side = SourceSide(self.ranks_count, LIMITS, self.clock, self.post, self.ranks, self.events.append)
-        self.ranks.report = self.side.on_leg  # type: ignore[assignment]
+        self.ranks.report = self.side.on_copy  # type: ignore[assignment]
+        self.ranks.count = self.ranks_count
 
     def said(self, kind: type[MessageT]) -> list[MessageT]:
         """What was said of one kind since the last look."""
@@ -142,7 +143,7 @@ def test_a_grant_that_comes_before_the_request_is_kept_for_it(rig: Rig) -> None:
     assert len(rig.said(Announced)) == 1
 
 
-def test_a_grant_that_nobody_takes_up_expires_and_its_target_is_told(rig: Rig) -> None:
+def test_a_grant_that_no_prefill_takes_up_expires_and_its_target_is_notified(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     rig.clock.now += LIMITS.defer_timeout
     rig.side.tick()
@@ -271,7 +272,7 @@ def test_a_lease_runs_from_the_last_sign_of_life(rig: Rig) -> None:
     assert "60 s while held" in ended[0].reason
 
 
-def test_a_target_that_asks_after_the_end_is_told_how_it_ended(rig: Rig) -> None:
+def test_a_target_that_asks_after_the_end_learns_how_it_ended(rig: Rig) -> None:
     rig.serve()
     generation = rig.generation
     rig.side.cancel(KEY, "the client is gone")
@@ -282,7 +283,7 @@ def test_a_target_that_asks_after_the_end_is_told_how_it_ended(rig: Rig) -> None
     assert [(over.outcome, over.reason) for over in overs] == [(Outcome.CANCELLED, "the client is gone")] * 2
 
 
-def test_the_end_of_one_target_is_not_told_to_another(rig: Rig) -> None:
+def test_the_end_of_one_target_is_not_sent_to_another(rig: Rig) -> None:
     rig.serve()
     rig.side.cancel(KEY, "the client is gone")
     rig.post.take()
@@ -290,7 +291,7 @@ def test_the_end_of_one_target_is_not_told_to_another(rig: Rig) -> None:
     assert rig.post.take() == []
 
 
-def test_a_target_that_waits_for_what_ended_before_any_grant_is_told(rig: Rig) -> None:
+def test_a_target_that_waits_for_what_ended_before_any_grant_is_notified(rig: Rig) -> None:
     rig.expect()
     rig.side.cancel(KEY, "the client is gone")
     rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
@@ -313,11 +314,11 @@ def test_a_retraction_voids_what_was_announced_and_frees_the_blocks(rig: Rig) ->
     assert [(announced.generation, announced.spans) for announced in rig.said(Announced)] == [(rig.generation, SPANS)]
 
 
-def test_a_retraction_while_writing_waits_for_every_leg(rig: Rig) -> None:
+def test_a_retraction_while_writing_waits_for_every_rank(rig: Rig) -> None:
     rig.expect()
     rig.side.on_grant(T1, grant(writes=True))
     rig.compute(0)
-    old = rig.side.live[KEY].leg
+    old = rig.side.live[KEY].copy
     rig.side.retract(KEY)
     assert rig.state() is SourceState.RETRACTING
     rig.compute(1)
@@ -326,7 +327,7 @@ def test_a_retraction_while_writing_waits_for_every_leg(rig: Rig) -> None:
     rig.ranks.quiet(1, old)
     assert rig.told() == [Drained(KEY)]
     rig.compute(0)
-    assert {move.leg for move in rig.ranks.moves} == {rig.side.live[KEY].leg}
+    assert {move.copy for move in rig.ranks.moves} == {rig.side.live[KEY].copy}
 
 
 @pytest.mark.parametrize("word", ["cancel", "stop"])
@@ -334,7 +335,7 @@ def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig:
     rig.expect()
     rig.side.on_grant(T1, grant(writes=True))
     rig.compute(0)
-    old = rig.side.live[KEY].leg
+    old = rig.side.live[KEY].copy
     rig.side.retract(KEY)
     rig.post.take()
     rig.told()
@@ -352,42 +353,42 @@ def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig:
 
 def test_a_source_that_writes_confirms_when_every_rank_has_moved_everything(rig: Rig) -> None:
     rig.serve(writes=True)
-    leg = rig.side.live[KEY].leg
+    copy = rig.side.live[KEY].copy
     assert [announced.blocks for announced in rig.said(Announced)] == [()]
     *rest, last = list(rig.ranks.moves)
     for move in rest:
         rig.ranks.finish(move)
-    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, leg.generation))
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, copy.generation))
     assert rig.said(Confirmed) == []
     rig.ranks.finish(last)
-    assert rig.said(Confirmed) == [Confirmed(KEY, 1, leg.generation, TOKENS)]
+    assert rig.said(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
     rig.side.on_grant(T1, grant(writes=True))
-    assert rig.said(Confirmed) == [Confirmed(KEY, 1, leg.generation, TOKENS)]
+    assert rig.said(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
     rig.side.on_release(T1, Release(KEY, 1))
-    assert rig.ranks.legs == {}
+    assert rig.ranks.copies == {}
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
 
 
 def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
     rig.serve(writes=True)
-    leg = rig.side.live[KEY].leg
+    copy = rig.side.live[KEY].copy
     rig.post.take()
-    rig.ranks.fail(1, leg, "the cable is cut")
-    assert rig.ranks.stops == [(0, leg)]
+    rig.ranks.fail(1, copy, "the cable is cut")
+    assert rig.ranks.stops == [(0, copy)]
     assert rig.said(Over) == []
     rig.ranks.quiet_all()
     assert [(over.outcome, over.reason) for over in rig.said(Over)] == [(Outcome.FAILED, "the cable is cut")]
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "the cable is cut")
 
 
-def test_what_a_leg_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
+def test_what_a_copy_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
     rig.serve(writes=True)
-    leg = rig.side.live[KEY].leg
-    other = type(leg)(leg.key, leg.grant, leg.generation + 1)
-    rig.ranks.legs[0, other] = rig.ranks.legs[0, leg]
+    copy = rig.side.live[KEY].copy
+    other = type(copy)(copy.key, copy.grant, copy.generation + 1)
+    rig.ranks.copies[0, other] = rig.ranks.copies[0, copy]
     rig.ranks.quiet(0, other)
-    assert rig.side.late_total["leg"] == 1
-    assert rig.side.live[KEY].open_legs == {0: leg, 1: leg}
+    assert rig.side.late_total["copy"] == 1
+    assert rig.side.live[KEY].open_copies == {0: copy, 1: copy}
 
 
 def test_a_release_before_the_confirmation_is_ignored(rig: Rig) -> None:
@@ -397,7 +398,7 @@ def test_a_release_before_the_confirmation_is_ignored(rig: Rig) -> None:
     assert rig.side.late_total["release"] == 1
 
 
-def test_what_a_stopped_target_hears_is_stopped(rig: Rig) -> None:
+def test_a_target_that_stopped_it_gets_stopped(rig: Rig) -> None:
     rig.serve()
     rig.post.take()
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client is gone"))
@@ -416,7 +417,7 @@ def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
 
 
-def test_an_engine_that_speaks_of_a_grant_that_waits_is_not_heard(rig: Rig) -> None:
+def test_a_call_of_the_engine_about_a_parked_grant_is_ignored(rig: Rig) -> None:
     """It speaks of the hand-off before this one, of whose end it has not heard yet."""
     rig.side.on_grant(T1, grant())
     rig.compute(0)
@@ -468,15 +469,6 @@ def test_an_endless_reason_is_cut_to_what_the_wire_takes(rig: Rig) -> None:
     assert decode(encode(T1, "", over)).message == over
 
 
-def test_everything_is_given_up_at_once_when_the_instance_stops(rig: Rig) -> None:
-    rig.serve()
-    rig.side.expect(key_of("other"), "p")
-    rig.side.stop("going down")
-    ended = [event for event in rig.told() if isinstance(event, SourceEnded)]
-    assert {(event.key, event.outcome) for event in ended} == {(KEY, Outcome.CANCELLED), (key_of("other"), Outcome.CANCELLED)}
-    assert rig.said(Over)[-1].reason == "going down"
-
-
 def test_heartbeats_go_to_the_targets_that_wait(rig: Rig) -> None:
     rig.side.on_grant(T2, grant(3, key_of("parked")))
     rig.expect()
@@ -496,7 +488,7 @@ def test_heartbeats_go_to_the_targets_that_wait(rig: Rig) -> None:
         ("on_heartbeat", Heartbeat(False, ((KEY, 1), (KEY, 0)))),
     ],
 )
-def test_what_is_said_of_nothing_does_nothing(rig: Rig, method: str, message: Any) -> None:
+def test_messages_about_nothing_do_nothing(rig: Rig, method: str, message: Any) -> None:
     getattr(rig.side, method)(T1, message)
     assert rig.told() == []
     assert not rig.side.live

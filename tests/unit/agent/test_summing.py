@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from agent_rig import key_of, layout_of_tokens
 
-from kvbaton.agent.ports import LegId, LegSummed, SumAsk
+from kvbaton.agent.rank_orders import CopyId, SpanSummed, SumSpans
 from kvbaton.agent.summing import RegionMemory, Summer
 from kvbaton.core.checks import Pieces
 from kvbaton.core.handoff import BlockLists, Integrity, Span
@@ -39,21 +39,23 @@ class Slow:
         raise AssertionError((offset, data))
 
 
-def ask(name: str, *spans: Span, side: Side = Side.SOURCE, blocks: BlockLists = ((3, 9, 4, 1),), cached: int = 0) -> SumAsk:
-    return SumAsk(LegId(key_of(name), 1, 1), side, blocks, spans, cached, Integrity.FULL)
+def ask(name: str, *spans: Span, side: Side = Side.SOURCE, blocks: BlockLists = ((3, 9, 4, 1),), cached: int = 0) -> SumSpans:
+    return SumSpans(
+        copy=CopyId(key_of(name), 1, 1), side=side, blocks=blocks, spans=spans, cached_tokens=cached, integrity=Integrity.FULL
+    )
 
 
 def test_a_span_is_summed_over_its_blocks_in_order() -> None:
-    reports: list[LegSummed] = []
+    reports: list[SpanSummed] = []
     summer = Summer(2, LAYOUT, RegionMemory(MEMORY.data), reports.append)
-    summer.ask(ask("k", WHOLE, Span(1, 0, 4, 1, 2), cached=2))
+    summer.add(ask("k", WHOLE, Span(1, 0, 4, 1, 2), cached=2))
     assert reports == []
     summer.work()
     assert not summer.has_work
-    leg = LegId(key_of("k"), 1, 1)
+    copy = CopyId(key_of("k"), 1, 1)
     both = zlib.crc32(bytes([4, 1, BLOCKS + 4, BLOCKS + 1]))
     second = zlib.crc32(bytes([BLOCKS + 4, BLOCKS + 1]))
-    assert reports == [LegSummed(leg, Side.SOURCE, 2, 0, ((2, both),)), LegSummed(leg, Side.SOURCE, 2, 1, ((2, second),))]
+    assert reports == [SpanSummed(copy, Side.SOURCE, 2, 0, ((2, both),)), SpanSummed(copy, Side.SOURCE, 2, 1, ((2, second),))]
 
 
 def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
@@ -62,29 +64,29 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
     names = ("block_stride", "token_stride", "head_stride")
     plane = msgspec.structs.replace(group.planes[0], channels=(Axis(mib, 1),), **dict.fromkeys(names, mib))
     wide = msgspec.structs.replace(group, planes=(plane,))
-    reports: list[LegSummed] = []
+    reports: list[SpanSummed] = []
     memory = Slow()
     summer = Summer(0, Layout(rows * mib, (wide,)), memory, reports.append)
     blocks = (tuple(range(rows)),)
-    summer.ask(ask("long", Span(0, 0, 20, 0, 1), blocks=blocks))
-    summer.ask(ask("short", Span(0, 0, 1, 0, 1), blocks=blocks))
+    summer.add(ask("long", Span(0, 0, 20, 0, 1), blocks=blocks))
+    summer.add(ask("short", Span(0, 0, 1, 0, 1), blocks=blocks))
     turns = 0
     while summer.has_work:
         summer.work()
         turns += 1
         if turns == 2:
-            assert [report.leg.key for report in reports] == [key_of("short")], "a long one does not hold up a short one"
+            assert [report.copy.key for report in reports] == [key_of("short")], "a long one does not hold up a short one"
     assert turns >= 10
     assert max(memory.summed) == 2
     assert sorted(report.sums for report in reports) == [((0, 1),), ((0, 20),)]
 
 
 def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
-    reports: list[LegSummed] = []
+    reports: list[SpanSummed] = []
     memory = Slow()
     summer = Summer(0, LAYOUT, memory, reports.append)
-    summer.ask(ask("k", WHOLE))
-    summer.ask(ask("k", WHOLE, side=Side.TARGET))
+    summer.add(ask("k", WHOLE))
+    summer.add(ask("k", WHOLE, side=Side.TARGET))
     summer.drop(Side.SOURCE, key_of("k"))
     summer.drop(Side.SOURCE, key_of("unknown"))
     summer.work()
@@ -92,10 +94,10 @@ def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
     assert not summer.has_work
 
 
-def test_what_cannot_be_summed_is_said_at_once() -> None:
-    reports: list[LegSummed] = []
-    Summer(0, LAYOUT, None, reports.append).ask(ask("k", WHOLE))
-    Summer(0, LAYOUT, Slow(), reports.append).ask(ask("k", Span(4, 0, 5, 0, 1)))
+def test_what_cannot_be_summed_is_reported_at_once() -> None:
+    reports: list[SpanSummed] = []
+    Summer(0, LAYOUT, None, reports.append).add(ask("k", WHOLE))
+    Summer(0, LAYOUT, Slow(), reports.append).add(ask("k", Span(4, 0, 5, 0, 1)))
     assert [(report.span, report.error[:9]) for report in reports] == [(0, "checksum:"), (4, "checksum:")]
     assert "no memory" in reports[0].error
     assert "4 blocks where 5 are needed" in reports[1].error

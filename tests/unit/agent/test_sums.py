@@ -10,8 +10,8 @@ from driver_rig import Side as DriverSide
 from driver_rig import is_equal, landed, pair, start_handoff
 from driver_rig import key_of as driver_key
 
-from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceWanted, TargetEnded
-from kvbaton.agent.ports import LegSummed
+from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.rank_orders import SpanSummed
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
 from kvbaton.core.messages import ConfirmAsk, Confirmed
@@ -32,7 +32,7 @@ class Pair:
         self.net = Net()
         self.source = self.net.add(card_of("s", RANKS), 1, executor)
         self.target = self.net.add(card_of("t", RANKS), 2, executor, settings=settings)
-        wanted = SourceWanted(KEY, "p", self.source.address, None, Mode.PUSH)
+        wanted = SourceRequest(KEY, "p", self.source.address, None, Mode.PUSH)
         self.source.coordinator.expect_target(KEY, "p")
         self.target.coordinator.expect_source(wanted)
         self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
@@ -134,7 +134,7 @@ def test_sums_that_are_missing_are_wrong() -> None:
 def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
     pair = Pair()
     rank, ask = pair.source.ranks.sums[0]
-    pair.source.coordinator.on_rank(LegSummed(ask.leg, Side.SOURCE, rank, 0, (), "checksum: no memory"))
+    pair.source.coordinator.on_rank(SpanSummed(ask.copy, Side.SOURCE, rank, 0, (), "checksum: no memory"))
     pair.settle()
     pair.quiet()
     (ended,) = pair.target_told()
@@ -145,7 +145,7 @@ def test_a_retraction_drops_the_sums_with_the_spans() -> None:
     pair = Pair()
     pair.move()
     source, target = pair.source.ranks, pair.target.ranks
-    late = [LegSummed(ask.leg, ask.side, rank, 0, ((rank, 99),)) for rank, ask in source.sums + target.sums[:1]]
+    late = [SpanSummed(ask.copy, ask.side, rank, 0, ((rank, 99),)) for rank, ask in source.sums + target.sums[:1]]
     pair.source.coordinator.retract(KEY)
     pair.settle()
     assert source.sums == []
@@ -162,7 +162,7 @@ def test_a_retraction_drops_the_sums_with_the_spans() -> None:
     assert isinstance(pair.target_told()[0], Landed)
 
 
-def test_without_checksums_nobody_sums() -> None:
+def test_without_checksums_nothing_is_summed() -> None:
     pair = Pair(settings=HandoffSettings())
     pair.move()
     pair.offer()

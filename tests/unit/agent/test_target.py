@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceWanted, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceRequest, TargetEnded
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -57,7 +57,7 @@ class Rig:
         self.ranks = ScriptedRanks(Executor.SOURCE_WRITES if self.writes else Executor.TARGET_READS)
         card = card_of("t1", RANKS)
         self.side = TargetSide(card, "scripted", LIMITS, self.clock, self.post, self.ranks, self.events.append)
-        self.ranks.report = self.side.on_leg  # type: ignore[assignment]
+        self.ranks.report = self.side.on_copy  # type: ignore[assignment]
 
     def said(self, kind: type[MessageT]) -> list[MessageT]:
         """What was said of one kind since the last look."""
@@ -69,12 +69,12 @@ class Rig:
         self.events.clear()
         return events
 
-    def wanted(self, key: HandoffKey = KEY, incarnation: Incarnation | None = None) -> SourceWanted:
-        return SourceWanted(key, "p", ADDRESS, incarnation, self.mode)
+    def request(self, key: HandoffKey = KEY, incarnation: Incarnation | None = None) -> SourceRequest:
+        return SourceRequest(key, "p", ADDRESS, incarnation, self.mode)
 
     def grant(self, key: HandoffKey = KEY, source: str = "s1") -> int:
         """Up to the point where the source has been sent its grant; returns its number."""
-        wanted = self.wanted(key)
+        wanted = self.request(key)
         self.side.expect(wanted, card_of(source, RANKS))
         self.side.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
         return self.side.live[key].grant
@@ -144,7 +144,7 @@ def test_a_read_is_granted_filled_confirmed_and_landed(rig: Rig) -> None:
     assert isinstance(landed, Landed)
     assert (landed.key, landed.aux, landed.stats.bytes_moved) == (KEY, AUX, 10 * RANKS * TOKENS)
     assert not rig.side.live
-    assert rig.ranks.legs == {}
+    assert rig.ranks.copies == {}
 
 
 def test_a_write_lands_when_the_source_has_confirmed(writing: Rig) -> None:
@@ -260,14 +260,14 @@ def test_another_number_of_tokens_is_refused_with_both(rig: Rig) -> None:
 def test_a_retraction_waits_for_the_reads_of_the_old_generation(rig: Rig) -> None:
     rig.grant()
     rig.announce(0, 1)
-    old = rig.side.live[KEY].leg
+    old = rig.side.live[KEY].copy
     rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
     assert rig.state() is TargetState.CLEARING
     rig.announce(0, generation=2)
-    assert {move.leg for move in rig.ranks.moves} == {old}, "nothing of the new generation moves yet"
+    assert {move.copy for move in rig.ranks.moves} == {old}, "nothing of the new generation moves yet"
     rig.ranks.quiet_all()
     assert rig.state() is TargetState.FILLING
-    assert {(move.leg.generation, move.span) for move in rig.ranks.moves} == {(2, 0)}
+    assert {(move.copy.generation, move.span) for move in rig.ranks.moves} == {(2, 0)}
 
 
 def test_what_was_moved_before_a_retraction_does_not_count(rig: Rig) -> None:
@@ -298,8 +298,8 @@ def test_a_retraction_after_the_last_byte_starts_over(rig: Rig) -> None:
 def test_one_failed_rank_fails_all_when_the_others_are_quiet(rig: Rig) -> None:
     rig.grant()
     rig.announce(0)
-    leg = rig.side.live[KEY].leg
-    rig.ranks.fail(1, leg, "the cable is cut")
+    copy = rig.side.live[KEY].copy
+    rig.ranks.fail(1, copy, "the cable is cut")
     assert rig.told() == []
     assert rig.side.quarantined_blocks == 3
     assert [stop.reason for stop in rig.said(Stop)] == ["the cable is cut"]
@@ -355,14 +355,14 @@ def test_only_the_stop_of_this_grant_frees_blocks(writing: Rig, sender: Incarnat
     assert writing.told() == []
 
 
-def test_a_word_that_it_stopped_means_nothing_while_it_is_wanted(writing: Rig) -> None:
+def test_stopped_means_nothing_while_the_hand_off_is_live(writing: Rig) -> None:
     writing.grant()
     writing.side.on_stopped(S1, Stopped(KEY, 1))
     writing.side.cancel(KEY, "the client is gone")
     assert writing.told() == []
 
 
-def test_a_stale_number_is_replaced_and_forgets_what_was_heard(rig: Rig) -> None:
+def test_a_stale_number_is_replaced_and_what_was_received_is_forgotten(rig: Rig) -> None:
     rig.grant()
     rig.finish_prefill()
     rig.post.take()
@@ -386,7 +386,7 @@ def test_no_two_grants_share_a_number(rig: Rig) -> None:
     assert numbers == sorted(numbers)
 
 
-def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
+def test_a_source_that_still_holds_what_ended_is_notified_how(rig: Rig) -> None:
     rig.fill()
     rig.confirm()
     rig.post.take()
@@ -400,7 +400,7 @@ def test_a_source_that_still_holds_what_ended_is_told_how(rig: Rig) -> None:
     assert (stop.key, stop.grant, stop.outcome) == (key_of("never"), 9, Outcome.FAILED)
 
 
-def test_a_delivery_from_one_source_is_not_told_to_another(rig: Rig) -> None:
+def test_a_delivery_from_one_source_is_not_sent_to_another(rig: Rig) -> None:
     """The same transfer id, first wanted from s2 and cancelled, then delivered by s1."""
     first = rig.grant(KEY, "s2")
     rig.side.cancel(KEY, "a retry elsewhere")
@@ -436,8 +436,8 @@ def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig
     assert "30 s while filling" in ended.reason
 
 
-def test_waiting_for_memory_has_no_deadline_and_keeps_greeting(rig: Rig) -> None:
-    rig.side.expect(rig.wanted(), None)
+def test_waiting_for_memory_has_no_deadline_and_keeps_dialling(rig: Rig) -> None:
+    rig.side.expect(rig.request(), None)
     assert rig.post.sent == [(ADDRESS, Hello(card_of("t1", RANKS), wants_answer=True))]
     rig.post.take()
     for _ in range(100):
@@ -448,13 +448,13 @@ def test_waiting_for_memory_has_no_deadline_and_keeps_greeting(rig: Rig) -> None
 
 @pytest.mark.parametrize(
     ("stage", "kind"),
-    [("greeting", Hello), ("granted", Grant), ("filling", Grant), ("confirming", ConfirmAsk), ("stopping", Stop)],
+    [("handshaking", Hello), ("granted", Grant), ("filling", Grant), ("confirming", ConfirmAsk), ("stopping", Stop)],
 )
 def test_a_question_without_an_answer_is_asked_again_less_and_less_often(stage: str, kind: type[Message]) -> None:
     rig = Rig(writes=stage == "stopping")
-    if stage == "greeting":
-        rig.side.expect(rig.wanted(), None)
-        rig.side.allocated(Allocation(rig.wanted(), BLOCKS, TOKENS, 0))
+    if stage == "handshaking":
+        rig.side.expect(rig.request(), None)
+        rig.side.allocated(Allocation(rig.request(), BLOCKS, TOKENS, 0))
     else:
         rig.grant()
     if stage in ("filling", "confirming"):
@@ -518,7 +518,7 @@ def test_a_question_that_was_overtaken_by_a_later_one_is_asked_again(rig: Rig) -
     assert first in [grant.key for grant in rig.said(Grant)]
 
 
-def test_nothing_is_asked_while_only_our_own_legs_are_waited_for(rig: Rig) -> None:
+def test_nothing_is_asked_while_only_our_own_copies_are_waited_for(rig: Rig) -> None:
     rig.grant()
     rig.announce(0, 1, 2)
     rig.finish_prefill()
@@ -528,7 +528,7 @@ def test_nothing_is_asked_while_only_our_own_legs_are_waited_for(rig: Rig) -> No
 
 
 def test_another_incarnation_than_the_expected_one_fails_with_both(rig: Rig) -> None:
-    rig.side.expect(rig.wanted(incarnation=Incarnation("s0")), None)
+    rig.side.expect(rig.request(incarnation=Incarnation("s0")), None)
     rig.side.on_card(card_of("s1", RANKS), ADDRESS)
     (ended,) = rig.told()
     assert isinstance(ended, TargetEnded)
@@ -537,13 +537,13 @@ def test_another_incarnation_than_the_expected_one_fails_with_both(rig: Rig) -> 
 
 
 def test_a_card_that_comes_late_is_met_in_either_order(rig: Rig) -> None:
-    rig.side.expect(rig.wanted(), None)
+    rig.side.expect(rig.request(), None)
     rig.side.on_card(card_of("s9", RANKS), ControlAddress.of("127.0.0.1", 9999))
-    rig.side.allocated(Allocation(rig.wanted(), BLOCKS, TOKENS, 0))
-    assert rig.state() is TargetState.GREETING
+    rig.side.allocated(Allocation(rig.request(), BLOCKS, TOKENS, 0))
+    assert rig.state() is TargetState.HANDSHAKING
     rig.side.on_card(card_of("s1", RANKS), ADDRESS)
     assert rig.state() is TargetState.GRANTED
-    rig.side.allocated(Allocation(rig.wanted(), BLOCKS, TOKENS, 0))
+    rig.side.allocated(Allocation(rig.request(), BLOCKS, TOKENS, 0))
     assert rig.side.late_total["allocated"] == 1
 
 
@@ -554,7 +554,7 @@ def test_a_source_that_ended_before_any_grant_ends_who_waits(rig: Rig) -> None:
 
 
 def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Rig) -> None:
-    rig.side.expect(rig.wanted(), card_of("s1", RANKS))
+    rig.side.expect(rig.request(), card_of("s1", RANKS))
     rig.announce(0, grant=0)
     rig.finish_prefill(grant=0)
     rig.confirm(grant=0)
@@ -580,7 +580,7 @@ def test_a_new_registration_fails_only_what_was_written_under_the_old_one(writin
 
 def test_a_second_request_of_the_same_key_fails_and_leaves_the_first_alone(rig: Rig) -> None:
     rig.grant()
-    rig.side.expect(rig.wanted(), card_of("s1", RANKS))
+    rig.side.expect(rig.request(), card_of("s1", RANKS))
     assert outcomes(rig.told()) == [Outcome.FAILED]
     assert rig.state() is TargetState.GRANTED
 
@@ -605,8 +605,8 @@ def test_the_aux_record_that_landed_is_the_one_that_was_sent(rig: Rig) -> None:
 
 
 def test_heartbeats_go_to_the_sources_that_are_waited_for(rig: Rig) -> None:
-    rig.side.expect(rig.wanted(key_of("queued")), card_of("s1", RANKS))
-    rig.side.expect(rig.wanted(key_of("stranger")), None)
+    rig.side.expect(rig.request(key_of("queued")), card_of("s1", RANKS))
+    rig.side.expect(rig.request(key_of("stranger")), None)
     number = rig.grant()
     assert rig.side.beat() == {S1: Heartbeat(False, ((key_of("queued"), 0), (KEY, number)))}
     assert rig.side.peers() == {S1}

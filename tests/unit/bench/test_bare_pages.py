@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.bench.bare.pages import CacheShape, TaggedPages, spans_of
-from kvbaton.bench.bare.pool import BarePool
+from kvbaton.bench.bare.pages import BarePool, CacheShape, TaggedPages, spans_of
 from kvbaton.core.handoff import BlockLists, HandoffKey, TransferId, span_problem
 from kvbaton.errors import Bug, ConfigError
 

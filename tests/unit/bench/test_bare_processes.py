@@ -8,31 +8,38 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.bench.bare.orders import BareSettings, CancelTask, Check, Free, Hold, Lift, SetFaults
-from kvbaton.bench.bare.process import BareProcess
-from kvbaton.bench.bare.relay import Load, Relay
+from held_instances import CancelTask, Free, HeldProcess, HeldSettings, Hold, Lift, SetFaults, SetHold
+from kvbaton.bench.bare.instance import BareSettings, Task
+from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import LocalError
 
 TOKENS = 60
 PATIENCE_S = 30.0
 
+Pair = tuple[HeldProcess, HeldProcess]
+
 
 @pytest.fixture(scope="module")
-def relay() -> Iterator[Relay]:
-    settings = BareSettings(blocks=64, most_tokens=TOKENS, can_hold=True)
-    with BareProcess("source", settings) as source, BareProcess("target", settings) as target:
-        yield Relay([source, target])
+def pair() -> Iterator[Pair]:
+    settings = HeldSettings(blocks=64, most_tokens=TOKENS)
+    with HeldProcess("source", settings) as source, HeldProcess("target", settings) as target:
+        yield source, target
 
 
-def run(relay: Relay, load: Load) -> None:
-    relay.begin(load, *relay.processes)
-    finish(relay, load)
+@pytest.fixture(scope="module")
+def relay(pair: Pair) -> Relay:
+    return Relay(pair)
 
 
-def finish(relay: Relay, load: Load) -> None:
-    sides = [relay.ends[load.name, process.name] for process in relay.processes]
-    relay.wait(lambda: all(len(side) == load.count for side in sides), f"{load.name} is over", PATIENCE_S)
+def run(relay: Relay, task: Task) -> None:
+    relay.begin(task, *relay.processes)
+    finish(relay, task)
+
+
+def finish(relay: Relay, task: Task) -> None:
+    sides = [relay.ends[task.name, process.name] for process in relay.processes]
+    relay.wait(lambda: all(len(side) == task.count for side in sides), f"{task.name} is over", PATIENCE_S)
 
 
 def outcomes(relay: Relay, name: str) -> set[str]:
@@ -40,13 +47,13 @@ def outcomes(relay: Relay, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_hand_offs_land_whole_and_all_blocks_come_back(relay: Relay, mode: Mode) -> None:
-    _, target = relay.processes
+def test_hand_offs_land_whole_and_all_blocks_come_back(pair: Pair, relay: Relay, mode: Mode) -> None:
+    _, target = pair
     before = target.gauges().landed_total
-    run(relay, Load(f"plain {mode}", mode, 40, 8, TOKENS, 32))
+    run(relay, Task(f"plain {mode}", mode, 40, 8, TOKENS, 32))
     assert outcomes(relay, f"plain {mode}") == {"delivered"}
     assert target.gauges().landed_total == before + 40
-    for process in relay.processes:
+    for process in pair:
         gauges = process.gauges()
         assert (gauges.blocks_in_use, gauges.live, gauges.foreign_bytes, gauges.errors_total) == (0, 0, 0, 0)
 
@@ -60,42 +67,46 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_hand_offs_stand_still_until_the_hold_is_lifted(relay: Relay, name: str) -> None:
+def test_hand_offs_stand_still_until_the_hold_is_lifted(pair: Pair, relay: Relay, name: str) -> None:
     source_hold, target_hold = HOLDS[name]
-    load = Load(name, Mode.PUSH, 3, 3, TOKENS, 32, source_hold=source_hold, target_hold=target_hold)
-    source, target = relay.processes
-    relay.begin(load, source, target)
+    task = Task(name, Mode.PUSH, 3, 3, TOKENS, 32)
+    source, target = pair
+    source.order(SetHold(name, source_hold))
+    target.order(SetHold(name, target_hold))
+    relay.begin(task, source, target)
     relay.wait(lambda: max(process.gauges().held[name] for process in (source, target)) == 3, "they stand", PATIENCE_S)
     assert not relay.ends[name, "target"]
     for process in relay.processes:
         process.order(Lift(name))
-    finish(relay, load)
+    finish(relay, task)
     assert outcomes(relay, name) == {"delivered"}
 
 
-def test_what_is_kept_is_looked_at_again(relay: Relay) -> None:
-    run(relay, Load("kept", Mode.PULL, 4, 4, TOKENS, 32, check=Check(keeps=True)))
-    target = relay.processes[1]
+def test_what_is_kept_is_looked_at_again(pair: Pair, relay: Relay) -> None:
+    target = pair[1]
+    target.order(SetHold("kept", Hold(keeps=True)))
+    run(relay, Task("kept", Mode.PULL, 4, 4, TOKENS, 32))
     assert target.gauges().blocks_in_use == 16
     target.order(Free("kept"))
     assert target.gauges().blocks_in_use == 0
     assert target.gauges().foreign_bytes == 0
 
 
-def test_a_cancelled_task_gives_everything_back(relay: Relay) -> None:
-    load = Load("cancelled", Mode.PUSH, 3, 3, TOKENS, 32, source_hold=Hold(spans=4))
-    source, target = relay.processes
-    relay.begin(load, source, target)
+def test_a_cancelled_task_gives_everything_back(pair: Pair, relay: Relay) -> None:
+    task = Task("cancelled", Mode.PUSH, 3, 3, TOKENS, 32)
+    source, target = pair
+    source.order(SetHold("cancelled", Hold(spans=4)))
+    relay.begin(task, source, target)
     relay.wait(lambda: source.gauges().held["cancelled"] == 3, "they stand", PATIENCE_S)
     target.order(CancelTask("cancelled"))
-    finish(relay, load)
+    finish(relay, task)
     assert outcomes(relay, "cancelled") == {"cancelled"}
 
 
-def test_a_byte_that_goes_wrong_on_its_way_is_counted(relay: Relay) -> None:
-    target = relay.processes[1]
+def test_a_byte_that_goes_wrong_on_its_way_is_counted(pair: Pair, relay: Relay) -> None:
+    target = pair[1]
     target.order(SetFaults(corrupt=True))
-    run(relay, Load("wrong", Mode.PULL, 2, 2, TOKENS, 32))
+    run(relay, Task("wrong", Mode.PULL, 2, 2, TOKENS, 32))
     target.order(SetFaults())
     assert target.gauges().foreign_bytes > 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvbaton.bench.report import BenchReport
 from kvbaton.bench.router import RouterBench, _measure, run_router_bench
-from kvbaton.bench.router_contenders import Driven, LoadTool, Running
+from kvbaton.bench.router_contenders import Driven, LoadTool, RunningRouter
 from kvbaton.bench.router_plot import plot_router_bench
 from kvbaton.bench.router_rows import contenders_of, many_name, rows, series_name
 from kvbaton.discovery.messages import TransferMode
@@ -61,7 +61,7 @@ def test_a_router_that_answers_nobody_is_a_problem_and_not_a_fast_one(monkeypatc
     bench = RouterBench((1,), (1,), rounds=1)
     ours = next(each for each in contenders_of(bench, TransferMode.READ) if each.processes)
     monkeypatch.setattr(LoadTool, "drive", lambda *_: Driven(0, 0, 1.0, 0.0, 0.0, 0.0))
-    problems = _measure(bench, LoadTool(Path("nothing")), [Running(ours, 1, os.getpid())], {}, print)
+    problems = _measure(bench, LoadTool(Path("nothing")), [RunningRouter(ours, 1, os.getpid())], {}, print)
     assert len(problems) == len(list(bench.cases()))
     assert all("no request was answered" in problem for problem in problems)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from kvbaton.bench.wire import WireBench, run_wire_bench, subjects_of
 from kvbaton.bench.wire.pages import content, contiguous_runs, is_copied, scattered_runs
 from kvbaton.errors import ConfigError
-from kvbaton.transport import choose
 from kvbaton.transport.base import Completion, Direction, Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.local import LocalTransport
+from kvbaton.transport.table import TRANSPORTS
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -53,7 +54,7 @@ def test_control_bytes_that_do_not_arrive_are_noticed(monkeypatch: pytest.Monkey
     def open_dropping(region: Region, settings: TransportSettings) -> Transport:
         return FaultyTransport(LocalTransport(region, settings), region, Faults(drop_writes=True))
 
-    monkeypatch.setitem(choose.TRANSPORTS, "local", open_dropping)
+    monkeypatch.setitem(TRANSPORTS, "local", replace(TRANSPORTS["local"], opener=open_dropping))
     bench = WireBench((64 * KIB,), (MIB,), (1,), "scattered", ("local",), rounds=1, idle_s=0.0)
     assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
 
@@ -65,7 +66,7 @@ def test_control_a_byte_beside_the_blocks_is_noticed(monkeypatch: pytest.MonkeyP
             self._region.view[len(self._region.view) - 1] = 1
             return found
 
-    monkeypatch.setitem(choose.TRANSPORTS, "local", Sloppy)
+    monkeypatch.setitem(TRANSPORTS, "local", replace(TRANSPORTS["local"], opener=Sloppy))
     bench = WireBench((64 * KIB,), (MIB,), (1,), "contiguous", ("local",), rounds=1, idle_s=0.0)
     assert any("wrong bytes" in problem for problem in run_wire_bench(bench).problems)
 

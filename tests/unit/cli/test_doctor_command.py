@@ -9,7 +9,10 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.transport import trial
-from kvbaton.transport.trial import KINDS, Trial
+from kvbaton.transport.table import TRANSPORTS, variant_of
+from kvbaton.transport.trial import Trial
+
+KINDS = tuple(variant.kind for entry in TRANSPORTS.values() for variant in entry.variants)
 
 
 class Doctor:
@@ -21,7 +24,9 @@ class Doctor:
 
     def __call__(self, *arguments: str, working: tuple[str, ...]) -> tuple[int, str]:
         self._monkeypatch.setattr(
-            trial, "try_transport", lambda kind: Trial(kind, "" if kind in working else f"no {kind} [here]")
+            trial,
+            "try_transport",
+            lambda kind: Trial(kind, "" if kind in working else f"no {kind} [here]", variant_of(kind)[0].stands_alone),
         )
         self._monkeypatch.setattr(sys, "argv", ["kvbaton", "doctor", *arguments])
         self._monkeypatch.setenv("COLUMNS", "200")

@@ -15,7 +15,7 @@ import pytest
 from kvbaton.cli.main import main
 from kvbaton.core.timeline import Side
 from kvbaton.launch.ports import PortPicker
-from kvbaton.observe.story import Account, tell_story
+from kvbaton.observe.transfer_report import SideAnswer, build_report
 from true_notes import TRANSFER, Way, account, notes_of_pull, notes_of_push
 
 
@@ -61,7 +61,7 @@ def explained(monkeypatch: pytest.MonkeyPatch, *arguments: str, columns: int = 1
 
 
 def story_page(*ways: Way) -> tuple[int, bytes]:
-    return 200, msgspec.json.encode(tell_story(TRANSFER, account(Side.SOURCE, *ways), account(Side.TARGET, *ways)))
+    return 200, msgspec.json.encode(build_report(TRANSFER, account(Side.SOURCE, *ways), account(Side.TARGET, *ways)))
 
 
 @pytest.mark.parametrize("columns", [20, 80, 300])
@@ -100,7 +100,7 @@ def test_one_side_and_many_hand_offs_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], router: FakeRouter
 ) -> None:
     way = notes_of_push(Way())
-    lone = tell_story(TRANSFER, account(Side.SOURCE, way), Account("decode:1", problem="it is gone"))
+    lone = build_report(TRANSFER, account(Side.SOURCE, way), SideAnswer("decode:1", problem="it is gone"))
     many = msgspec.structs.replace(lone, handoffs=lone.handoffs * 12)
     router.pages[f"/handoffs/{TRANSFER}"] = (200, msgspec.json.encode(many))
     assert explained(monkeypatch, TRANSFER, "--router", router.url) == 0

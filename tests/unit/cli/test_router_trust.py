@@ -1,4 +1,4 @@
-"""The cluster key of `kvbaton router`: it reaches the router from a file only, and is never shown."""
+"""The cluster key of `kvbaton router`: from a file or the environment, and never shown."""
 
 from __future__ import annotations
 
@@ -36,8 +36,20 @@ def test_the_key_of_a_file_reaches_the_router(served: list[RouterSettings], tmp_
     assert KEY not in repr(served[0])
 
 
-def test_without_a_file_foreign_instances_are_welcome(served: list[RouterSettings], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that was started beside instances with a key in the environment must not begin to refuse others."""
+def test_the_key_of_the_environment_reaches_the_router(
+    served: list[RouterSettings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv(CLUSTER_KEY_VARIABLE, KEY)
     assert router() == 0
+    assert served[0].cluster_key == KEY.encode()
+    assert "NO CLUSTER KEY" not in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.7"])
+def test_listening_without_a_key_is_logged_loudly(
+    host: str, served: list[RouterSettings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(CLUSTER_KEY_VARIABLE, raising=False)
+    assert router(discovery_host=host) == 0
     assert served[0].cluster_key is None
+    assert [record.levelname for record in caplog.records if "NO CLUSTER KEY" in record.message] == ["WARNING"]

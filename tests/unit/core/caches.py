@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 import msgspec
 from hypothesis import strategies as st
 
-from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane, TokenSplit, uniform_group
+from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane, TokenSplit
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 
 __all__ = [
     "Case",
@@ -44,28 +45,10 @@ def compact_group(
     layers: int = 2, planes: int = 2, blocks: int = 8, block_tokens: int = 4, heads: int = 2, head_size: int = 3
 ) -> Group:
     """A group without gaps: layers, planes, blocks, tokens, heads, in this order; two bytes per element."""
-    head_stride = head_size * 2
-    token_stride = heads * head_stride
-    block_stride = block_tokens * token_stride
-    plane_stride = blocks * block_stride
-    return uniform_group(
-        kind="full",
-        layers=tuple(range(layers)),
-        planes=planes,
-        blocks=blocks,
-        block_tokens=block_tokens,
-        head_start=0,
-        heads=heads,
-        total_heads=heads,
-        head_size=head_size,
-        dtype="float16",
-        element_bytes=2,
-        layer_offsets=tuple(layer * planes * plane_stride for layer in range(layers)),
-        plane_stride=plane_stride,
-        block_stride=block_stride,
-        token_stride=token_stride,
-        head_stride=head_stride,
-    )
+    tensors = split_layers(dense_tensor((layers, planes, blocks, block_tokens, heads, head_size), "float16", 2))
+    names = {1: ("kv",), 2: ("k", "v")}.get(planes) or tuple(f"plane{index}" for index in range(planes))
+    axes = ("plane", "block", "token", "head", "channel")
+    return tensor_group("full", range(layers), tensors, axes, heads=(HeadRange(0, heads),), total_heads=heads, planes=names)
 
 
 def reshaped(group: Group, **changes: object) -> Group:
@@ -217,7 +200,7 @@ class Rolled:
 
 @dataclass(frozen=True)
 class PlaneModel:
-    """One plane as the model has it, whoever holds which heads."""
+    """One plane of the whole model, whichever rank holds which heads."""
 
     name: str
     element_bytes: int

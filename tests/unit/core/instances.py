@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from caches import Choose, GroupModel, PlaneModel, Side, draw_group, draw_model, draw_sizes
 
-from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit, uniform_group
-from kvbaton.core.meeting import Meeting
+from kvbaton.core.layout import Group, HeadRange, Layout, TokenSplit
+from kvbaton.core.legs import Legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import Shape, head_range, part_ranges, stage_layers
 
 __all__ = ["Instance", "Meet", "compact_instance", "draw_instance", "draw_meet", "hand_off", "tagged"]
@@ -114,13 +115,13 @@ def tag(element: tuple[int, ...], byte: int) -> int:
 
 
 def hand_off(
-    source: Instance, target: Instance, meeting: Meeting, cuts: list[int], memories: list[Memory], total: int
+    source: Instance, target: Instance, legs: Legs, cuts: list[int], memories: list[Memory], total: int
 ) -> tuple[list[Memory], list[npt.NDArray[np.int64]], int]:
     """Carry a hand-off out chunk by chunk; the target's memory, how often each byte was written, and the bytes moved."""
     found = [np.zeros(rank.layout.region_bytes, np.uint8) for rank in target.ranks]
     times = [np.zeros(rank.layout.region_bytes, np.int64) for rank in target.ranks]
     moved = 0
-    for leg in meeting.legs:
+    for leg in legs.legs:
         here, there = target.ranks[leg.target], source.ranks[leg.source]
         pair = pair_layouts(there.layout, here.layout, leg.share)
         for first, end in itertools.pairwise(cuts):
@@ -145,23 +146,7 @@ def compact_instance(text: str, total_heads: int, layers: int = 4, head_size: in
 
 
 def _compact(kind: str, layers: tuple[int, ...], own: HeadRange, total_heads: int, head_size: int) -> Layout:
-    block = own.count * 4 * head_size
-    group = uniform_group(
-        kind=kind,
-        layers=layers,
-        planes=2,
-        blocks=3,
-        block_tokens=4,
-        head_start=own.start,
-        heads=own.count,
-        total_heads=total_heads,
-        head_size=head_size,
-        dtype="uint8",
-        element_bytes=1,
-        layer_offsets=tuple(index * 6 * block for index in range(len(layers))),
-        plane_stride=3 * block,
-        block_stride=block,
-        token_stride=head_size,
-        head_stride=4 * head_size,
-    )
-    return Layout(len(layers) * 6 * block, (group,))
+    tensors = split_layers(dense_tensor((len(layers), 2, 3, own.count, 4, head_size), "uint8", 1))
+    axes = ("plane", "block", "head", "token", "channel")
+    group = tensor_group(kind, layers, tensors, axes, heads=(own,), total_heads=total_heads)
+    return Layout(group.end, (group,))

@@ -96,7 +96,7 @@ def test_a_key_given_twice_is_named(key: str) -> None:
 )
 def test_what_is_no_port_is_refused_by_name(key: str, port: str) -> None:
     other = "notify" if key == "handshake" else "handshake"
-    with pytest.raises(AddressError, match=f"{key} .* is no port"):
+    with pytest.raises(AddressError, match=f"{key} .* is not a port"):
         ControlAddress.parse(f"host:h,{key}:{port},{other}:2")
 
 

@@ -8,10 +8,13 @@ import msgspec
 import pytest
 from caches import compact_group, layout_of, reshaped
 
-from kvbaton.core.card import PROTOCOL, Card, ProcessId, RankCard, check_compatible
+from kvbaton.config import Limits
+from kvbaton.core.aux_area import AuxArea
+from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard, check_compatible, make_card
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Group, HeadRange
-from kvbaton.errors import Incompatible
+from kvbaton.core.topology import Shape
+from kvbaton.errors import ConfigError, Incompatible
 
 
 def _card(**changes: Any) -> Card:
@@ -45,7 +48,7 @@ def test_numbers_of_blocks_may_differ() -> None:
     check_compatible(small, _card(), ours=small)
 
 
-class TestVllmRow12:
+class TestPeersOfAnotherVersionOrModel:
     """Another version, model or shape is refused by both, before any address is used; block sizes may differ."""
 
     @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_ranks_that_are_not_a_whole_instance_are_refused_by_both() -> None:
 
 
 def test_a_stride_beyond_64_bits_is_refused_though_it_leads_nowhere() -> None:
-    """It has one head, so that its stride is never used; a number that cannot be counted with is still no layout."""
+    """It has one head, so that its stride is never used; a number that overflows is refused all the same."""
     ours = _card(ranks=(RankCard(0, layout_of(compact_group(heads=1)), ()),))
     theirs = _card(ranks=(RankCard(0, layout_of(reshaped(compact_group(heads=1), head_stride=1 << 63)), ()),))
     assert "can be counted" in str(_refusal(theirs, ours, ours).theirs)
@@ -171,8 +174,8 @@ FIELDS = {
 }
 
 
-class TestSglangRow4:
-    """What differs in the layouts is refused at the handshake with both values, whoever looks; states are counted too."""
+class TestLayoutsThatDiffer:
+    """What differs in the layouts is refused at the handshake with both values, on either side; states included."""
 
     @pytest.mark.parametrize("name", FIELDS)
     def test_layouts_of_another_model_are_refused_with_both_values(self, name: str) -> None:
@@ -201,3 +204,57 @@ class TestSglangRow4:
 def test_a_card_survives_the_wire() -> None:
     card = _card()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=Card) == card
+
+
+def _halves() -> tuple[RankCard, RankCard]:
+    """Two ranks with one of two heads each."""
+    half = compact_group(heads=1)
+    first, second = (reshaped(half, heads=(HeadRange(head, 1),), total_heads=2) for head in range(2))
+    endpoint, area = Endpoint("tcp", 64, {"port": 1}), AuxArea(0, 1, 64)
+    return RankCard(0, layout_of(first), (endpoint,), area), RankCard(1, layout_of(second), ())
+
+
+def _made(**changes: Any) -> Card:
+    fields: dict[str, Any] = {
+        "incarnation": Incarnation("a1"),
+        "model": "tiny",
+        "fingerprint": "f00d",
+        "process": ProcessId("host", 1, 2),
+        "limits": Limits(transfer_timeout=7.0, defer_timeout=9.0),
+        "ranks": _halves(),
+        "shape": Shape(tp=2),
+    }
+    return make_card(**(fields | changes))
+
+
+class TestMakingACard:
+    def test_it_carries_the_ranks_the_shape_and_the_limits_of_the_settings(self) -> None:
+        card = _made()
+        assert card.ranks == _halves()
+        assert (card.shape, card.protocol) == ("tp2", PROTOCOL)
+        assert (card.defer_timeout, card.transfer_timeout) == (9.0, 7.0)
+
+    def test_an_instance_that_is_not_cut_has_one_rank(self) -> None:
+        whole = RankCard(0, layout_of(compact_group()), ())
+        card = make_card(
+            incarnation=Incarnation("a1"),
+            model="tiny",
+            fingerprint="f00d",
+            process=ProcessId("host", 1, 2),
+            limits=Limits(),
+            ranks=[whole],
+        )
+        assert (card.shape, card.ranks) == ("tp1", (whole,))
+        check_compatible(card, _made(), ours=card)
+
+    @pytest.mark.parametrize(
+        ("ranks", "words"),
+        [
+            (_halves()[:1], "1 ranks where shape tp2 has 2"),
+            ((_halves()[0], msgspec.structs.replace(_halves()[0], rank=1)), "no rank holds head 1 of 2"),
+            (_halves()[::-1], "rank 1 where rank 0 should be"),
+        ],
+    )
+    def test_ranks_that_are_not_the_whole_model_are_refused_at_start_up(self, ranks: list[RankCard], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            _made(ranks=ranks)

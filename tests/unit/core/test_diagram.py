@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from table_diagrams import put_diagram, render_classes, render_diagram
 
-from kvbaton.core.diagram import put_diagram, render_classes, render_diagram
-from kvbaton.core.lifecycle import LEG, SOURCE, TARGET, LegEffect, LegEvent, LegState, SourceEffect, TargetEffect
+from kvbaton.core.lifecycle import COPY, SOURCE, TARGET, CopyEffect, CopyEvent, CopyState, SourceEffect, TargetEffect
 from kvbaton.core.table import Row, Table
 from kvbaton.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "lifecycle.md"
-TABLES: tuple[Table[Any, Any, Any], ...] = (SOURCE, TARGET, LEG)
+TABLES: tuple[Table[Any, Any, Any], ...] = (SOURCE, TARGET, COPY)
 EDGE = re.compile(r" {4}(\[\*\]|\w+) --> (\[\*\]|\w+)(?: : ([^:;]+))?")
 BOX = re.compile(r' {4}state "([a-z, ]+)" as (\w+)')
 
@@ -86,9 +86,9 @@ def test_equal_tables_give_equal_pictures(table: Table[Any, Any, Any]) -> None:
 
 
 def test_another_table_gives_another_picture() -> None:
-    planted = LEG.with_rows({(LegState.STOPPING, LegEvent.MOVED): Row(LegState.OPEN, (LegEffect.REPORT_MOVED,))})
+    planted = COPY.with_rows({(CopyState.STOPPING, CopyEvent.MOVED): Row(CopyState.OPEN, (CopyEffect.REPORT_MOVED,))})
     assert "stopping --> open : moved / report moved" in render_diagram(planted)
-    assert render_classes(planted) != render_classes(LEG)
+    assert render_classes(planted) != render_classes(COPY)
 
 
 def test_a_picture_takes_the_place_between_its_markers() -> None:

@@ -1,4 +1,4 @@
-"""Rights that end: grant numbers against a model that forgets nothing, tombstones, and the watermark against deadlock."""
+"""Grant numbers against a model that forgets nothing, and the reserve against deadlock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvbaton.core.grants import GrantWindow, GrantWindows, Tombstones, may_start_prefill
+from kvbaton.core.grants import GrantWindow, GrantWindows, may_start_prefill
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import Bug
 
@@ -91,37 +91,6 @@ def test_only_the_longest_silent_peers_are_forgotten() -> None:
         windows.use(Incarnation(name), 1)
     assert len(windows) == 3
     assert not windows.use(Incarnation("a"), 1)
-
-
-@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.integers())))
-def test_tombstones_are_the_latest_ends(limit: int, ends: list[tuple[int, int]]) -> None:
-    stones: Tombstones[int, int] = Tombstones(limit)
-    model: dict[int, int] = {}
-    for key, end in ends:
-        stones.add(key, end)
-        model.pop(key, None)
-        model[key] = end
-    kept = dict(list(model.items())[-limit:])
-    assert len(stones) == len(kept)
-    assert {key: stones.get(key) for key in model} == {key: kept.get(key) for key in model}
-
-
-def test_a_tombstone_can_be_taken_away() -> None:
-    stones: Tombstones[str, int] = Tombstones()
-    stones.add("x", 1)
-    stones.discard("x")
-    stones.discard("y")
-    assert stones.get("x") is None
-    assert len(stones) == 0
-
-
-def test_a_million_ends_are_remembered_in_bounds() -> None:
-    stones: Tombstones[int, int] = Tombstones(100)
-    for key in range(1_000_000):
-        stones.add(key, key)
-    assert len(stones) == 100
-    assert stones.get(999_900) == 999_900
-    assert stones.get(999_899) is None
 
 
 @given(free=st.integers(0, 50), needed=st.integers(0, 50), reserved=st.integers(0, 50))

@@ -38,7 +38,7 @@ def test_a_key_that_cannot_is_refused_here_and_on_the_wire(key: HandoffKey, name
 
 @st.composite
 def _cut(draw: st.DrawFn) -> tuple[Span, list[Span]]:
-    """A whole, and the spans that an engine tells of it: chunk by chunk, each in its own bands of layers."""
+    """A whole, and the spans that an engine reports of it: chunk by chunk, each in its own bands of layers."""
     tokens, layers, first_layer = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(0, 3))
     whole = Span(0, 0, tokens, first_layer, first_layer + layers)
     spans: list[Span] = []

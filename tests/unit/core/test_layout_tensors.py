@@ -11,7 +11,7 @@ from caches import element_offset
 from kvbaton.core.layout import Group, HeadRange, Layout
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
-from kvbaton.core.tensors import LayerTensor, read_axes, tensor_group
+from kvbaton.core.tensors import LayerTensor, dense_tensor, read_axes, split_layers, tensor_group
 from kvbaton.errors import ConfigError
 
 B, T, H, D = 5, 4, 2, 6
@@ -164,7 +164,7 @@ def test_tensors_that_differ_are_refused_with_both() -> None:
         tensor_group(
             "full", [0, 1], [one, other], ("block", "channel"), heads=(HeadRange(0, 1),), total_heads=1, planes=("kv",)
         )
-    with pytest.raises(ConfigError, match="without tensors"):
+    with pytest.raises(ConfigError, match="has no tensors"):
         tensor_group("full", [], [], ("block",), heads=HEADS, total_heads=H)
 
 
@@ -177,3 +177,19 @@ def test_axes_are_read_from_the_outside_in() -> None:
         "plane": (2, 8),
         "channel": (4, 2),
     }
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (1, 5), (2, 0, 3)])
+def test_a_dense_tensor_has_the_strides_of_numpy(shape: tuple[int, ...]) -> None:
+    tensor = dense_tensor(shape, "float16", 2)
+    if 0 not in shape:
+        assert tensor.strides == np.zeros(shape, np.float16).strides
+    assert (tensor.offset, tensor.shape, tensor.element_bytes) == (0, shape, 2)
+
+
+def test_layers_of_one_tensor_are_the_slices_of_numpy() -> None:
+    whole = np.zeros((3, 2, 4), np.float32)
+    layers = split_layers(LayerTensor(64, whole.shape, whole.strides, "float32", 4))
+    assert [(each.offset, each.shape, each.strides) for each in layers] == [
+        (64 + layer * whole.strides[0], whole[layer].shape, whole[layer].strides) for layer in range(3)
+    ]

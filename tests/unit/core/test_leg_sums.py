@@ -12,7 +12,7 @@ from instances import Meet, Memory, draw_meet, hand_off, tagged
 
 from kvbaton.core.checks import LegPart, Pieces, plan_pieces
 from kvbaton.core.handoff import HandoffKey, Integrity, Span, TransferId
-from kvbaton.core.meeting import Leg, arrange
+from kvbaton.core.legs import Leg, assign_legs
 
 KEY = HandoffKey(TransferId("tx"))
 SUMMED = [Integrity.FULL, Integrity.SAMPLED]
@@ -41,10 +41,10 @@ def _bytes(memory: Memory, pieces: Pieces) -> bytes:
 @pytest.mark.parametrize("seed", range(60))
 def test_both_ends_of_every_leg_sum_the_same_bytes(seed: int, integrity: Integrity) -> None:
     meet = draw_meet(Rolled(seed))
-    meeting, before = arrange(meet.source.layouts, meet.target.layouts), tagged(meet.source, meet.total)
-    after, times, _ = hand_off(meet.source, meet.target, meeting, meet.cuts, before, meet.total)
+    legs, before = assign_legs(meet.source.layouts, meet.target.layouts), tagged(meet.source, meet.total)
+    after, times, _ = hand_off(meet.source, meet.target, legs, meet.cuts, before, meet.total)
     covered = [np.zeros_like(count) for count in times]
-    for leg, span in itertools.product(meeting.legs, list(_spans(meet))):
+    for leg, span in itertools.product(legs.legs, list(_spans(meet))):
         there, here = meet.source.ranks[leg.source], meet.target.ranks[leg.target]
         theirs = _pieces(there, leg, here, span, meet.total, integrity)
         ours = _pieces(here, leg, there, span, meet.total, integrity)
@@ -59,7 +59,7 @@ def test_both_ends_of_every_leg_sum_the_same_bytes(seed: int, integrity: Integri
 def test_control_a_byte_that_changes_is_in_the_sum_of_exactly_one_leg() -> None:
     meet = next(found for seed in range(100) if len(_legs(found := draw_meet(Rolled(seed)))) > 3 and found.total)
     before = tagged(meet.source, meet.total)
-    legs = arrange(meet.source.layouts, meet.target.layouts)
+    legs = assign_legs(meet.source.layouts, meet.target.layouts)
     after, times, _ = hand_off(meet.source, meet.target, legs, meet.cuts, before, meet.total)
     rank = max(range(len(times)), key=lambda number: int(times[number].sum()))
     for at in np.flatnonzero(times[rank])[:50]:
@@ -77,4 +77,4 @@ def test_control_a_byte_that_changes_is_in_the_sum_of_exactly_one_leg() -> None:
 
 
 def _legs(meet: Meet) -> tuple[Leg, ...]:
-    return arrange(meet.source.layouts, meet.target.layouts).legs
+    return assign_legs(meet.source.layouts, meet.target.layouts).legs

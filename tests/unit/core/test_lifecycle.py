@@ -10,12 +10,12 @@ import pytest
 
 from kvbaton.core.handoff import LEGAL_PAIRS, Outcome
 from kvbaton.core.lifecycle import (
-    LEG,
+    COPY,
     SOURCE,
     TARGET,
-    LegEffect,
-    LegEvent,
-    LegState,
+    CopyEffect,
+    CopyEvent,
+    CopyState,
     SourceEffect,
     SourceEvent,
     SourceState,
@@ -28,13 +28,13 @@ from kvbaton.errors import Bug, IllegalTransition
 
 AnyTable = Table[Any, Any, Any]
 
-EVENTS: dict[str, type[enum.StrEnum]] = {"source": SourceEvent, "target": TargetEvent, "leg": LegEvent}
-EFFECTS: dict[str, type[enum.StrEnum]] = {"source": SourceEffect, "target": TargetEffect, "leg": LegEffect}
-TABLES: tuple[AnyTable, ...] = (SOURCE, TARGET, LEG)
+EVENTS: dict[str, type[enum.StrEnum]] = {"source": SourceEvent, "target": TargetEvent, "copy": CopyEvent}
+EFFECTS: dict[str, type[enum.StrEnum]] = {"source": SourceEffect, "target": TargetEffect, "copy": CopyEffect}
+TABLES: tuple[AnyTable, ...] = (SOURCE, TARGET, COPY)
 
 CLASSES = {
-    # expected granted span-ready prefilled preempted heard confirm-asked written released stop-asked aborted lease-out
-    # peer-gone leg-failed quiet quiet-failed quiet-cancelled quiet-expired
+    # expected granted span-ready prefilled preempted peer-alive confirm-asked written released stop-asked aborted lease-out
+    # peer-gone copy-failed quiet quiet-failed quiet-cancelled quiet-expired
     "source": {
         "parked": "r l x x x r l x l r r r r r x x x x",
         "queued": "x r r r r r l x l r r r r r x x x x",
@@ -48,11 +48,11 @@ CLASSES = {
         "cancelled": "l l l l l l l l l l l l l l l l l l",
         "expired": "l l l l l l l l l l l l l l l l l l",
     },
-    # allocated peer-known heard stale-grant announced retracted filled confirmed written mismatched refused leg-failed aborted
-    # no-progress peer-gone stop-late quiet quiet-failed quiet-cancelled quiet-expired
+    # allocated peer-known peer-alive stale-grant announced retracted filled confirmed written mismatched refused copy-failed
+    # aborted no-progress peer-gone stop-late quiet quiet-failed quiet-cancelled quiet-expired
     "target": {
         "queued": "r r r l x x x x x x r r r r r x x x x x",
-        "greeting": "x r r l x x x x x x r r r r r x x x x x",
+        "handshaking": "x r r l x x x x x x r r r r r x x x x x",
         "granted": "x l r r r r x l x x r r r r r x x x x x",
         "filling": "x l r l r r r l r r r r r r r x x x x x",
         "clearing": "x l r l r r x l x x r r r r r x r x x x",
@@ -66,7 +66,7 @@ CLASSES = {
         "expired": "l l l l l l l l l l l l l l l l l l l l",
     },
     # posted moved error stop drained
-    "leg": {
+    "copy": {
         "open": "r r r r l",
         "broken": "l l l r r",
         "stopping": "l l l l r",
@@ -150,9 +150,9 @@ def test_whatever_can_go_wrong_can_end_every_source_state_that_is_not_ending() -
             SourceEvent.PEER_GONE,
             SourceEvent.LEASE_OUT,
             SourceEvent.STOP_ASKED,
-            SourceEvent.LEG_FAILED,
+            SourceEvent.COPY_FAILED,
         ):
-            assert SOURCE.rows[SourceState(state), event] == Row(SourceState.STOPPING, (SourceEffect.STOP_LEGS,))
+            assert SOURCE.rows[SourceState(state), event] == Row(SourceState.STOPPING, (SourceEffect.STOP_COPY,))
 
 
 CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
@@ -165,10 +165,10 @@ def test_whatever_can_go_wrong_can_end_every_target_state_that_is_not_ending() -
             TargetEvent.PEER_GONE,
             TargetEvent.NO_PROGRESS,
             TargetEvent.REFUSED,
-            TargetEvent.LEG_FAILED,
+            TargetEvent.COPY_FAILED,
         ):
             row = TARGET.rows[TargetState(state), event]
-            assert row == Row(TargetState.STOPPING, (TargetEffect.TELL_STOP, TargetEffect.STOP_LEGS))
+            assert row == Row(TargetState.STOPPING, (TargetEffect.QUARANTINE, TargetEffect.SEND_STOP, TargetEffect.STOP_COPY))
 
 
 def test_the_outcomes_are_the_terminal_states() -> None:
@@ -181,7 +181,7 @@ def test_a_target_delivers_only_what_was_confirmed() -> None:
     assert delivering == {(TargetState.CONFIRMING, TargetEvent.CONFIRMED), (TargetState.FILLING, TargetEvent.WRITTEN)}
     for (state, event), row in TARGET.rows.items():
         assert (TargetEffect.DELIVER in row.effects) == ((state, event) in delivering)
-        assert (TargetEffect.TELL_RELEASE in row.effects) == ((state, event) in delivering)
+        assert (TargetEffect.SEND_RELEASE in row.effects) == ((state, event) in delivering)
 
 
 def test_a_source_delivers_only_what_was_released() -> None:
@@ -202,7 +202,7 @@ def test_blocks_go_back_exactly_with_the_end() -> None:
         assert is_given_away == (target_row.state in TARGET.terminal)
 
 
-def test_a_target_returns_blocks_only_when_everybody_is_quiet() -> None:
+def test_a_target_returns_blocks_only_when_every_copy_is_quiet() -> None:
     quiet = {TargetEvent.QUIET_FAILED, TargetEvent.QUIET_CANCELLED, TargetEvent.QUIET_EXPIRED}
     returning = {key for key, row in TARGET.rows.items() if TargetEffect.RETURN_BLOCKS in row.effects}
     assert returning == {(state, event) for state in CLOSING for event in quiet}
@@ -224,14 +224,14 @@ def test_after_a_retraction_nothing_moves_before_everything_is_quiet() -> None:
     for (source_state, source_event), source_row in SOURCE.rows.items():
         if source_state is SourceState.RETRACTING:
             assert SourceEffect.ANNOUNCE not in source_row.effects
-            assert (SourceEffect.TELL_DRAINED in source_row.effects) == (source_event is SourceEvent.QUIET)
+            assert (SourceEffect.NOTIFY_DRAINED in source_row.effects) == (source_event is SourceEvent.QUIET)
 
 
-def test_a_leg_reports_its_end_once_and_only_when_drained() -> None:
-    reports = {LegEffect.REPORT_FAILED, LegEffect.REPORT_STOPPED}
-    for (_, event), row in LEG.rows.items():
-        assert bool(reports & set(row.effects)) == (row.state in LEG.terminal) == (event is LegEvent.DRAINED)
-    assert LEG.rows[LegState.BROKEN, LegEvent.STOP].state is LegState.STOPPING
+def test_a_copy_reports_its_end_once_and_only_when_drained() -> None:
+    reports = {CopyEffect.REPORT_FAILED, CopyEffect.REPORT_STOPPED}
+    for (_, event), row in COPY.rows.items():
+        assert bool(reports & set(row.effects)) == (row.state in COPY.terminal) == (event is CopyEvent.DRAINED)
+    assert COPY.rows[CopyState.BROKEN, CopyEvent.STOP].state is CopyState.STOPPING
 
 
 def test_a_source_that_calls_itself_delivered_has_a_target_that_is() -> None:
@@ -241,10 +241,10 @@ def test_a_source_that_calls_itself_delivered_has_a_target_that_is() -> None:
 
 def test_a_table_with_a_row_out_of_a_terminal_state_cannot_be_made() -> None:
     with pytest.raises(Bug, match="terminal state stopped has a row for moved"):
-        LEG.with_rows({(LegState.STOPPED, LegEvent.MOVED): Row(LegState.OPEN)})
+        COPY.with_rows({(CopyState.STOPPED, CopyEvent.MOVED): Row(CopyState.OPEN)})
 
 
 def test_a_row_that_replaces_a_late_event_takes_its_place() -> None:
-    planted = LEG.with_rows({(LegState.STOPPING, LegEvent.MOVED): Row(LegState.OPEN)})
-    assert planted.step(LegState.STOPPING, LegEvent.MOVED) == Row(LegState.OPEN)
-    assert LEG.step(LegState.STOPPING, LegEvent.MOVED) is None
+    planted = COPY.with_rows({(CopyState.STOPPING, CopyEvent.MOVED): Row(CopyState.OPEN)})
+    assert planted.step(CopyState.STOPPING, CopyEvent.MOVED) == Row(CopyState.OPEN)
+    assert COPY.step(CopyState.STOPPING, CopyEvent.MOVED) is None

@@ -1,4 +1,4 @@
-"""What is known of remote engines: by stage, the first word stands, and every question takes the stage."""
+"""What is known of remote engines, by stage: the first registration counts, and every query names the stage."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvbaton.errors import ConfigError, Incompatible
 ONE, TWO = Incarnation("one"), Incarnation("two")
 
 
-def test_without_pipelines_nothing_has_to_be_said_of_stages() -> None:
+def test_without_pipelines_no_stage_has_to_be_named() -> None:
     stage = RemoteStage(4, 8192, 16)
     assert (stage.pp_rank, stage.start_layer, stage.end_layer) == (0, 0, 0)
     engines = RemoteEngines(4, 1, 8)
     engines.register("p", ONE, stage)
     assert engines.stage("p") == stage
-    assert engines.ranks_to_meet("p") == (1,)
+    assert engines.ranks_to_read("p") == (1,)
 
 
-def test_the_first_word_stands_until_the_incarnation_changes() -> None:
+def test_the_first_registration_counts_until_the_incarnation_changes() -> None:
     engines = RemoteEngines(1, 0, 8)
     first, other = RemoteStage(1, 100, 16), RemoteStage(2, 200, 16)
     assert engines.register("p", ONE, first) == first
@@ -35,7 +35,7 @@ def test_stages_are_kept_apart_and_forgotten_together() -> None:
     for stage in stages:
         engines.register("p", ONE, stage)
     assert [engines.stage("p", rank) for rank in range(2)] == stages
-    assert [engines.ranks_to_meet("p", rank) for rank in range(2)] == [(0, 1), (0,)]
+    assert [engines.ranks_to_read("p", rank) for rank in range(2)] == [(0, 1), (0,)]
     engines.forget("p")
     with pytest.raises(ConfigError, match=r"pp rank 1 of engine p is not known \(known: none\)"):
         engines.stage("p", 1)
@@ -61,15 +61,15 @@ def test_an_engine_too_many_drops_the_oldest() -> None:
         (2, 0, 3, 6, (0, 1)),
     ],
 )
-def test_which_ranks_meet(ours: int, rank: int, theirs: int, heads: int, met: tuple[int, ...]) -> None:
+def test_which_ranks_are_read_from(ours: int, rank: int, theirs: int, heads: int, met: tuple[int, ...]) -> None:
     engines = RemoteEngines(ours, rank, heads)
     engines.register("p", ONE, RemoteStage(theirs, 1, 1))
-    assert engines.ranks_to_meet("p") == met
+    assert engines.ranks_to_read("p") == met
     assert engines.is_replicated("p") == (theirs > heads)
 
 
-def test_a_cut_that_cannot_be_is_refused_with_both_numbers() -> None:
+def test_an_impossible_split_is_refused_with_both_numbers() -> None:
     engines = RemoteEngines(1, 0, 6)
     engines.register("p", ONE, RemoteStage(4, 1, 1))
     with pytest.raises(Incompatible, match="'6 heads' here and 'tp4' there"):
-        engines.ranks_to_meet("p")
+        engines.ranks_to_read("p")

@@ -1,4 +1,4 @@
-"""Shapes, numbers, ports and cuts; and what is refused of an instance whose ranks do not make up the model."""
+"""Shapes, rank numbers, ports and splits; and the refusal of instances whose ranks do not make up the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_rank_outside_the_shape_is_refused(at: RankAt) -> None:
         Shape(tp=2, pp=2).number(at)
 
 
-class TestVllmRow15:
+class TestRankPorts:
     """Endpoints of a dp x tp x pp grid are distinct, and those of two instances on one host too."""
 
     def test_ports_of_a_grid_are_distinct(self) -> None:
@@ -87,7 +87,7 @@ def test_heads_are_shared_out_evenly_or_each_is_held_by_as_many(heads: int, fact
 
 @pytest.mark.parametrize(("heads", "tp"), [(6, 4), (2, 3), (3, 2), (0, 2)])
 def test_heads_that_neither_divide_nor_replicate_are_refused_with_both_numbers(heads: int, tp: int) -> None:
-    with pytest.raises(ConfigError, match=f"{heads} heads cannot be cut for tp{tp}"):
+    with pytest.raises(ConfigError, match=f"{heads} heads cannot be divided for tp{tp}"):
         head_range(heads, tp, 0)
 
 
@@ -100,7 +100,7 @@ def test_layers_of_stages() -> None:
     assert [stage_layers(7, 3, rank) for rank in range(3)] == [range(3), range(3, 5), range(5, 7)]
 
 
-class TestVllmRow16:
+class TestCollectingRanks:
     """Handshake metadata by (pp rank, tp rank): collected from all workers, and refused by name."""
 
     shape = Shape(pp=2, tp=2)
@@ -122,7 +122,7 @@ class TestVllmRow16:
             collect_ranks(self.shape, [{at: each for at, each in self.whole.items() if at != (1, 0)}])
 
     def test_a_rank_twice(self) -> None:
-        with pytest.raises(ConfigError, match="pp rank 0, tp rank 1 is there twice"):
+        with pytest.raises(ConfigError, match="pp rank 0, tp rank 1 is reported twice"):
             collect_ranks(self.shape, [self.whole, {(0, 1): "again"}])
 
     def test_a_stage_beyond_the_shape(self) -> None:
@@ -131,7 +131,7 @@ class TestVllmRow16:
 
     def test_a_component_without_pipelines_refuses_a_stage_above_0(self) -> None:
         assert only_first_stage("it", {(0, 1): "b", (0, 0): "a"}) == {0: "a", 1: "b"}
-        with pytest.raises(ConfigError, match="it cannot hand off from pipeline stages: it was given pp rank 1"):
+        with pytest.raises(ConfigError, match="it cannot hand off from pipeline stages: it got pp rank 1"):
             only_first_stage("it", self.whole)
 
     def test_a_composite_forwards_to_each_child(self) -> None:
@@ -157,8 +157,8 @@ def test_an_instance_that_holds_the_model_once_has_no_problem(shape: str) -> Non
     assert instance_problem(Shape.parse(shape), _layouts(shape)) == ""
 
 
-class TestInstances:
-    """Row 16 of vLLM: what the layouts of the ranks tell."""
+class TestIncompleteInstances:
+    """Ranks whose layouts do not make up the model are refused by name."""
 
     def test_a_rank_too_few(self) -> None:
         assert instance_problem(Shape(tp=2), _layouts("tp1")) == "1 ranks where shape tp2 has 2"
@@ -177,7 +177,7 @@ class TestInstances:
         assert "no rank holds layers 2: there is a gap" in found
 
     def test_a_huge_number_of_a_peer_costs_nothing(self) -> None:
-        """A layer, or a number of context-parallel ranks, that no card can be meant to have is told as a gap at once."""
+        """A layer, or a number of context-parallel ranks, that no real card has is reported as a gap at once."""
         (layout,) = _layouts("tp1")
         huge = 3_000_000
         tracemalloc.start()
@@ -194,23 +194,23 @@ class TestInstances:
         found = instance_problem(Shape(tp=2), [first, _with_layers(second, (0, 1, 2, 9))])
         assert "ranks 0 and 1 of stage 0 hold layers 0-3 and 0, 1, 2, 9" in found
 
-    def test_a_head_that_nobody_holds(self) -> None:
+    def test_a_head_that_no_rank_holds(self) -> None:
         first, _ = _layouts("tp2")
         assert "no rank holds head 2 of 4 of group 0 plane k" in instance_problem(Shape(tp=2), [first, first])
 
-    def test_tokens_that_nobody_holds(self) -> None:
+    def test_tokens_that_no_rank_holds(self) -> None:
         (layout,) = _layouts("tp1")
         split = [_with_split(layout, TokenSplit(0, 2, 1)), _with_split(layout, TokenSplit(0, 2, 1))]
         assert "tokens of context-parallel rank 1 of 2" in instance_problem(Shape(cp=2), split)
 
-    def test_tokens_that_nobody_holds_in_one_stage(self) -> None:
+    def test_tokens_that_no_rank_holds_in_one_stage(self) -> None:
         """The other stage has them; that is no help for these layers."""
         first, second = _layouts("pp2")
         ranks = [_with_split(each, TokenSplit(rank, 2, 1)) for each, rank in ((first, 0), (first, 1), (second, 0), (second, 0))]
         found = instance_problem(Shape(pp=2, cp=2), ranks)
         assert found == "stage 1: no rank holds the tokens of context-parallel rank 1 of 2 of group 0"
 
-    def test_a_head_that_nobody_holds_for_some_of_the_tokens(self) -> None:
+    def test_a_head_that_no_rank_holds_for_some_of_the_tokens(self) -> None:
         first, second = _layouts("tp2")
         ranks = [_with_split(first, TokenSplit(0, 2, 1)), _with_split(second, TokenSplit(1, 2, 1))]
         found = instance_problem(Shape(cp=2), ranks)
@@ -229,4 +229,4 @@ class TestInstances:
     def test_tokens_split_in_two_ways(self) -> None:
         (layout,) = _layouts("tp1")
         split = [_with_split(layout, TokenSplit(0, 2, 1)), _with_split(layout, TokenSplit(1, 2, 2))]
-        assert "split tokens in 2 ways" in instance_problem(Shape(cp=2), split)
+        assert "split tokens differently" in instance_problem(Shape(cp=2), split)

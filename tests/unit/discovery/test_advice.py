@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvbaton.discovery.advice import Adviser
-from kvbaton.discovery.heartbeats import News, NewsKind
+from kvbaton.discovery.heartbeats import RouterEvent, RouterEventKind
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 
 REGISTRATION = Registration(
@@ -29,7 +29,7 @@ def advised(caplog: pytest.LogCaptureFixture) -> int:
 
 def test_advice_comes_once_when_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
     adviser = Adviser(REGISTRATION, lambda: False, 60.0)
-    adviser.hear(News("r:1", NewsKind.REACHED), 0.0)
+    adviser.on_event(RouterEvent("r:1", RouterEventKind.REACHED), 0.0)
     adviser.advise(59.9)
     assert advised(caplog) == 0
     for now in (60.0, 61.0, 500.0):
@@ -39,26 +39,26 @@ def test_advice_comes_once_when_nobody_asks(caplog: pytest.LogCaptureFixture) ->
         assert part in caplog.text
 
 
-@pytest.mark.parametrize("kind", [NewsKind.WELCOME, NewsKind.REFUSED])
-def test_a_router_that_answers_needs_no_guesses(caplog: pytest.LogCaptureFixture, kind: NewsKind) -> None:
+@pytest.mark.parametrize("kind", [RouterEventKind.WELCOME, RouterEventKind.REFUSED])
+def test_a_router_that_answers_needs_no_guesses(caplog: pytest.LogCaptureFixture, kind: RouterEventKind) -> None:
     adviser = Adviser(REGISTRATION, lambda: False, 60.0)
-    adviser.hear(News("r:1", NewsKind.REACHED), 0.0)
-    adviser.hear(News("r:1", kind, "because"), 0.1)
+    adviser.on_event(RouterEvent("r:1", RouterEventKind.REACHED), 0.0)
+    adviser.on_event(RouterEvent("r:1", kind, "because"), 0.1)
     adviser.advise(100.0)
     assert advised(caplog) == 0
-    assert ("because" in caplog.text) == (kind is NewsKind.REFUSED)
+    assert ("because" in caplog.text) == (kind is RouterEventKind.REFUSED)
 
 
 def test_no_advice_once_a_request_has_come(caplog: pytest.LogCaptureFixture) -> None:
     adviser = Adviser(REGISTRATION, lambda: True, 60.0)
-    adviser.hear(News("r:1", NewsKind.REACHED), 0.0)
+    adviser.on_event(RouterEvent("r:1", RouterEventKind.REACHED), 0.0)
     adviser.advise(100.0)
     assert advised(caplog) == 0
 
 
 def test_a_router_that_was_never_reached_gives_no_advice(caplog: pytest.LogCaptureFixture) -> None:
     adviser = Adviser(REGISTRATION, lambda: False, 60.0)
-    adviser.hear(News("r:1", NewsKind.AWAY, "5 s"), 5.0)
+    adviser.on_event(RouterEvent("r:1", RouterEventKind.AWAY, "5 s"), 5.0)
     adviser.advise(100.0)
     assert advised(caplog) == 0
     assert "r:1 has not been reachable for 5 s" in caplog.text

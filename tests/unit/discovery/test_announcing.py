@@ -15,10 +15,11 @@ import pytest
 import zmq
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
-from kvbaton.discovery.listener import Listener, LogLimit
+from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Registration, TransferMode, encode_registration
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import Bug, ConfigError
+from kvbaton.wire.log_limit import LogLimit
 
 DEADLINE_S = 20.0
 

@@ -15,12 +15,12 @@ import pytest
 import zmq
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
-from kvbaton.discovery.heartbeats import Errand, Heartbeats
+from kvbaton.discovery.heartbeats import Announcement, Heartbeats
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Malformed, Registration, TransferMode, encode_registration
 from kvbaton.discovery.registry import Registered, Registry
-from kvbaton.discovery.zmtp import encode_frame
 from kvbaton.launch.ports import PortPicker
+from kvbaton.wire.zmtp import encode_frame
 from watching import wait_until
 
 GOOD = Registration(
@@ -296,11 +296,11 @@ def test_an_instance_is_asked_anew_by_a_router_that_was_restarted() -> None:
 def test_a_router_that_asks_back_all_the_time_is_not_answered_as_often() -> None:
     """A second in steps of 10 ms, in which every message is answered with another nonce."""
     port, heard = PortPicker().pick(), 0
-    errand = Errand(GOOD, (f"127.0.0.1:{port}",), 1.5, b"k" * 32)
+    announcement = Announcement(GOOD, (f"127.0.0.1:{port}",), 1.5, b"k" * 32)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         router.bind(f"tcp://127.0.0.1:{port}")
-        with Heartbeats(errand, lambda _news: None, 0.0) as beats:
+        with Heartbeats(announcement, lambda _news: None, 0.0) as beats:
             for step in range(100):
                 beats.turn(step * 0.01)
                 while router.poll(10):

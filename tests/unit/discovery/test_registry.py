@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.discovery.registry import Left, Refreshed, Refused, Registered, Registry, Replaced, Standing
+from kvbaton.discovery.registry import Left, Refreshed, Registered, RegistrationRefused, Registry, Replaced, Standing
 
 
 def message(
@@ -60,38 +61,135 @@ def test_two_lost_heartbeats_do_not_drop_an_instance() -> None:
     assert addresses(registry, 3 * 1.5) != []
 
 
-def test_a_restarted_instance_replaces_its_entry_at_once() -> None:
-    registry = Registry()
+LATE = 4.0
+"""A heartbeat is overdue by then, and the instance not yet expired."""
+
+
+def test_a_restarted_instance_replaces_its_dead_predecessor() -> None:
+    registry = Registry(is_keyed=True)
     registry.register(message(incarnation="one"), 0.0)
-    outcome = registry.register(message(incarnation="two", control=6999), 0.1)
+    outcome = registry.register(message(incarnation="two", control=6999), LATE)
     assert isinstance(outcome, Replaced)
     assert [i.registration.incarnation for i in outcome.earlier] == ["one"]
-    (instance,) = registry.live(0.1)
+    (instance,) = registry.live(LATE)
     assert instance.zmq_address.endswith("notify:6999")
 
 
+class TestClaims:
+    """A registration for the address of a live instance, under another incarnation: any process can send one."""
+
+    @pytest.mark.parametrize("is_keyed", [False, True])
+    def test_a_live_instance_keeps_its_address(self, is_keyed: bool) -> None:
+        registry = Registry(is_keyed=is_keyed)
+        for tenth in range(200):
+            now = tenth / 10
+            if tenth % 15 == 0:
+                assert not isinstance(registry.register(message(incarnation="one"), now), RegistrationRefused)
+            for kind in "PD":
+                outcome = registry.register(message(kind, incarnation="two", control=6999), now)
+                assert isinstance(outcome, RegistrationRefused)
+                assert "'two' claims 127.0.0.1:8101, which the live incarnation 'one'" in outcome.reason
+            assert [i.registration.incarnation for i in registry.live(now)] == ["one"]
+
+    def test_without_a_key_silence_must_last_until_the_earlier_one_expires(self) -> None:
+        registry = Registry(expire_after_s=5.0)
+        for now in (0.0, 1.5, 3.0):
+            registry.register(message(incarnation="one"), now)
+        assert isinstance(registry.register(message(incarnation="two"), 7.9), RegistrationRefused)
+        assert isinstance(registry.register(message(incarnation="two"), 8.0), Registered)
+
+    def test_with_a_key_one_missed_heartbeat_is_enough(self) -> None:
+        registry = Registry(is_keyed=True)
+        for now in (0.0, 1.5, 3.0):
+            registry.register(message(incarnation="one"), now)
+        assert isinstance(registry.register(message(incarnation="two"), 5.2), RegistrationRefused)
+        assert isinstance(registry.register(message(incarnation="two"), 5.3), Replaced)
+
+    def test_with_a_key_an_instance_that_cannot_be_reached_is_replaced_at_once(self) -> None:
+        registry = Registry(is_keyed=True)
+        registry.register(message(incarnation="one"), 0.0)
+        registry.report_lost(registry.live(0.1)[0], 0.1)
+        assert isinstance(registry.register(message(incarnation="two"), 0.2), Replaced)
+
+    def test_a_goodbye_frees_the_address_at_once(self) -> None:
+        registry = Registry()
+        registry.register(message(incarnation="one"), 0.0)
+        registry.register(message(incarnation="one", bye=True), 0.1)
+        assert isinstance(registry.register(message(incarnation="two"), 0.2), Registered)
+
+    def test_an_eviction_is_not_for_good(self) -> None:
+        """The process that was replaced only stood still, and the one that took its place has left."""
+        registry = Registry(is_keyed=True)
+        registry.register(message(incarnation="one"), 0.0)
+        registry.register(message(incarnation="two"), LATE)
+        registry.register(message(incarnation="two", bye=True), LATE + 1.0)
+        assert isinstance(registry.register(message(incarnation="one"), LATE + 29.0), RegistrationRefused)
+        assert isinstance(registry.register(message(incarnation="one"), LATE + 31.0), Registered)
+
+    def test_what_another_registry_has_decided_is_followed(self) -> None:
+        registry = Registry()
+        registry.register(message(incarnation="one"), 0.0)
+        assert isinstance(registry.register(message(incarnation="two"), 0.1, is_decided=True), Replaced)
+
+    def test_a_listed_instance_that_registers_itself_is_the_same_one(self) -> None:
+        registry = Registry()
+        registry.register(message(incarnation=""), 0.0, is_listed=True)
+        assert isinstance(registry.register(message(incarnation="", control=1), 0.1), RegistrationRefused)
+        assert isinstance(registry.register(message(incarnation="one"), 0.1), Replaced)
+
+    def test_a_list_does_not_keep_a_dead_process_in_place_of_its_successor(self) -> None:
+        registry = Registry()
+        registry.register(message(incarnation="one"), 0.0)
+        for now in range(1, 10):
+            registry.register(message(incarnation="one"), float(now), is_listed=True)
+        assert isinstance(registry.register(message(incarnation="two"), 9.5), Replaced)
+
+
+class TestPause:
+    """A router that stood still reads the heartbeats that came meanwhile before it expires an instance."""
+
+    def test_a_pause_is_not_held_against_instances(self) -> None:
+        registry = Registry(notices_pauses=True)
+        for port in (8101, 8102):
+            registry.register(message(port=port), 0.0)
+        for tenth in range(10):
+            registry.expire(tenth / 10)
+        assert isinstance(registry.register(message(port=8101), 60.0), Refreshed)
+        assert registry.expire(60.1) == ()
+        assert isinstance(registry.register(message(port=8102), 60.2), Refreshed)
+        assert len(registry.live(60.3)) == 2
+
+    def test_after_a_pause_silence_counts_again(self) -> None:
+        registry = Registry(notices_pauses=True)
+        registry.register(message(), 0.0)
+        registry.expire(60.0)
+        for tenth in range(60):
+            registry.expire(60.0 + tenth / 10)
+        assert registry.live(65.9) == ()
+
+
 def test_a_late_message_of_an_earlier_incarnation_changes_nothing() -> None:
-    registry = Registry()
+    registry = Registry(is_keyed=True)
     registry.register(message(incarnation="one"), 0.0)
-    registry.register(message(incarnation="two"), 0.1)
-    assert isinstance(registry.register(message(incarnation="one"), 0.2), Refused)
-    assert registry.register(message(incarnation="one", bye=True), 0.3) == Left(None)
-    assert [i.registration.incarnation for i in registry.live(0.3)] == ["two"]
+    registry.register(message(incarnation="two"), LATE)
+    assert isinstance(registry.register(message(incarnation="one"), LATE + 0.1), RegistrationRefused)
+    assert registry.register(message(incarnation="one", bye=True), LATE + 0.2) == Left(None)
+    assert [i.registration.incarnation for i in registry.live(LATE + 0.2)] == ["two"]
 
 
 def test_an_instance_without_incarnation_is_replaced_by_its_control_address() -> None:
-    registry = Registry()
+    registry = Registry(is_keyed=True)
     registry.register(message(incarnation="", control=1), 0.0)
-    assert isinstance(registry.register(message(incarnation="", control=2), 0.1), Replaced)
-    assert isinstance(registry.register(message(incarnation="", control=1), 0.2), Replaced)
+    assert isinstance(registry.register(message(incarnation="", control=2), LATE), Replaced)
+    assert isinstance(registry.register(message(incarnation="", control=1), 2 * LATE), Replaced)
 
 
 def test_a_process_that_comes_back_as_the_other_type_leaves_no_ghost() -> None:
-    registry = Registry()
+    registry = Registry(is_keyed=True)
     registry.register(message("P", incarnation="one"), 0.0)
-    registry.register(message("D", incarnation="two"), 0.1)
-    assert addresses(registry, 0.1, InstanceType.PREFILL) == []
-    assert addresses(registry, 0.1, InstanceType.DECODE) == ["127.0.0.1:8101"]
+    registry.register(message("D", incarnation="two"), LATE)
+    assert addresses(registry, LATE, InstanceType.PREFILL) == []
+    assert addresses(registry, LATE, InstanceType.DECODE) == ["127.0.0.1:8101"]
 
 
 def test_one_process_may_be_both() -> None:
@@ -115,7 +213,7 @@ def test_a_differing_transfer_mode_is_refused_and_others_keep_working() -> None:
     registry = Registry(TransferMode.READ)
     registry.register(message(), 0.0)
     outcome = registry.register(message("D", 8201, mode=TransferMode.WRITE), 0.1)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RegistrationRefused)
     assert "transfer_mode is WRITE there and READ here" in outcome.reason
     assert addresses(registry, 0.1) == ["127.0.0.1:8101"]
     assert [r.registration.http_address for r in registry.refused(0.1)] == ["127.0.0.1:8201"]
@@ -132,11 +230,11 @@ def test_a_differing_model_is_refused_with_both_values() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
     outcome = registry.register(message("D", 8201, fingerprint="bbb"), 0.1)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RegistrationRefused)
     assert "'bbb'" in outcome.reason
     assert "'aaa'" in outcome.reason
     by_name = registry.register(message("D", 8202, fingerprint="aaa", model="other"), 0.2)
-    assert isinstance(by_name, Refused)
+    assert isinstance(by_name, RegistrationRefused)
     assert "'other'" in by_name.reason
 
 
@@ -145,39 +243,39 @@ def test_a_refused_instance_is_taken_once_nothing_speaks_against_it() -> None:
     registry.register(message(fingerprint="aaa"), 0.0)
     other = message("D", 8201, fingerprint="bbb")
     first, second = registry.register(other, 1.0), registry.register(other, 2.0)
-    assert isinstance(first, Refused)
-    assert isinstance(second, Refused)
+    assert isinstance(first, RegistrationRefused)
+    assert isinstance(second, RegistrationRefused)
     assert (first.is_new, second.is_new) == (True, False)
     assert isinstance(registry.register(other, 6.0), Registered)
     assert registry.refused(6.0) == ()
 
 
 def test_an_instance_restarted_with_another_model_is_not_used_under_its_old_entry() -> None:
-    registry = Registry()
+    registry = Registry(is_keyed=True)
     registry.register(message(), 0.0)
     registry.register(message("D", 8201), 0.0)
-    outcome = registry.register(message("D", 8201, incarnation="two", fingerprint="other"), 0.1)
-    assert isinstance(outcome, Refused)
-    assert addresses(registry, 0.1) == ["127.0.0.1:8101"]
+    outcome = registry.register(message("D", 8201, incarnation="two", fingerprint="other"), LATE)
+    assert isinstance(outcome, RegistrationRefused)
+    assert addresses(registry, LATE) == ["127.0.0.1:8101"]
 
 
 def test_both_types_of_one_process_must_agree_too() -> None:
     registry = Registry()
     registry.register(message("P", fingerprint="aaa"), 0.0)
-    assert isinstance(registry.register(message("D", fingerprint="bbb"), 0.1), Refused)
+    assert isinstance(registry.register(message("D", fingerprint="bbb"), 0.1), RegistrationRefused)
 
 
 def test_the_only_instance_may_change_its_model() -> None:
-    registry = Registry()
+    registry = Registry(is_keyed=True)
     registry.register(message(fingerprint="aaa"), 0.0)
-    assert isinstance(registry.register(message(incarnation="two", fingerprint="bbb"), 0.1), Replaced)
+    assert isinstance(registry.register(message(incarnation="two", fingerprint="bbb"), LATE), Replaced)
 
 
 def test_unknown_fingerprints_are_not_held_against_anyone() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
     assert isinstance(registry.register(message("D", 8201, fingerprint="", model=""), 0.1), Registered)
-    assert isinstance(registry.register(message("D", 8202, fingerprint="bbb"), 0.2), Refused)
+    assert isinstance(registry.register(message("D", 8202, fingerprint="bbb"), 0.2), RegistrationRefused)
 
 
 def test_every_table_is_bounded() -> None:
@@ -202,11 +300,11 @@ _STEPS = st.tuples(
 )
 
 
-@given(st.sampled_from([None, *TransferMode]), st.lists(_STEPS, max_size=25))
+@given(st.sampled_from([None, *TransferMode]), st.booleans(), st.lists(_STEPS, max_size=25))
 def test_the_live_instances_always_agree(
-    fixed: TransferMode | None, steps: list[tuple[str, int, str, int, str, TransferMode, bool, float]]
+    fixed: TransferMode | None, is_keyed: bool, steps: list[tuple[str, int, str, int, str, TransferMode, bool, float]]
 ) -> None:
-    registry, now = Registry(fixed), 0.0
+    registry, now = Registry(fixed, is_keyed=is_keyed), 0.0
     for kind, port, incarnation, control, fingerprint, mode, bye, wait in steps:
         now += wait
         registry.register(
@@ -264,14 +362,14 @@ class TestQuarantine:
         registry.register(message(), 0.0)
         registry.report_lost(registry.live(0.0)[0], 0.0)
         before = registry.version
-        registry.report_heard(registry.live(0.0)[0])
+        registry.report_reached(registry.live(0.0)[0])
         (instance,) = registry.live(0.0)
         assert instance.aside_until < 0.0
         assert registry.version > before
         assert registry.report_lost(instance, 0.0) == 0.5
 
     def test_a_heartbeat_does_not_clear_it_and_a_new_process_does(self) -> None:
-        registry = Registry()
+        registry = Registry(is_keyed=True)
         registry.register(message(), 0.0)
         registry.report_lost(registry.live(0.0)[0], 0.0)
         registry.register(message(), 0.1)
@@ -280,12 +378,12 @@ class TestQuarantine:
         assert registry.live(0.2)[0].aside_until < 0.2
 
     def test_what_is_told_of_an_earlier_process_is_not_held_against_a_later_one(self) -> None:
-        registry = Registry()
+        registry = Registry(is_keyed=True)
         registry.register(message(), 0.0)
         (earlier,) = registry.live(0.0)
-        registry.register(message(incarnation="two"), 0.1)
-        assert registry.report_lost(earlier, 0.2) is None
-        assert registry.live(0.2)[0].aside_until < 0.2
+        registry.register(message(incarnation="two"), LATE)
+        assert registry.report_lost(earlier, LATE) is None
+        assert registry.live(LATE)[0].aside_until < LATE
 
     def test_what_another_registry_has_found_out_is_held_and_forgotten_alike(self) -> None:
         one, other = Registry(), Registry()
@@ -297,7 +395,7 @@ class TestQuarantine:
         other.adopt(one.standing(instance, 1.0), 1.0)
         assert [(i.strikes, i.aside_until) for i in other.live(1.0)] == [(2, 1.5)]
         assert other.report_lost(instance, 1.5) == 2.0
-        assert one.report_heard(instance)
+        assert one.report_reached(instance)
         other.adopt(one.standing(instance, 1.6), 1.6)
         assert other.live(1.6)[0].strikes == 0
         assert other.live(1.6)[0].aside_until < 0.0
@@ -331,13 +429,13 @@ class TestQuarantine:
 
 
 def test_the_version_changes_with_the_live_instances_only() -> None:
-    registry = Registry()
+    registry = Registry(is_keyed=True)
     registry.register(message(), 0.0)
     versions = [registry.version]
     registry.register(message(), 1.0)
     assert registry.version == versions[0]
     for change in (message("D", 8201), message(incarnation="two"), message(incarnation="two", bye=True)):
-        registry.register(change, 1.5)
+        registry.register(change, LATE)
         assert registry.version not in versions
         versions.append(registry.version)
     registry.expire(60.0)

@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(path: Path, content: str, ca
         ([entry(8101), entry(8102, transfer_mode="read")], r"instance 2: transfer_mode: 'read' is unknown"),
         ([entry(0)], r"instance 1: http_address"),
         ([{}], r"instance 1: type: is missing"),
-        ([entry(8101, type="BYE", leaving="P")], r"instance 1: type: says goodbye"),
+        ([entry(8101, type="BYE", leaving="P")], r"instance 1: type: is a goodbye"),
         ({}, r"no JSON list"),
     ],
 )

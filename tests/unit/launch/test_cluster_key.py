@@ -21,11 +21,14 @@ def _parts(options: EngineOptions, count: int = 1) -> list[FleetPart]:
     return pair_parts(side, side, (count, count), PortPicker(), 12000)
 
 
-def test_all_instances_of_a_set_up_get_the_same_key_and_the_router_none() -> None:
+def test_all_parts_of_a_set_up_get_the_same_key() -> None:
     options = _options()
     keys = {part.environment[CLUSTER_KEY_VARIABLE] for part in _parts(options, 2)}
     assert keys == {options.cluster_key}
-    assert CLUSTER_KEY_VARIABLE not in router_part("127.0.0.1", 11000, 11001).environment
+    router = router_part("127.0.0.1", 11000, 11001, cluster_key=options.cluster_key)
+    assert router.environment[CLUSTER_KEY_VARIABLE] == options.cluster_key
+    assert options.cluster_key not in repr(router)
+    assert not [argument for argument in router.command if options.cluster_key in argument]
 
 
 def test_every_set_up_gets_a_key_of_its_own_that_instances_accept() -> None:

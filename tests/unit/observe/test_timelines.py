@@ -1,4 +1,4 @@
-"""Timelines: whatever is noted, from however many threads, is kept within bounds and told as durations."""
+"""Timelines: whatever is noted, from however many threads, is kept within bounds and reported as durations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.errors import ConfigError
-from kvbaton.observe.records import MAX_TEXT, About, InstanceRecord
+from kvbaton.observe.records import MAX_TEXT, InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
 from true_notes import TRANSFER, Way, notes_of_push
 
-ABOUT = About("prefill", "127.0.0.1:1", "inc-1")
+ABOUT = InstanceInfo("prefill", "127.0.0.1:1", "inc-1")
 
 
 def note(transfer: str, stage: Stage = Stage.COMPUTED, at: float = 0.0, side: Side = Side.SOURCE, sample: int = 0) -> Note:
@@ -33,7 +33,7 @@ def count(timelines: Timelines, transfer: str) -> int:
     return sum(len(side.notes) for side in kept(timelines, transfer).sides)
 
 
-def test_only_durations_are_told_in_order_and_per_side() -> None:
+def test_only_durations_are_reported_in_order_and_per_side() -> None:
     timelines = Timelines(ABOUT)
     way = notes_of_push(Way(source_clock=1e6, target_clock=1e6))
     for taken in reversed(way.notes):
@@ -42,7 +42,7 @@ def test_only_durations_are_told_in_order_and_per_side() -> None:
     assert record.instance == ABOUT
     assert [side.side for side in record.sides] == [Side.SOURCE, Side.TARGET]
     for side in record.sides:
-        times = [told.at_s for told in side.notes]
+        times = [each.at_s for each in side.notes]
         assert times[0] == 0
         assert times == sorted(times)
         assert max(times) < 1
@@ -88,9 +88,9 @@ def test_a_hand_off_of_very_many_spans_still_has_its_end() -> None:
             timelines.note(note("tx", Stage.MOVED, at=number, side=Side.TARGET))
         for stage in ends:
             timelines.note(note("tx", stage, at=100, side=Side.TARGET))
-        told = [told.stage for told in kept(timelines, "tx").sides[0].notes]
-        assert told[-len(ends) :] == list(ends)
-        assert len(told) == 1 + 30 + len(ends)
+        stages = [each.stage for each in kept(timelines, "tx").sides[0].notes]
+        assert stages[-len(ends) :] == list(ends)
+        assert len(stages) == 1 + 30 + len(ends)
     assert kept(timelines, "tx").notes_dropped == 2 * 70
 
 
@@ -108,7 +108,7 @@ def test_a_transfer_id_that_is_used_again_starts_anew() -> None:
     timelines = Timelines(ABOUT)
     for stage in (Stage.ARRIVED, Stage.ENDED, Stage.ARRIVED, Stage.STARTED):
         timelines.note(note("tx", stage))
-    assert [told.stage for told in kept(timelines, "tx").sides[0].notes] == [Stage.ARRIVED, Stage.STARTED]
+    assert [each.stage for each in kept(timelines, "tx").sides[0].notes] == [Stage.ARRIVED, Stage.STARTED]
 
 
 def test_a_second_arrival_of_a_live_side_takes_nothing_away() -> None:
@@ -133,7 +133,7 @@ def test_a_long_reason_is_cut() -> None:
         ((Outcome.DELIVERED, None), None),
     ],
 )
-def test_a_summary_tells_the_worst_end(ends: tuple[Outcome | None, ...], expected: Outcome | None) -> None:
+def test_a_summary_has_the_worst_outcome(ends: tuple[Outcome | None, ...], expected: Outcome | None) -> None:
     timelines = Timelines(ABOUT)
     for sample, outcome in enumerate(ends):
         timelines.note(note("tx", Stage.ARRIVED, 1.0, sample=sample))

@@ -118,6 +118,11 @@ class FakeInstance:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    async def stop_listening(self) -> None:
+        """As a process that ends does first of all; connections that stand are kept."""
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def drop_idle(self) -> None:
         """Close every connection, as an instance does when they were idle for long."""
         assert self._runner.server is not None
@@ -179,6 +184,18 @@ async def reset_at_once(request: web.Request, body: dict[str, Any]) -> web.Strea
     return web.Response()
 
 
+def dying(instance: FakeInstance) -> Behaviour:
+    """What an instance does whose process is ended by the request that it serves."""
+
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await instance.stop_listening()
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    return behave
+
+
 async def reset_in_the_middle(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     kind = "text/event-stream" if body.get("stream") else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind})
@@ -205,6 +222,8 @@ class Router:
     settings: RouterSettings
     client: aiohttp.ClientSession
     task: asyncio.Task[None]
+    announcers: dict[int, ThreadAnnouncer] = field(default_factory=dict)
+    """Of each instance, by its port."""
 
     async def post(
         self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
@@ -231,14 +250,17 @@ async def routing(*instances: FakeInstance, headers: dict[str, str] | None = Non
     chosen = RouterSettings(port=port, discovery_port=_other(port), **settings)
     ready = asyncio.Event()
     task = asyncio.create_task(serve_router(chosen, ready.set))
-    announcers = [ThreadAnnouncer(i.registration(), [f"127.0.0.1:{chosen.discovery_port}"], heartbeat_s=0.3) for i in instances]
+    routers = [f"127.0.0.1:{chosen.discovery_port}"]
+    announcers = [
+        ThreadAnnouncer(i.registration(), routers, heartbeat_s=0.3, cluster_key=chosen.cluster_key) for i in instances
+    ]
     try:
         await _ready(task, ready)
         for announcer in announcers:
             announcer.start()
         timeout = aiohttp.ClientTimeout(DEADLINE_S)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout, headers=headers) as client:
-            router = Router(chosen, client, task)
+            router = Router(chosen, client, task, dict(zip((i.port for i in instances), announcers, strict=True)))
             await _registered(router, len(instances))
             yield router
     finally:

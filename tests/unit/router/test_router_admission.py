@@ -335,7 +335,9 @@ async def test_a_request_that_is_half_in_is_finished_too() -> None:
     content = json.dumps(BODY).encode()
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.settings.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content[:9]))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content[:9])
+        )
         await asyncio.sleep(0.1)
         router.task.cancel()
         await asyncio.sleep(0.2)

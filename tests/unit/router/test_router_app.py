@@ -19,7 +19,8 @@ from router_fakes import Router, answering, decode, free_port, prefill, routing
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
-from kvbaton.router.app import RouterSettings, serve_router
+from kvbaton.router.app import serve_router
+from kvbaton.router.settings import RouterSettings
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -194,8 +195,11 @@ async def test_a_cancelled_router_frees_its_ports() -> None:
 def test_a_router_process_ends_cleanly_on_sigterm() -> None:
     port, discovery = free_port(), free_port()
     code = (
-        "from kvbaton.router.app import RouterSettings, run_router\n"
-        f"run_router(RouterSettings(port={port}, discovery_port={discovery}), lambda: print('ready', flush=True))"
+        "from kvbaton.cli.running import run_server\n"
+        "from kvbaton.router.app import serve_router\n"
+        "from kvbaton.router.settings import RouterSettings\n"
+        f"settings = RouterSettings(port={port}, discovery_port={discovery})\n"
+        "raise SystemExit(run_server(serve_router(settings, lambda: print('ready', flush=True))))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

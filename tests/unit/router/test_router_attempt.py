@@ -13,11 +13,11 @@ from kvbaton.errors import PeerLost
 from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.board import Board, Loads
 from kvbaton.router.bodies import parse_body
-from kvbaton.router.choosing import Chooser, Seats, Wish
+from kvbaton.router.choosing import Chooser, SeatRequest, Seats
 from kvbaton.router.http.call import Call
-from kvbaton.router.http.messages import Answer
+from kvbaton.router.http.messages import InstanceAnswer
 from kvbaton.router.http.upstream import Upstream
-from kvbaton.router.job import Digits, new_job
+from kvbaton.router.pair_request import Digits, new_pair_request
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
@@ -42,10 +42,10 @@ class Ear:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def decode_answered(self, answer: Answer) -> None:
+    def decode_answered(self, answer: InstanceAnswer) -> None:
         self.heard.append(answer)
 
-    def decode_said(self, content_type: str, piece: bytes) -> None:  # noqa: ARG002
+    def decode_streamed(self, content_type: str, piece: bytes) -> None:  # noqa: ARG002
         self.heard.append(piece)
 
     def decode_ended(self) -> None:
@@ -66,10 +66,10 @@ class Rig:
             registry.register(message, 0.0)
         self.loads = Loads(Board(1, 8), 0, 0)
         settings = RouterSettings()
-        seats = Chooser(settings, registry, self.loads, SlotBook(8)).choose(Wish(RouteRequest({})), 0.0)
+        seats = Chooser(settings, registry, self.loads, SlotBook(8)).choose(SeatRequest(RouteRequest({})), 0.0)
         assert isinstance(seats, Seats)
         self.wire, self.ear = Wire(), Ear()
-        job = new_job("/v1/completions", parse_body(b'{"prompt":"x"}'), seats.pair, b"", Digits())
+        job = new_pair_request("/v1/completions", parse_body(b'{"prompt":"x"}'), seats.pair, b"", Digits())
         self.attempt = Attempt(self.ear, cast(Upstream, self.wire), settings, job, seats)
         self.attempt.start()
 
@@ -78,7 +78,7 @@ class Rig:
         call = self.wire.calls[number]
         if not call.is_over:
             call.is_over = True
-            self.attempt.call_answered(call, Answer(status, "application/json", content))
+            self.attempt.call_answered(call, InstanceAnswer(status, "application/json", content))
 
     @property
     def load(self) -> list[int]:
@@ -88,8 +88,8 @@ class Rig:
 def told(rig: Rig) -> tuple[InstanceType, int]:
     (failure,) = rig.ear.heard
     assert isinstance(failure, Failure)
-    assert isinstance(failure.said, Answer)
-    return failure.side, failure.said.status
+    assert isinstance(failure.cause, InstanceAnswer)
+    return failure.side, failure.cause.status
 
 
 @pytest.mark.parametrize(

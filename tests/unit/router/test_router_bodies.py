@@ -14,7 +14,7 @@ from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.errors import BadRequest, ProtocolError
 from kvbaton.router.bodies import bootstrap_body, decode_body, parse_body, plain_body, prefill_body, transfer_params
-from kvbaton.router.wording import Wording
+from kvbaton.router.pair_template import PairTemplate
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -46,8 +46,8 @@ def instance(kind: InstanceType, mode: TransferMode, host: str = "10.0.0.1", tp_
 def told(mode: TransferMode, rank: int | None = None, host: str = "10.0.0.1") -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of a prefill instance with tp 2 and of a decode instance with tp 4, in push."""
     prefill = instance(InstanceType.PREFILL, mode, host, tp_size=2, dp_size=4 if rank is not None else 1)
-    wording = Wording(prefill, instance(InstanceType.DECODE, mode, tp_size=4), rank, None)
-    return json.loads(wording.prefill_params.under("tx-1")), json.loads(wording.push_params.under("tx-1"))
+    template = PairTemplate(prefill, instance(InstanceType.DECODE, mode, tp_size=4), rank, None)
+    return json.loads(template.prefill_params.under("tx-1")), json.loads(template.push_params.under("tx-1"))
 
 
 @given(

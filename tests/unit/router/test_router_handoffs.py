@@ -29,9 +29,9 @@ from kvbaton.core.timeline import Side
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Registry
-from kvbaton.observe.story import Story
-from kvbaton.router.policy import Pair
-from kvbaton.router.routed import Rings, RoutedTransfers, SharedTransfers
+from kvbaton.observe.transfer_report import TransferReport
+from kvbaton.router.policy import InstancePair
+from kvbaton.router.routed import Rings, RoutedTransfers
 from kvbaton.router.slots import SlotBook, instance_key
 from true_notes import TRANSFER, Way, notes_of_push, record
 
@@ -74,10 +74,10 @@ async def routed_one(router: Router) -> str:
     return headers["x-kvbaton-transfer"]
 
 
-async def story_of(router: Router, transfer_id: str) -> Story:
+async def story_of(router: Router, transfer_id: str) -> TransferReport:
     status, _, content = await router.get(f"/handoffs/{transfer_id}")
     assert status == 200, content
-    return msgspec.json.decode(content, type=Story)
+    return msgspec.json.decode(content, type=TransferReport)
 
 
 @run
@@ -87,8 +87,8 @@ async def test_both_sides_are_asked_and_joined() -> None:
         story = await story_of(router, transfer_id)
         assert story.transfer_id == transfer_id
         assert story.clock.is_joined
-        assert [teller.problem for teller in story.tellers] == ["", ""]
-        assert [teller.name for teller in story.tellers] == [
+        assert [teller.problem for teller in story.participants] == ["", ""]
+        assert [teller.name for teller in story.participants] == [
             f"prefill instance {p.http_address}",
             f"decode instance {d.http_address}",
         ]
@@ -102,8 +102,8 @@ async def test_an_instance_that_tells_elsewhere_is_asked_there() -> None:
         d.handoffs_address = teller.http_address
         async with routing(p, d) as router:
             story = await story_of(router, await routed_one(router))
-            assert [each.problem for each in story.tellers] == ["", ""]
-            assert story.tellers[1].name == f"decode instance {d.http_address}"
+            assert [each.problem for each in story.participants] == ["", ""]
+            assert story.participants[1].name == f"decode instance {d.http_address}"
 
 
 @run
@@ -143,8 +143,8 @@ def test_an_instance_that_does_not_tell_is_named_and_the_other_is_heard(told: Be
     async def test() -> None:
         async with telling_prefill() as p, telling_decode(told) as d, routing(p, d, explain_timeout_s=0.5) as router:
             story = await story_of(router, await routed_one(router))
-            assert expected in story.tellers[1].problem
-            assert story.tellers[0].problem == ""
+            assert expected in story.participants[1].problem
+            assert story.participants[0].problem == ""
             assert "target side" in story.sentence
             assert story.handoffs[0].bars
 
@@ -156,7 +156,7 @@ async def test_a_record_of_another_transfer_is_not_believed() -> None:
     other = msgspec.json.encode(record(Side.TARGET, notes_of_push(Way()))).decode()
     async with telling_prefill() as p, telling_decode(answering(200, other)) as d, routing(p, d) as router:
         story = await story_of(router, await routed_one(router))
-        assert "another transfer" in story.tellers[1].problem
+        assert "another transfer" in story.participants[1].problem
 
 
 @run
@@ -174,10 +174,11 @@ async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
 async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_know() -> None:
     async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
+        await asyncio.to_thread(router.announcers[d.port].stop)
         reborn = msgspec.structs.replace(d.registration(), incarnation="another")
         with ThreadAnnouncer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
             async with asyncio.timeout(20):
-                while "it is gone, or was restarted" not in (await story_of(router, transfer_id)).tellers[1].problem:
+                while "it is gone, or was restarted" not in (await story_of(router, transfer_id)).participants[1].problem:
                     await asyncio.sleep(0.01)
         seen = len(d.seen)
         assert (await story_of(router, transfer_id)).handoffs
@@ -205,26 +206,18 @@ async def test_too_many_questions_at_once_are_turned_away_and_nothing_sticks() -
         assert (await router.get(path))[0] == 200
 
 
-def test_only_the_newest_transfers_are_remembered() -> None:
-    routed = RoutedTransfers(limit=3)
-    pair = Pair(None, None)  # type: ignore[arg-type]
-    for number in range(10):
-        routed.add(f"tx-{number}", pair, float(number))
-    assert len(routed) == 3
-    assert [one.transfer_id for one in routed.newest(100)] == ["tx-9", "tx-8", "tx-7"]
-    assert [one.transfer_id for one in routed.newest(1)] == ["tx-9"]
-    assert routed.get("tx-6") is None
-
-
 def test_processes_see_each_others_newest_transfers() -> None:
     rings, registry, slots = Rings(2), Registry(), SlotBook(8)
-    one, other = (SharedTransfers(rings, row, slots, registry) for row in range(2))
+    one, other = (RoutedTransfers(rings, row, slots, registry) for row in range(2))
     live = {}
     for kind in InstanceType:
         registry.register(FakeInstance(kind, prefill_well, port=9000).registration(), 0.0)
         live[kind] = registry.live(0.0, kind)[0]
         slots.slot_of(instance_key(live[kind].registration))
-    pair, alone = Pair(live[InstanceType.PREFILL], live[InstanceType.DECODE]), Pair(None, live[InstanceType.DECODE])
+    pair, alone = (
+        InstancePair(live[InstanceType.PREFILL], live[InstanceType.DECODE]),
+        InstancePair(None, live[InstanceType.DECODE]),
+    )
     for number in range(5000):
         (one, other)[number % 2].add(f"tx-{number:032x}", pair if number % 3 else alone, 1.0 + number)
     for book in (one, other):
@@ -241,9 +234,9 @@ def test_processes_see_each_others_newest_transfers() -> None:
 
 def test_a_slot_that_somebody_else_has_taken_over_names_nobody() -> None:
     rings, registry, slots = Rings(1), Registry(), SlotBook(8)
-    book = SharedTransfers(rings, 0, slots, registry)
+    book = RoutedTransfers(rings, 0, slots, registry)
     registry.register(FakeInstance(InstanceType.DECODE, prefill_well, port=9000).registration(), 0.0)
-    book.add("tx-" + "0" * 32, Pair(None, registry.live(0.0)[0]), 1.0)
+    book.add("tx-" + "0" * 32, InstancePair(None, registry.live(0.0)[0]), 1.0)
     assert book.newest(1)[0].pair.decode.http_address == "127.0.0.1:9000"
     slots.keep((), 0.0, lambda _slot: 0)
     slots.keep((), 100.0, lambda _slot: 0)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kvbaton.discovery.messages import Dispatch, InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.router.board import Board, Loads
-from kvbaton.router.choosing import Busy, Chooser, Missing, Seats, Wish
+from kvbaton.router.choosing import Busy, Chooser, Missing, SeatRequest, Seats
 from kvbaton.router.policy import (
     Candidate,
+    InstancePair,
     LeastLoaded,
-    Pair,
     PrefixAffinity,
     RoundRobin,
     RouteRequest,
@@ -30,7 +30,7 @@ from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook, instance_key
 
 NOTHING = RouteRequest({})
-WISH = Wish(NOTHING)
+WISH = SeatRequest(NOTHING)
 READ, WRITE = TransferMode.READ, TransferMode.WRITE
 PREFILL, DECODE = InstanceType.PREFILL, InstanceType.DECODE
 
@@ -56,16 +56,16 @@ def chooser(*live: Registration, **settings: Any) -> Chooser:
     return Chooser(RouterSettings(**settings), registry, Loads(board, 0, 0), SlotBook(64))
 
 
-def pair_of(found: Seats | Missing | Busy) -> Pair:
+def pair_of(found: Seats | Missing | Busy) -> InstancePair:
     assert isinstance(found, Seats)
     return found.pair
 
 
-def take(chooser: Chooser, count: int, wish: Wish = WISH) -> list[Pair]:
+def take(chooser: Chooser, count: int, wanted: SeatRequest = WISH) -> list[InstancePair]:
     """Choose, and leave the seats at once."""
     pairs = []
     for _ in range(count):
-        seats = chooser.choose(wish, 0.0)
+        seats = chooser.choose(wanted, 0.0)
         assert isinstance(seats, Seats)
         seats.leave_prefill()
         seats.leave_decode()
@@ -73,7 +73,7 @@ def take(chooser: Chooser, count: int, wish: Wish = WISH) -> list[Pair]:
     return pairs
 
 
-def addresses(pair: Pair) -> tuple[str, str]:
+def addresses(pair: InstancePair) -> tuple[str, str]:
     assert pair.prefill is not None
     return pair.prefill.http_address, pair.decode.http_address
 
@@ -246,7 +246,7 @@ def two_modes(**settings: Any) -> Chooser:
 
 def test_what_one_mode_cannot_serve_the_other_does() -> None:
     """A request whose instances of one mode have failed, or are full or out of reach, must not end or wait because of that."""
-    failed = Wish(NOTHING, avoid={"h:9000"})
+    failed = SeatRequest(NOTHING, avoid={"h:9000"})
     assert {pair.transfer_mode for pair in take(two_modes(), 8, failed)} == {WRITE}
     one = two_modes(max_per_prefill=1)
     assert {pair_of(one.choose(WISH, 0.0)).transfer_mode for _ in range(2)} == {READ, WRITE}
@@ -267,17 +267,17 @@ def test_only_decode_instances_that_can_prefill_are_left_to_do_it() -> None:
     """One of SGLang's cannot: it would wait for a source."""
     live = [*registrations(PREFILL, 1, dispatch=Dispatch.BOOTSTRAP), *registrations(DECODE, 1, dispatch=Dispatch.BOOTSTRAP)]
     one = chooser(*live, max_per_prefill=1, local_prefill_when_busy=True)
-    assert pair_of(one.choose(Wish(NOTHING, local=True), 0.0)).prefill is not None
+    assert pair_of(one.choose(SeatRequest(NOTHING, local=True), 0.0)).prefill is not None
     assert one.choose(WISH, 0.0) == Busy(PREFILL)
 
 
 def test_who_failed_is_avoided_and_who_may_have_had_a_part_in_it_is_shunned() -> None:
     one = chooser(*registrations(PREFILL, 2), *registrations(DECODE, 2))
-    for pair in take(one, 8, Wish(NOTHING, avoid={"h:9000"}, shun={"h:10000"})):
+    for pair in take(one, 8, SeatRequest(NOTHING, avoid={"h:9000"}, shun={"h:10000"})):
         assert addresses(pair) == ("h:9001", "h:10001")
-    for pair in take(one, 8, Wish(NOTHING, shun={"h:9000", "h:9001"})):
+    for pair in take(one, 8, SeatRequest(NOTHING, shun={"h:9000", "h:9001"})):
         assert addresses(pair)[0] in ("h:9000", "h:9001")
-    assert one.choose(Wish(NOTHING, avoid={"h:9000", "h:9001"}), 0.0) == Missing("no other instance is left to try")
+    assert one.choose(SeatRequest(NOTHING, avoid={"h:9000", "h:9001"}), 0.0) == Missing("no other instance is left to try")
 
 
 def test_who_cannot_be_reached_is_put_aside_for_longer_each_time_unless_nobody_else_is_left() -> None:
@@ -290,7 +290,7 @@ def test_who_cannot_be_reached_is_put_aside_for_longer_each_time_unless_nobody_e
     assert registry.report_lost(lost, 0.1) is None
     assert {addresses(p)[0] for p in take(one, 8)} == {"h:9001"}
     assert [registry.report_lost(lost, now) for now in (10.0, 20.0, 40.0, 60.0, 80.0)] == [1.0, 2.0, 4.0, 8.0, 8.0]
-    registry.report_heard(lost)
+    registry.report_reached(lost)
     assert {addresses(p)[0] for p in take(one, 8)} == {"h:9000", "h:9001"}
     for instance in registry.live(0.0, PREFILL):
         registry.report_lost(instance, 0.0)

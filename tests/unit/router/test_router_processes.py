@@ -22,9 +22,9 @@ from router_fakes import free_port
 
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode, decode_registration, encode_registration
-from kvbaton.discovery.zmtp import encode_frame
-from kvbaton.router.processes import _Head, _News, _Teller, _Worker
+from kvbaton.router.processes import _Head, _PublishingRegistry, _RegistrationUpdate, _Worker
 from kvbaton.router.settings import RouterSettings
+from kvbaton.wire.zmtp import encode_frame
 from watching import descendants, wait_until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
@@ -237,7 +237,7 @@ def test_a_worker_hears_later_what_it_had_no_room_for() -> None:
         for end in (ours, theirs):
             end.setblocking(False)
         head._workers = [_Worker(0, 0, ours, 0.0)]
-        registry = _Teller(settings, head._tell)
+        registry = _PublishingRegistry(settings, head._publish)
         listed = [registration(kind, 10_000 + number) for number, kind in enumerate([*InstanceType] * 500)]
         for one in listed:
             registry.register(one, 0.0)
@@ -246,7 +246,7 @@ def test_a_worker_hears_later_what_it_had_no_room_for() -> None:
         heard: list[Registration] = []
         while fresh := list(_heard(theirs)):
             heard += fresh
-            head._tell_missed()
+            head._send_missed()
     assert {one.http_address for one in heard} == {one.http_address for one in listed}
     assert [one.bye for one in heard if one.http_address == listed[-1].http_address] == [True]
 
@@ -254,7 +254,7 @@ def test_a_worker_hears_later_what_it_had_no_room_for() -> None:
 def _heard(channel: socket.socket) -> Iterator[Registration]:
     with suppress(BlockingIOError):
         while True:
-            message = decode_registration(msgspec.msgpack.decode(channel.recv(65536), type=_News).frame)
+            message = decode_registration(msgspec.msgpack.decode(channel.recv(65536), type=_RegistrationUpdate).frame)
             assert isinstance(message, Registration)
             yield message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,6 +28,7 @@ from router_fakes import (
 from kvbaton.core.addresses import ControlAddress, parse_request_id
 from kvbaton.discovery.messages import TransferMode
 
+KEY = b"a key of more than sixteen bytes"
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 WRITE = TransferMode.WRITE
 
@@ -223,6 +225,56 @@ def test_a_client_that_leaves_closes_both_calls(stream: bool) -> None:
             assert await router.metric("kvbaton_router_in_flight_requests") == 0
 
     asyncio.run(test())
+
+
+@run
+async def test_a_client_that_leaves_has_both_instances_release_the_hand_off_at_once() -> None:
+    """A short prefill is finished by then: closing its call is no news to it, and it would wait for its target."""
+    p, d = prefill(mode=WRITE), decode(wait_for_ever, mode=WRITE)
+    async with p, d, routing(p, d, cluster_key=KEY) as router:
+        request = asyncio.create_task(router.post(BODY))
+        await until(lambda: len(p.seen) == len(d.seen) == 1 and p.is_idle)
+        request.cancel()
+        path = f"/handoffs/{d.seen[0].body['kv_transfer_params']['transfer_id']}"
+        await until(lambda: p.released == d.released == [path])
+        await is_cancelled(d)
+
+
+@run
+async def test_a_decode_that_fails_has_a_finished_prefill_released() -> None:
+    ready = asyncio.Event()
+    p, d = prefill(mode=WRITE), decode(once(ready, reset_at_once), mode=WRITE)
+    async with p, d, routing(p, d) as router:
+        request = asyncio.create_task(router.post(BODY))
+        await until(lambda: len(p.seen) == 1 and p.is_idle)
+        ready.set()
+        assert (await request)[0] == 502
+        await until(lambda: len(p.released) == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_released_after_an_answer(stream: bool) -> None:
+    async def test() -> None:
+        p, d = prefill(mode=WRITE), decode(mode=WRITE)
+        async with p, d, routing(p, d) as router:
+            for _ in range(3):
+                assert (await router.post({**BODY, "stream": stream}))[0] == 200
+            await until(lambda: p.is_idle and d.is_idle)
+            await asyncio.sleep(0.1)
+            assert p.released == d.released == []
+
+    asyncio.run(test())
+
+
+@run
+async def test_every_request_to_an_instance_proves_the_cluster_key() -> None:
+    p, d = prefill(mode=WRITE), decode(mode=WRITE)
+    async with p, d, routing(p, d, cluster_key=KEY) as router:
+        await router.post(BODY, headers={"x-kvbaton-key": "forged"})
+        await router.get(f"/handoffs/{p.seen[0].body['kv_transfer_params']['transfer_id']}")
+        tokens = {seen.headers["x-kvbaton-key"] for seen in (*p.seen, *d.seen)}
+    assert len(p.seen) == len(d.seen) == 2
+    assert tokens == {hmac.new(KEY, b"kvbaton http", "sha256").hexdigest()}
 
 
 @run

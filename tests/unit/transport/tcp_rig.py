@@ -13,7 +13,7 @@ from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerR
 from kvbaton.transport.tcp import TcpTransport
 from kvbaton.transport.tcp.wire import (
     CHALLENGE_BYTES,
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     HELLO_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -22,13 +22,13 @@ from kvbaton.transport.tcp.wire import (
     Status,
     pack_hello,
     pack_reply,
-    unpack_greeting,
+    unpack_handshake,
     unpack_hello,
     unpack_reply,
 )
 
 __all__ = ["CHALLENGE", "CONTENT", "NONCE", "ONE_RUN", "SOURCE", "TOKEN"]
-__all__ += ["complete", "dial", "endpoint_of", "greet", "is_closed", "make", "read", "secret_of", "take", "welcome"]
+__all__ += ["complete", "dial", "endpoint_of", "shake_hands", "is_closed", "make", "read", "secret_of", "take", "welcome"]
 
 SOURCE = PeerRank(Incarnation("source"))
 ONE_RUN = np.array([[0, 0, 16]], np.uint64)
@@ -64,10 +64,10 @@ def secret_of(endpoint: Endpoint) -> Secret:
     return Secret(bytes.fromhex(str(endpoint.details["token"])), b"", str(endpoint.details.get("incarnation", "")))
 
 
-def greet(sock: socket.socket, endpoint: Endpoint) -> None:
+def shake_hands(sock: socket.socket, endpoint: Endpoint) -> None:
     """Answer the owner's hello as a reader that was given the endpoint."""
     challenge = unpack_hello(take(sock, HELLO_BYTES))
-    sock.sendall(secret_of(endpoint).greeting(challenge, NONCE))
+    sock.sendall(secret_of(endpoint).handshake(challenge, NONCE))
     assert unpack_reply(take(sock, REPLY_BYTES)).status is Status.OK
     assert take(sock, PROOF_BYTES) == secret_of(endpoint).owner_proof(challenge, NONCE)
 
@@ -81,7 +81,7 @@ def endpoint_of(listener: socket.socket, region_bytes: int = 64) -> Endpoint:
 def welcome(owner: socket.socket) -> None:
     """Let a reader in as the owner of `endpoint_of`."""
     owner.sendall(pack_hello(CHALLENGE))
-    nonce = unpack_greeting(take(owner, GREETING_BYTES))
+    nonce = unpack_handshake(take(owner, HANDSHAKE_BYTES))
     owner.sendall(pack_reply(Status.OK, 0, PROOF_BYTES) + Secret(TOKEN, b"", "").owner_proof(CHALLENGE, nonce))
 
 

@@ -1,10 +1,11 @@
-"""The mover over a library that the test plays: deadlines, refusals, late failures, and memory that is not let go of."""
+"""The mover over a library that the test plays: deadlines, refusals, late failures, and memory that is not released."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvbaton.transport import flights
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.flights import FlightMover
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights
 from watching import wait_until
 
 PEER = PeerRank(Incarnation("peer"))
@@ -28,7 +30,7 @@ class Slice:
     runs: Runs
     is_over: bool = False
     error: str = ""
-    lets_go: bool = True
+    releases: bool = True
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Library:
     idle_s: float = 0.01
     slice_bytes: int = 4
     slice_runs: int = 10
-    let_go_s: float = 0.1
+    stop_s: float = 0.1
     is_full: bool = False
     is_quick: bool = False
     is_stuck: bool = False
@@ -58,21 +60,18 @@ class Library:
         return flight.is_over or self.is_quick
 
     def release(self, flight: Slice) -> bool:
-        return flight.lets_go
+        return flight.releases
 
     def drop(self, link: str) -> None:
         del link
         self.dropped += 1
-
-    def forget(self, link: str) -> None:
-        del link
 
     def progress(self) -> None:
         pass
 
     def shut_down(self) -> None:
         if self.is_stuck:
-            raise TransportError("the library does not let go")
+            raise TransportError("the library does not release it")
 
 
 @dataclass
@@ -80,8 +79,8 @@ class Stand:
     """A ledger with one peer, and the mover that serves it."""
 
     library: Library
-    ledger: Ledger[str]
-    mover: FlightMover[str]
+    ledger: Ledger[LibraryPeer]
+    mover: FlightMover
     done: list[Completion] = field(default_factory=list)
 
     def post(self, size: int) -> Ticket:
@@ -104,10 +103,10 @@ class Stand:
 @pytest.fixture
 def stand() -> Iterator[Stand]:
     settings = TransportSettings(timeout_s=TIMEOUT_S)
-    ledger: Ledger[str] = Ledger(Region.of(bytearray(64)), settings)
-    ledger.add_peer(PEER, Endpoint("test", 64, {}), "the peer")
+    ledger: Ledger[LibraryPeer] = Ledger(Region.of(bytearray(64)), settings)
+    ledger.add_peer(PEER, Endpoint("test", 64, {}), cast("LibraryPeer", "the peer"))
     library = Library()
-    made = Stand(library, ledger, FlightMover("test", ledger, settings, library))
+    made = Stand(library, ledger, FlightMover("test", ledger, settings, cast("PeerFlights", library)))
     yield made
     library.is_stuck = False
     ledger.shut("the test is over")
@@ -176,28 +175,28 @@ def test_a_library_that_takes_nothing_is_asked_again_but_not_for_ever(stand: Sta
 def test_a_late_failure_of_an_old_session_harms_no_new_batch(stand: Stand) -> None:
     old = stand.post(8)
     first, second = stand.wait_slices(2)
-    second.lets_go = False
+    second.releases = False
     first.error = "the peer hiccups"
     wait_until(lambda: stand.library.dropped == 1, "the session is ended")
     new = stand.post(4)
     third = stand.wait_slices(3)[2]
-    second.error, second.lets_go = "the old session has ended", True
+    second.error, second.releases = "the old session has ended", True
     third.is_over = True
     found = {completion.ticket: completion.error for completion in stand.wait(2)}
     assert found == {old: "PeerLost: the peer hiccups", new: ""}
     assert stand.library.dropped == 1
 
 
-def test_memory_that_is_not_let_go_of_is_not_called_quiet(stand: Stand) -> None:
+def test_memory_that_is_not_released_is_not_called_quiet(stand: Stand) -> None:
     moving, waiting = stand.post(4), stand.post(4)
     stuck = stand.wait_slices(2)[0]
-    stuck.lets_go = False
+    stuck.releases = False
     stand.library.is_stuck = True
     stand.ledger.shut("closed")
-    with pytest.raises(TransportError, match="does not let go"):
+    with pytest.raises(TransportError, match="does not release it"):
         stand.mover.join(10)
     assert [completion.ticket for completion in stand.wait(1)] == [waiting]
-    stuck.lets_go, stand.library.is_stuck = True, False
+    stuck.releases, stand.library.is_stuck = True, False
     assert stand.mover.join(10)
     stand.ledger.finish_all()
     assert [completion.ticket for completion in stand.wait(2)] == [waiting, moving]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -12,8 +13,7 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.transport import choose
-from kvbaton.transport.automatic import AutoTransport, Choice
+from kvbaton.transport.automatic import AutoTransport, TransportChoice
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -30,6 +30,7 @@ from kvbaton.transport.base import (
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
+from kvbaton.transport.table import TRANSPORTS
 from kvbaton.transport.tcp import TcpTransport
 from mori_stand_in import MoriWorld
 
@@ -117,7 +118,7 @@ def test_what_cannot_be_opened_here_is_left_out_loudly(
         raise TransportError("not today")
 
     source = make("source")
-    monkeypatch.setitem(choose.TRANSPORTS, "local", broken)
+    monkeypatch.setitem(TRANSPORTS, "local", replace(TRANSPORTS["local"], opener=broken))
     with caplog.at_level(logging.WARNING, "kvbaton.transport"):
         target = make("target")
     assert "auto does without local: not today" in caplog.text
@@ -127,7 +128,7 @@ def test_what_cannot_be_opened_here_is_left_out_loudly(
     assert "is reached by tcp (local is left out here: not today)" in caplog.text
     target.close()
     source.close()
-    monkeypatch.setitem(choose.TRANSPORTS, "tcp", broken)
+    monkeypatch.setitem(TRANSPORTS, "tcp", replace(TRANSPORTS["tcp"], opener=broken))
     with pytest.raises(ConfigError, match="not today"):
         make("target")
 
@@ -180,7 +181,9 @@ def test_a_peer_that_is_revoked_while_its_way_changes_stays_revoked() -> None:
     fabric = target._inner["fabric"]
     assert isinstance(fabric, Revoking)
     fabric.by = target
-    target._choose(PEER, changed(source.endpoint(), tcp=msgspec.json.encode(tcp.endpoint()).decode()), Choice("fabric"))
+    target._choose(
+        PEER, changed(source.endpoint(), tcp=msgspec.json.encode(tcp.endpoint()).decode()), TransportChoice("fabric")
+    )
     target._fall_back(PEER, "PeerLost: nothing came")
     assert target.choice(PEER) is None
     with pytest.raises(TransportError, match="not connected"):

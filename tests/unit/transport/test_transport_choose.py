@@ -9,11 +9,12 @@ import pytest
 
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
-from kvbaton.transport.choose import TRANSPORTS, check_writes, open_transport
+from kvbaton.transport.choose import check_writes, open_transport
 from kvbaton.transport.open_files import files_left
+from kvbaton.transport.table import TRANSPORTS
 
 
-@pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - {"cuda", "mooncake", "mori", "nixl"}))
+@pytest.mark.parametrize("name", sorted(name for name, entry in TRANSPORTS.items() if entry.stands_alone))
 def test_a_name_opens_its_transport(name: str) -> None:
     transport = open_transport(name, Region.of(bytearray(8)), TransportSettings())
     assert (transport.name, transport.endpoint().transport, transport.endpoint().region_bytes) == (name, name, 8)
@@ -35,9 +36,12 @@ def test_nothing_is_opened_where_descriptors_would_run_out(name: str) -> None:
     assert threading.active_count() <= threads
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown transport 'pigeon'; known are auto, cuda, local, mooncake, mori, nixl, tcp"):
-        open_transport("pigeon", Region.of(bytearray(8)), TransportSettings())
+def test_unknown_names_are_refused_with_the_nearest_and_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown transport 'nixi' \(did you mean nixl\?\); known are auto, cuda, local, m",
+    ):
+        open_transport("nixi", Region.of(bytearray(8)), TransportSettings())
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "local", "tcp"])
@@ -53,7 +57,7 @@ def test_writes_can_be_chosen_where_a_library_writes(name: str) -> None:
 
 
 def test_memory_of_the_wrong_kind_is_refused_with_what_to_choose() -> None:
-    with pytest.raises(ConfigError, match=r"moves GPU memory.*choose transport local or tcp"):
+    with pytest.raises(ConfigError, match=r"moves GPU memory.*choose transport local or nixl or tcp"):
         open_transport("cuda", Region.of(bytearray(8)), TransportSettings())
     for name in ("local", "tcp"):
         with pytest.raises(ConfigError, match=f"transport {name} moves main memory.*choose transport cuda"):

@@ -113,4 +113,4 @@ def test_a_place_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: py
     tmp_path.chmod(0o777)
     with caplog.at_level(logging.INFO, "kvbaton.transport"):
         assert load_loops(tmp_path) is None
-    assert "somebody else" in caplog.text
+    assert "another user" in caplog.text

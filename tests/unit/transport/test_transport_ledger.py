@@ -11,7 +11,7 @@ import pytest
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import Bug, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.ledger import Cancel, Ledger, Post, Revoke
+from kvbaton.transport.ledger import CancelJob, Ledger, PostJob, RevokeLink
 from kvbaton.transport.wakeup import Wakeup
 
 PEER = PeerRank(Incarnation("p"))
@@ -36,14 +36,14 @@ def test_wishes_become_commands_in_order(ledger: Ledger[str]) -> None:
     ledger.ask_cancel(ticket)
     ledger.remove_peer(PEER)
     assert is_set(ledger.work)
-    assert [type(command) for command in ledger.take_commands()] == [Post, Cancel, Revoke]
+    assert [type(command) for command in ledger.take_commands()] == [PostJob, CancelJob, RevokeLink]
     assert not is_set(ledger.work)
 
 
 def test_a_batch_counts_until_it_was_handed_out(ledger: Ledger[str]) -> None:
     ledger.admit(BATCH, None)
     ledger.admit(BATCH, None)
-    jobs = [command.job for command in ledger.take_commands() if isinstance(command, Post)]
+    jobs = [command.job for command in ledger.take_commands() if isinstance(command, PostJob)]
     ledger.finish(jobs[0])
     with pytest.raises(TransportError, match="queue full"):
         ledger.admit(BATCH, None)
@@ -57,7 +57,7 @@ def test_the_source_of_a_write_is_here_and_its_target_there() -> None:
     for direction, row in ((Direction.READ, [15, 5, 5]), (Direction.WRITE, [5, 15, 5])):
         books.admit(Batch(PEER, direction, np.array([row], np.uint64)), None)
         command = books.take_commands()[0]
-        assert isinstance(command, Post)
+        assert isinstance(command, PostJob)
         assert command.job.direction is direction
         other = Direction.WRITE if direction is Direction.READ else Direction.READ
         with pytest.raises(RangeError, match="region of 10 bytes"):
@@ -75,14 +75,14 @@ def test_runs_that_were_checked_against_another_connection_are_refused() -> None
     books.add_peer(PEER, Endpoint("test", 10, {}), "link")
     with pytest.raises(TransportError, match="connected anew in the meantime; post again"):
         books.admit(BATCH, None)
-    assert [type(command) for command in books.take_commands()] == [Revoke]
+    assert [type(command) for command in books.take_commands()] == [RevokeLink]
     books.close()
 
 
 def test_finishing_twice_is_a_bug(ledger: Ledger[str]) -> None:
     ledger.admit(BATCH, None)
     command = ledger.take_commands()[0]
-    assert isinstance(command, Post)
+    assert isinstance(command, PostJob)
     ledger.finish(command.job)
     assert not ledger.is_in_flight(command.job)
     with pytest.raises(Bug):

@@ -40,7 +40,7 @@ def test_an_older_one_is_refused_with_both_versions(
 
 def test_over_rdma_any_release_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, some="0.3.1")
-    library.check_acknowledges(TransportSettings(unfenced_writes=True, mooncake_protocol="rdma"))
+    library.check_acknowledges(TransportSettings(unfenced_writes=True, library={"mooncake_protocol": "rdma"}))
 
 
 def test_switching_acknowledgements_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

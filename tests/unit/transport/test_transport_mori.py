@@ -44,9 +44,9 @@ def read_blocks(world: MoriWorld, blocks: int, **settings: Any) -> tuple[Complet
 
 def test_the_backend_is_set_up_as_the_settings_say_and_nobody_is_notified() -> None:
     world = MoriWorld()
-    make(world, np.zeros(8, np.uint8), mori_queue_pairs=4, mori_workers=2, mori_post_batch=16).close()
+    make(world, np.zeros(8, np.uint8), library={"mori_queue_pairs": 4, "mori_workers": 2, "mori_post_batch": 16}).close()
     assert world.backends == [RdmaBackendConfig(4, 16, 2, PollCqMode.EVENT, enable_notification=False)]
-    make(world, np.zeros(8, np.uint8), mori_backend="xgmi").close()
+    make(world, np.zeros(8, np.uint8), library={"mori_backend": "xgmi"}).close()
     assert world.backends[1] == XgmiBackendConfig()
     assert not world.engines
 
@@ -87,7 +87,7 @@ def test_a_send_queue_that_stays_full_is_an_error_in_time() -> None:
 
 def test_over_xgmi_every_byte_comes_without_a_mark() -> None:
     world = MoriWorld()
-    source, target = (make(world, np.full(64, fill, np.uint8), mori_backend="xgmi") for fill in (1, 0))
+    source, target = (make(world, np.full(64, fill, np.uint8), library={"mori_backend": "xgmi"}) for fill in (1, 0))
     assert source.endpoint().details["marks"] == ""
     target.connect(SOURCE, source.endpoint())
     target.post(Batch(SOURCE, Direction.READ, np.array([[0, 0, 64]], np.uint64)))
@@ -99,7 +99,7 @@ def test_over_xgmi_every_byte_comes_without_a_mark() -> None:
 
 def test_two_backends_do_not_meet() -> None:
     world = MoriWorld()
-    source = make(world, np.zeros(8, np.uint8), mori_backend="xgmi")
+    source = make(world, np.zeros(8, np.uint8), library={"mori_backend": "xgmi"})
     target = make(world, np.zeros(8, np.uint8))
     with pytest.raises(TransportError, match="backend is 'xgmi', here it is 'rdma'"):
         target.connect(SOURCE, source.endpoint())
@@ -114,4 +114,4 @@ def test_without_mori_it_says_what_to_do() -> None:
 
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="mori_backend is 'pigeon'"):
-        TransportSettings(mori_backend="pigeon")
+        TransportSettings(library={"mori_backend": "pigeon"})

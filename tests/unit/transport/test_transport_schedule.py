@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvbaton.transport.base import AfterEvent, Ticket
-from kvbaton.transport.ledger import Job
+from kvbaton.transport.ledger import BatchJob
 from kvbaton.transport.runs import RunCursor
 from kvbaton.transport.schedule import IDLE_S, Schedule
 
 
-def job(ticket: int, link: str, after: AfterEvent | None = None) -> Job[str]:
-    return Job(Ticket(ticket), link, RunCursor(np.empty((0, 3), np.uint64)), after)
+def job(ticket: int, link: str, after: AfterEvent | None = None) -> BatchJob[str]:
+    return BatchJob(Ticket(ticket), link, RunCursor(np.empty((0, 3), np.uint64)), after)
 
 
 def turns(schedule: Schedule[str], count: int) -> list[int]:

@@ -23,11 +23,11 @@ from tcp_rig import (
     complete,
     dial,
     endpoint_of,
-    greet,
     is_closed,
     make,
     read,
     secret_of,
+    shake_hands,
     take,
     welcome,
 )
@@ -103,12 +103,12 @@ def test_garbage_closes_that_connection_only(source: TcpTransport, target: TcpTr
     ],
     ids=["mark", "no pieces", "too many pieces", "too many bytes", "sum wraps"],
 )
-def test_garbage_after_the_greeting_closes_that_connection_only(
+def test_garbage_after_the_handshake_closes_that_connection_only(
     source: TcpTransport, target: TcpTransport, garbage: bytes
 ) -> None:
     target.connect(SOURCE, source.endpoint())
     with dial(source.endpoint()) as stranger:
-        greet(stranger, source.endpoint())
+        shake_hands(stranger, source.endpoint())
         stranger.sendall(garbage)
         assert is_closed(stranger)
     assert source.garbage_total == 1
@@ -117,7 +117,7 @@ def test_garbage_after_the_greeting_closes_that_connection_only(
 
 def test_the_owner_checks_ranges_itself(source: TcpTransport) -> None:
     with dial(source.endpoint()) as reader:
-        greet(reader, source.endpoint())
+        shake_hands(reader, source.endpoint())
         for offset, count in ((60, 8), (2**64 - 4, 8), (65, 0)):
             reader.sendall(pack_request(7, np.array([[offset, 0, count]], np.uint64)))
             reply = unpack_reply(take(reader, REPLY_BYTES))
@@ -147,9 +147,9 @@ def test_a_wrong_cluster_key_is_refused_and_the_right_one_admitted(target: TcpTr
     source.close()
 
 
-def test_an_overheard_greeting_is_worth_nothing(source: TcpTransport) -> None:
+def test_an_overheard_handshake_is_worth_nothing(source: TcpTransport) -> None:
     with dial(source.endpoint()) as reader:
-        overheard = secret_of(source.endpoint()).greeting(unpack_hello(take(reader, HELLO_BYTES)), NONCE)
+        overheard = secret_of(source.endpoint()).handshake(unpack_hello(take(reader, HELLO_BYTES)), NONCE)
     with dial(source.endpoint()) as thief:
         take(thief, HELLO_BYTES)
         thief.sendall(overheard)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import select
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,22 +24,23 @@ from tcp_rig import (
     complete,
     dial,
     endpoint_of,
-    greet,
     is_closed,
     make,
     read,
     secret_of,
+    shake_hands,
     take,
     welcome,
 )
 
 from kvbaton.core.handoff import Incarnation
+from kvbaton.errors import TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport, link, server
 from kvbaton.transport.tcp.link import TcpLink
 from kvbaton.transport.tcp.sockets import tune
 from kvbaton.transport.tcp.wire import (
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     HELLO_BYTES,
     MAX_PIECES,
     PIECE_BYTES,
@@ -48,7 +52,7 @@ from kvbaton.transport.tcp.wire import (
     pack_hello,
     pack_reply,
     pack_request,
-    unpack_greeting,
+    unpack_handshake,
     unpack_hello,
     unpack_reply,
 )
@@ -71,20 +75,20 @@ def pause(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
-def of_the_owner(greeting: bytes) -> bytes:
-    return Secret(TOKEN, b"", "").owner_proof(CHALLENGE, unpack_greeting(greeting))
+def of_the_owner(handshake: bytes) -> bytes:
+    return Secret(TOKEN, b"", "").owner_proof(CHALLENGE, unpack_handshake(handshake))
 
 
-def of_another_key(greeting: bytes) -> bytes:
-    return Secret(TOKEN, b"another key", "").owner_proof(CHALLENGE, unpack_greeting(greeting))
+def of_another_key(handshake: bytes) -> bytes:
+    return Secret(TOKEN, b"another key", "").owner_proof(CHALLENGE, unpack_handshake(handshake))
 
 
-def of_an_earlier_time(_greeting: bytes) -> bytes:
+def of_an_earlier_time(_handshake: bytes) -> bytes:
     return Secret(TOKEN, b"", "").owner_proof(CHALLENGE, NONCE)
 
 
-def of_the_reader_itself(greeting: bytes) -> bytes:
-    return greeting[-PROOF_BYTES:]
+def of_the_reader_itself(handshake: bytes) -> bytes:
+    return handshake[-PROOF_BYTES:]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_bytes_are_taken_from_the_owner_of_the_card_only(
     target.post(Batch(SOURCE, Direction.READ, ONE_RUN))
     with listener.accept()[0] as owner:
         owner.sendall(pack_hello(CHALLENGE))
-        owner.sendall(pack_reply(Status.OK, 0, PROOF_BYTES) + proof(take(owner, GREETING_BYTES)))
+        owner.sendall(pack_reply(Status.OK, 0, PROOF_BYTES) + proof(take(owner, HANDSHAKE_BYTES)))
         if not error:
             take(owner, REQUEST_BYTES + PIECE_BYTES)
         owner.sendall(pack_reply(Status.OK, 1, 16) + b"x" * 16)
@@ -162,7 +166,7 @@ def test_an_answer_counts_when_the_connection_ends_right_behind_it(listener: soc
 def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have requests that the socket does not take, so the mover is told of both, that it can write, in one turn."""
+    """Both have requests that the socket does not take, so the mover may write to both in one turn."""
 
     def tune_small(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -179,7 +183,7 @@ def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
     lost = target.post(Batch(SOURCE, Direction.READ, runs))
     owners = [welcomed(listener), welcomed(listener)]
     links = target._ledger.links()[0].links
-    wait_until(lambda: all(each.request_count == 2 and each.wants_write for each in links), "both are full of requests")
+    wait_until(lambda: all(each.request_count == 2 and each.has_to_write for each in links), "both are full of requests")
     is_held, may_go_on = threading.Event(), threading.Event()
 
     def holds_the_mover() -> bool:
@@ -210,7 +214,7 @@ def welcomed(listener: socket.socket) -> socket.socket:
 def test_a_reader_that_takes_little_at_a_time_is_served_to_the_end() -> None:
     source = make("source", bytes(BIG), timeout_s=0.6)
     with dial(source.endpoint()) as reader:
-        greet(reader, source.endpoint())
+        shake_hands(reader, source.endpoint())
         reader.sendall(pack_request(1, np.array([[0, 0, BIG]], np.uint64)))
         assert unpack_reply(take(reader, REPLY_BYTES)).payload_bytes == BIG
         left = BIG
@@ -224,7 +228,7 @@ def test_a_reader_that_takes_little_at_a_time_is_served_to_the_end() -> None:
 def test_a_reader_that_takes_nothing_is_let_go() -> None:
     source = make("source", bytes(BIG), timeout_s=0.3)
     with dial(source.endpoint()) as reader:
-        greet(reader, source.endpoint())
+        shake_hands(reader, source.endpoint())
         reader.sendall(pack_request(1, np.array([[0, 0, BIG]], np.uint64)))
         wait_until(lambda: not source._server._readers, "the reader is let go")
     source.close()
@@ -259,10 +263,10 @@ def test_a_further_stream_that_does_not_open_costs_nothing(
     source.close()
 
 
-def test_a_reader_beyond_the_limit_is_told_its_name() -> None:
+def test_a_reader_beyond_the_limit_is_refused_with_its_name() -> None:
     source, target = make("source", CONTENT, max_peers=1, streams=1), make("target")
     with dial(source.endpoint()) as first:
-        greet(first, source.endpoint())
+        shake_hands(first, source.endpoint())
         target.connect(SOURCE, source.endpoint())
         refused = read(target).error
         assert refused.startswith("PeerRefused")
@@ -274,58 +278,150 @@ def test_a_reader_beyond_the_limit_is_told_its_name() -> None:
     source.close()
 
 
-def test_strangers_take_no_places_from_readers() -> None:
+def test_unknown_connections_take_no_places_from_readers() -> None:
     source, target = make("source", CONTENT, max_peers=1, streams=1), make("target", streams=1)
-    strangers = [dial(source.endpoint()) for _ in range(3)]
-    wait_until(lambda: len(source._server._strangers) == 3, "the strangers are in")
+    others = [dial(source.endpoint()) for _ in range(3)]
+    wait_until(lambda: len(source._server._unknown) == 3, "the others are in")
     target.connect(SOURCE, source.endpoint())
     assert read(target).error == ""
-    for stranger in strangers:
-        stranger.close()
+    for other in others:
+        other.close()
     target.close()
     source.close()
 
 
-def test_strangers_have_few_places_and_the_next_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MAX_STRANGERS", 2)
+def test_unknown_connections_have_few_places_and_the_oldest_silent_one_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MAX_UNKNOWN", 3)
     source = make("source", CONTENT)
-    first, second, third = (dial(source.endpoint()) for _ in range(3))
-    wait_until(lambda: not source._server._is_accepting, "the places are taken")
-    assert len(source._server._strangers) == 2
-    first.close()
-    greet(third, source.endpoint())
-    wait_until(lambda: len(source._server._strangers) == 1, "the third one is a reader now")
-    for sock in (second, third):
+    half, first, second = (dial(source.endpoint()) for _ in range(3))
+    half.sendall(secret_of(source.endpoint()).handshake(unpack_hello(take(half, HELLO_BYTES)), NONCE)[:20])
+    wait_until(lambda: sum(not reader.is_silent for reader in source._server._unknown) == 1, "one has begun its handshake")
+    third, fourth = (dial(source.endpoint()) for _ in range(2))
+    assert is_closed(first)
+    assert is_closed(second)
+    shake_hands(fourth, source.endpoint())
+    wait_until(lambda: len(source._server._unknown) == 2, "the last one is a reader now")
+    for sock in (half, first, second, third, fourth):
         sock.close()
     source.close()
 
 
-def test_strangers_that_say_nothing_are_let_go() -> None:
+def test_400_silent_connections_delay_no_new_peer() -> None:
+    source, target = make("source", CONTENT), make("target")
+    silent = [dial(source.endpoint()) for _ in range(400)]
+    target.connect(SOURCE, source.endpoint())
+    started = time.monotonic()
+    assert read(target).error == ""
+    assert time.monotonic() - started < 5.0
+    assert len(source._server._unknown) <= server._MAX_UNKNOWN
+    for sock in silent:
+        sock.close()
+    target.close()
+    source.close()
+
+
+def test_a_reader_is_served_while_silent_connections_keep_coming() -> None:
+    """A reader has a place that no unknown connection takes, and a new one gets in between them."""
+    source, stopping = make("source", CONTENT), threading.Event()
+
+    def flood() -> None:
+        kept: deque[socket.socket] = deque()
+        while not stopping.is_set():
+            with contextlib.suppress(OSError):
+                kept.append(dial(source.endpoint()))
+            if len(kept) > 300:
+                kept.popleft().close()
+        for sock in kept:
+            sock.close()
+
+    flooder = threading.Thread(target=flood)
+    flooder.start()
+    try:
+        wait_until(lambda: len(source._server._unknown) >= server._MAX_UNKNOWN, "the places are taken")
+        for _ in range(5):
+            target = make("target")
+            target.connect(SOURCE, source.endpoint())
+            assert [read(target).error for _ in range(5)] == [""] * 5
+            target.close()
+    finally:
+        stopping.set()
+        flooder.join(20)
+    source.close()
+
+
+def test_the_address_with_the_most_unknown_connections_loses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MAX_UNKNOWN", 3)
+    source = make("source", CONTENT)
+    place = (str(source.endpoint().details["host"]), int(source.endpoint().details["port"]))
+    alone = socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0))
+    many = [dial(source.endpoint()) for _ in range(6)]
+    wait_until(lambda: len(source._server._unknown) == 3, "the places are taken")
+    assert all(is_closed(sock) for sock in many[:4])
+    shake_hands(alone, source.endpoint())
+    for sock in (alone, *many):
+        sock.close()
+    source.close()
+
+
+def test_a_connection_from_an_address_that_is_not_admitted_is_closed_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    source = make("source", CONTENT, admits=lambda address: address == "127.0.0.1")
+    place = (str(source.endpoint().details["host"]), int(source.endpoint().details["port"]))
+    with caplog.at_level("WARNING", "kvbaton.transport"):
+        for _ in range(3):
+            with socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0)) as other:
+                assert take_all(other) == b""
+    wait_until(lambda: source.refused_total == 3, "the refusals are counted")
+    assert [record.getMessage() for record in caplog.records if "127.0.0.2" in record.getMessage()][1:] == []
+    target = make("target")
+    target.connect(SOURCE, source.endpoint())
+    assert read(target).error == ""
+    target.close()
+    source.close()
+
+
+def test_an_address_that_is_not_admitted_is_not_dialled() -> None:
+    source, target = make("source", CONTENT), make("target", admits=lambda address: address != "127.0.0.1")
+    with pytest.raises(TransportError, match=r"host 127\.0\.0\.1 is not on the allow-list; add it with --allow"):
+        target.connect(SOURCE, source.endpoint())
+    target.close()
+    source.close()
+
+
+def take_all(sock: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(4096):
+            data += part
+    return data
+
+
+def test_unknown_connections_that_stay_silent_are_ended() -> None:
     source = make("source", timeout_s=0.2)
     with dial(source.endpoint()) as silent:
         assert is_closed(silent)
     source.close()
 
 
-def test_a_stranger_does_not_renew_its_deadline_byte_by_byte() -> None:
+def test_an_unknown_connection_does_not_renew_its_deadline_byte_by_byte() -> None:
     source = make("source", timeout_s=0.4)
-    with dial(source.endpoint()) as stranger:
-        greeting = secret_of(source.endpoint()).greeting(unpack_hello(take(stranger, HELLO_BYTES)), NONCE)
+    with dial(source.endpoint()) as other:
+        handshake = secret_of(source.endpoint()).handshake(unpack_hello(take(other, HELLO_BYTES)), NONCE)
         closed = threading.Event()
 
         def watch() -> None:
-            is_closed(stranger)
+            is_closed(other)
             closed.set()
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         sent = 0
-        while sent < GREETING_BYTES - 1 and not closed.wait(0.05):
+        while sent < HANDSHAKE_BYTES - 1 and not closed.wait(0.05):
             try:
-                sent += stranger.send(greeting[sent : sent + 1])
+                sent += other.send(handshake[sent : sent + 1])
             except OSError:
                 break
         watcher.join(20)
-        assert sent < GREETING_BYTES - 1
+        assert sent < HANDSHAKE_BYTES - 1
     assert source.garbage_total == 0
     source.close()

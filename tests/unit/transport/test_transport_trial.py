@@ -11,12 +11,13 @@ import pytest
 
 from kvbaton.transport import trial
 from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.choose import TRANSPORTS
-from kvbaton.transport.trial import KINDS, Trial, try_transport
+from kvbaton.transport.entry import TransportEntry
+from kvbaton.transport.table import AUTO, TRANSPORTS
+from kvbaton.transport.trial import Trial, try_all, try_transport
 from watching import descendants
 
 HANGS = "import sys; print('still loading', flush=True); sys.stdin.read()"
-SAYS_HALF = "import os, sys; os.write(int(sys.argv[2]), b'{'); sys.stdin.read()"
+SENDS_HALF = "import os, sys; os.write(int(sys.argv[2]), b'{'); sys.stdin.read()"
 DIES = "import sys; print('first'); sys.exit('libfabric: no such device')"
 DIES_SILENTLY = "import os; os._exit(3)"
 LIES = "import os, sys; os.write(int(sys.argv[2]), b'no endpoint\\n'); sys.stdin.read()"
@@ -36,37 +37,39 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def attempt(script: str, patience_s: float = 20.0) -> str:
+def attempt(script: str, timeout_s: float = 20.0) -> str:
     """The problem of a trial of tcp whose other process runs `script`."""
-    return try_transport("tcp", patience_s=patience_s, source_command=[sys.executable, "-c", script]).problem
+    return try_transport("tcp", timeout_s=timeout_s, source_command=[sys.executable, "-c", script]).problem
 
 
 def test_every_transport_that_users_can_choose_is_tried() -> None:
-    assert {Trial(kind).transport for kind in KINDS} == set(TRANSPORTS)
+    assert {name for name, entry in TRANSPORTS.items() if not entry.variants} == {AUTO}
+    kinds = [variant.kind for entry in TRANSPORTS.values() for variant in entry.variants]
+    assert [trial.kind for trial in try_all()] == kinds
 
 
 @pytest.mark.parametrize("kind", ["local, shared memory", "local, process_vm_readv", "tcp"])
 def test_what_needs_nothing_else_works_here(kind: str) -> None:
-    assert try_transport(kind) == Trial(kind, "")
+    assert try_transport(kind) == Trial(kind, "", is_enough=True)
 
 
 def test_wrong_bytes_are_noticed() -> None:
-    assert attempt(HOLDS_OTHER_BYTES) == "wrong bytes came; please report this"
+    assert attempt(HOLDS_OTHER_BYTES) == "wrong bytes arrived; please report this"
 
 
 @pytest.mark.parametrize(
-    ("script", "patience_s", "problem"),
+    ("script", "timeout_s", "problem"),
     [
         (HANGS, 0.5, r"the other process did not open it within 0\.5 s.*"),
-        (SAYS_HALF, 0.5, r"the other process did not open it within 0\.5 s, and said nothing"),
-        (DIES, 20.0, r"the other process could not open it, though .*; its last words: .*libfabric: no such device.*"),
-        (DIES_SILENTLY, 20.0, r"the other process could not open it, though this one could, and said nothing"),
+        (SENDS_HALF, 0.5, r"the other process did not open it within 0\.5 s, and printed nothing"),
+        (DIES, 20.0, r"the other process could not open it, though .*; its last output: .*libfabric: no such device.*"),
+        (DIES_SILENTLY, 20.0, r"the other process could not open it, though this one could, and printed nothing"),
         (LIES, 20.0, r"DecodeError: .*"),
     ],
-    ids=["hangs", "says half", "dies with words", "dies silently", "lies"],
+    ids=["hangs", "sends half", "dies with output", "dies silently", "lies"],
 )
-def test_another_process_in_trouble_is_described(script: str, patience_s: float, problem: str) -> None:
-    assert re.fullmatch(problem, attempt(script, patience_s))
+def test_another_process_in_trouble_is_described(script: str, timeout_s: float, problem: str) -> None:
+    assert re.fullmatch(problem, attempt(script, timeout_s))
 
 
 def test_a_process_that_cannot_be_started_is_a_problem() -> None:
@@ -74,10 +77,10 @@ def test_a_process_that_cannot_be_started_is_a_problem() -> None:
 
 
 def test_a_library_that_breaks_in_its_own_way_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_name: str, _region: Region, _settings: TransportSettings) -> Transport:
+    def broken(_entry: TransportEntry, _region: Region, _settings: TransportSettings) -> Transport:
         raise RuntimeError("undefined symbol: ucp_worker_create")
 
-    monkeypatch.setattr(trial, "open_transport", broken)
+    monkeypatch.setattr(trial, "open_entry", broken)
     assert try_transport("nixl") == Trial("nixl", "RuntimeError: undefined symbol: ucp_worker_create")
 
 

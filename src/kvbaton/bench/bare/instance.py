@@ -1,85 +1,332 @@
-"""A bare instance: real driver, sockets and transport over tagged pages, ordered by its parent to hand off."""
+"""A bare instance: real driver, sockets and transport over tagged pages, ordered by its parent to hand off.
+
+`main` is its process. The parent sends orders and takes reports over one channel, one per frame.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
 import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from msgspec.structs import replace
+import msgspec
 
-from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Landed, SourceEnded, TargetEnded
-from kvbaton.bench.bare.holding import HoldingTransport, MutedSockets, task_of
-from kvbaton.bench.bare.orders import (
-    NO_HOLD,
-    Ask,
-    BareSettings,
-    Begin,
-    CancelTask,
-    Ended,
-    Free,
-    Gauges,
-    Halt,
-    Here,
-    Hold,
-    Lift,
-    Offered,
-    Order,
-    Report,
-    SetFaults,
-    Task,
+from kvbaton.agent.channel import Channel, ChannelClosed
+from kvbaton.agent.driver import Driver
+from kvbaton.agent.engine_port import (
+    Allocation,
+    Drained,
+    EngineEvent,
+    Granted,
+    HandoffPort,
+    Landed,
+    Offer,
+    SourceEnded,
+    SourceRequest,
+    TargetEnded,
 )
-from kvbaton.bench.bare.pages import TaggedPages
-from kvbaton.bench.bare.pool import BarePool
-from kvbaton.bench.bare.tasks import BareBooks, SourceTask, TargetTask
+from kvbaton.bench.bare.pages import SMALL, BarePool, TaggedPages, spans_of
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode, Outcome, TransferId
 from kvbaton.engines.instance import AgentSettings, ModelIdentity, new_incarnation, open_driver
-from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.faulty import Faults
 
-__all__ = ["BareInstance"]
+__all__ = [
+    "MODEL",
+    "Ask",
+    "BareBooks",
+    "BareInstance",
+    "BareSettings",
+    "Begin",
+    "Ended",
+    "Gauges",
+    "HandoffEnd",
+    "Here",
+    "Offered",
+    "Order",
+    "Report",
+    "SourceTask",
+    "TargetTask",
+    "Task",
+    "main",
+    "run_child",
+]
 
-_MODEL = ModelIdentity("tagged pages", "tagged pages")
+MODEL = ModelIdentity("tagged pages", "tagged pages")
+"""What every bare instance serves."""
+
+_PROMPT = "prompt of "
 _COMPUTED_PER_TURN = 4
+_PR_SET_PDEATHSIG = 1
+_SEND_S = 60.0
+_IDLE_MS = 5_000
+
+
+class BareSettings(msgspec.Struct, frozen=True):
+    """Everything that a bare instance is started with."""
+
+    blocks: int
+    most_tokens: int
+    transport: str = "local"
+    handoff: HandoffSettings = DEFAULT_HANDOFF
+
+
+class Task(msgspec.Struct, frozen=True):
+    """Hand-offs `name`-0 to `name`-(count-1) of `tokens` tokens each, at most `in_flight` at a time.
+
+    The target checks every byte of what has landed, or a sample of it.
+    """
+
+    name: str
+    mode: Mode
+    count: int
+    in_flight: int
+    tokens: int
+    chunk_tokens: int
+    every_byte: bool = True
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Start one side of a task. `source` is the control address that a target dials; empty for the source itself."""
+
+    task: Task
+    source: str = ""
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """The first `count` hand-offs of a task are offered. A source reports it; in pull its target waits for it."""
+
+    task: str
+    count: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Report the gauges; the answer has the same number."""
+
+    number: int
+
+
+Order = Begin | Offered | Ask
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """The instance runs."""
+
+    address: str
+    incarnation: Incarnation
+    pid: int
+
+
+class HandoffEnd(msgspec.Struct, frozen=True, array_like=True):
+    """One side of one hand-off is over: how, why, when by its own clock, and how long after it was begun."""
+
+    index: int
+    outcome: str
+    reason: str
+    at: float
+    seconds: float
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Hand-offs that are over since the last report."""
+
+    task: str
+    ends: list[HandoffEnd]
+
+
+class Gauges(msgspec.Struct, frozen=True, tag="gauges"):
+    """The instance as it stands; `live` counts the hand-offs of its tasks and those that its agents have."""
+
+    number: int
+    blocks_in_use: int
+    live: int
+    foreign_bytes: int
+
+
+Report = Here | Offered | Ended | Gauges
+
+
+@dataclass(slots=True)
+class BareBooks:
+    """What all tasks of an instance share: memory, pool, agents, and what was found in landed caches."""
+
+    pages: TaggedPages
+    pool: BarePool
+    port: HandoffPort
+    foreign_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    index: int
+    blocks: BlockLists
+    begun_at: float
+
+
+@dataclass
+class _BareTask:
+    """What both kinds have in common: which hand-offs are live, and which are over and not reported yet."""
+
+    task: Task
+    books: BareBooks
+    live: dict[HandoffKey, _Live] = field(default_factory=dict)
+    ends: list[HandoffEnd] = field(default_factory=list)
+    next_index: int = 0
+
+    def on_ended(self, event: SourceEnded | TargetEnded) -> None:
+        """A source is done, or nothing landed at a target: the blocks are back."""
+        if event.key in self.live:
+            self.books.pool.give(self._end(event.key, event.outcome, event.reason).blocks)
+
+    def _begin(self) -> tuple[HandoffKey, _Live] | None:
+        """Make the next hand-off live; None when it is not its turn or there are no blocks."""
+        task = self.task
+        if self.next_index >= task.count or len(self.live) >= task.in_flight:
+            return None
+        blocks = self.books.pool.take(self.books.pages.shape.blocks_for(task.tokens))
+        if blocks is None:
+            return None
+        key = HandoffKey(TransferId(f"{task.name}-{self.next_index}"))
+        self.live[key] = _Live(self.next_index, blocks, time.monotonic())
+        self.next_index += 1
+        return key, self.live[key]
+
+    def _end(self, key: HandoffKey, outcome: Outcome, reason: str) -> _Live:
+        live = self.live.pop(key)
+        now = time.monotonic()
+        self.ends.append(HandoffEnd(live.index, outcome.value, reason, now, now - live.begun_at))
+        return live
+
+
+class SourceTask(_BareTask):
+    """Computes and offers hand-offs, in the order in which they were granted (push) or begun (pull)."""
+
+    def __init__(self, task: Task, books: BareBooks) -> None:
+        super().__init__(task, books)
+        self.spans = spans_of(books.pages.shape, task.tokens, task.chunk_tokens)
+        self.waits_for_grant = task.mode is Mode.PUSH
+        self._ready: deque[HandoffKey] = deque()
+        self.offered = 0
+
+    def start(self) -> None:
+        """Begin what may begin."""
+        while (begun := self._begin()) is not None:
+            key, _ = begun
+            self.books.port.expect_target(key, _PROMPT + key.transfer_id)
+            if not self.waits_for_grant:
+                self._ready.append(key)
+
+    def compute(self, most: int) -> bool:
+        """Compute and offer at most so many hand-offs; whether there was one."""
+        for _ in range(most):
+            if not self._ready:
+                return False
+            key = self._ready.popleft()
+            if key in self.live:
+                self.announce(key, 0, len(self.spans))
+                self.offer(key)
+        return True
+
+    def on_granted(self, event: Granted) -> None:
+        """A target has blocks: its turn will come."""
+        if event.key in self.live and self.waits_for_grant:
+            self._ready.append(event.key)
+
+    def announce(self, key: HandoffKey, first: int, end: int) -> None:
+        """Compute these spans of a hand-off; in push, its target is notified of each."""
+        blocks = self.live[key].blocks
+        for span in self.spans[first:end]:
+            self.books.pages.write(key, blocks, span)
+            if self.task.mode is Mode.PUSH:
+                self.books.port.spans_ready(key, blocks, (span,))
+
+    def offer(self, key: HandoffKey) -> None:
+        """The cache is complete."""
+        live = self.live[key]
+        self.books.port.offer(Offer(key, live.blocks, self.task.tokens, Aux(live.index, 0.0)))
+        self.offered += 1
+
+
+class TargetTask(_BareTask):
+    """Asks for hand-offs into poisoned blocks and checks what has landed."""
+
+    def __init__(self, task: Task, books: BareBooks, source: str) -> None:
+        super().__init__(task, books)
+        self._source = ControlAddress.parse(source)
+        self.offered = task.count if task.mode is Mode.PUSH else 0
+
+    def start(self) -> None:
+        """Begin what may begin: in pull, only what is offered."""
+        while self.next_index < self.offered and (begun := self._begin()) is not None:
+            key, live = begun
+            self.books.pages.poison(live.blocks)
+            self.books.port.expect_source(self._request(key))
+            self.allocate(key)
+
+    def allocate(self, key: HandoffKey) -> None:
+        """Ask for the cache."""
+        self.books.port.allocated(Allocation(self._request(key), self.live[key].blocks, self.task.tokens, 0))
+
+    def on_landed(self, event: Landed) -> None:
+        """Check every byte, or a sample, and free the blocks."""
+        if event.key not in self.live:
+            return
+        live = self._end(event.key, Outcome.DELIVERED, "")
+        pages = self.books.pages
+        look = pages.foreign_bytes if self.task.every_byte else pages.foreign_sample
+        self.books.foreign_bytes += look(event.key, live.blocks, self.task.tokens)
+        self.books.foreign_bytes += event.aux.token_id != live.index
+        self.free(event.key, live.blocks)
+
+    def free(self, key: HandoffKey, blocks: BlockLists) -> None:
+        """What has landed was checked and is not needed any more."""
+        del key
+        self.books.pool.give(blocks)
+
+    def _request(self, key: HandoffKey) -> SourceRequest:
+        return SourceRequest(key, _PROMPT + key.transfer_id, self._source, mode=self.task.mode)
 
 
 class BareInstance:
     """The engine's part without an engine. One thread calls it; `news` is called from the driver's, when there are events."""
 
+    orders: Any = Order
+    """What it can be ordered to do."""
+
     def __init__(self, settings: BareSettings, send: Callable[[Report], None], news: Callable[[], None]) -> None:
         self._send = send
-        self._shape = settings.shape
-        self._incarnation = new_incarnation()
-        pages = TaggedPages(settings.shape, settings.blocks, settings.most_tokens)
-        region, port = pages.region, PortPicker().pick()
-        agents = AgentSettings(port, transport=settings.transport, limits=settings.limits, handoff=settings.handoff)
-        self._holding: HoldingTransport | None = None
-        self._muted: MutedSockets | None = None
-        if settings.can_hold:
-            self._holding = HoldingTransport(agents.open_transport(self._incarnation, region), region)
-            self._muted = MutedSockets(self._incarnation, agents.control_host, port)
-        self._driver = open_driver(
-            agents,
-            self._incarnation,
-            _MODEL,
-            pages.layout(),
-            region,
-            news,
-            sockets=self._muted,
-            transport=self._holding,
-        )
-        self._books = BareBooks(pages, BarePool(settings.blocks), self._driver)
-        self._sources: dict[str, SourceTask] = {}
-        self._targets: dict[str, TargetTask] = {}
+        self.incarnation = new_incarnation()
+        pages = TaggedPages(SMALL, settings.blocks, settings.most_tokens)
+        self.driver = self.open_driver(settings, pages, news)
+        self.books = BareBooks(pages, BarePool(settings.blocks), self.driver)
+        self.sources: dict[str, SourceTask] = {}
+        self.targets: dict[str, TargetTask] = {}
         self._reported_offers: dict[str, int] = {}
+
+    def open_driver(self, settings: BareSettings, pages: TaggedPages, news: Callable[[], None]) -> Driver:
+        """The agents, not started."""
+        agents = AgentSettings(PortPicker().pick(), transport=settings.transport, handoff=settings.handoff)
+        return open_driver(agents, self.incarnation, MODEL, pages.layout(), pages.region, news)
 
     def start(self) -> None:
         """Start the driver, and report it."""
-        self._driver.start()
-        self._send(Here(str(self._driver.address), self._incarnation, os.getpid()))
+        self.driver.start()
+        self._send(Here(str(self.driver.address), self.incarnation, os.getpid()))
 
     def close(self) -> None:
         """Stop in good order: cancel what is live, notify the peers, and report how each hand-off ended."""
-        self._driver.close()
+        self.driver.close()
         self._take_events()
         self._report()
 
@@ -87,106 +334,126 @@ class BareInstance:
         """Carry out an order."""
         match order:
             case Begin():
-                self._begin(order)
+                self.begin(order)
             case Offered():
-                self._targets[order.task].offered = order.count
-            case Lift():
-                self._lift(order.task)
-            case CancelTask():
-                self._task(order.task).cancel()
-            case Halt():
-                self._task(order.task).halt()
-            case Free():
-                self._targets[order.task].free()
-            case SetFaults():
-                self._go_wrong(Faults(drop_writes=order.drop_writes, corrupt=order.corrupt))
+                self.targets[order.task].offered = order.count
             case Ask():
-                self._send(self._gauges(order.number))
+                self._send(self.gauges(order.number))
+
+    def begin(self, order: Begin) -> None:
+        """Start one side of a task."""
+        if order.source:
+            self.targets[order.task.name] = TargetTask(order.task, self.books, order.source)
+        else:
+            self.sources[order.task.name] = SourceTask(order.task, self.books)
 
     def work(self) -> bool:
         """Take the events of the agents, begin and compute what is due, report; whether there is more to compute at once."""
         self._take_events()
         more = False
-        for source in self._sources.values():
+        for source in self.sources.values():
             source.start()
             more |= source.compute(_COMPUTED_PER_TURN)
-        for target in self._targets.values():
+        for target in self.targets.values():
             target.start()
         self._report()
         return more
 
-    def _begin(self, order: Begin) -> None:
-        task = order.task
-        self._hold(task.name, task.hold if task.side == "target" else replace(task.hold, stalls=False))
-        if task.side == "source":
-            self._sources[task.name] = SourceTask(task, self._books)
-        else:
-            self._targets[task.name] = TargetTask(task, self._books)
-
-    def _lift(self, task: str) -> None:
-        self._hold(task, NO_HOLD)
-        self._task(task).lift()
-
-    def _hold(self, task: str, hold: Hold) -> None:
-        if self._muted is not None and self._holding is not None:
-            self._muted.mute(task, hold.muted)
-            self._holding.stall(hold.stalls)
-        elif hold != NO_HOLD:
-            raise ConfigError(f"task {task!r} has a hold, and can_hold is false; start the instance with can_hold")
-
-    def _go_wrong(self, faults: Faults) -> None:
-        if self._holding is None:
-            raise ConfigError("copies are to go wrong, and can_hold is false; start the instance with can_hold")
-        self._holding.go_wrong(faults)
-
-    def _task(self, name: str) -> SourceTask | TargetTask:
-        return self._sources.get(name) or self._targets[name]
+    def gauges(self, number: int) -> Gauges:
+        """Its state now, as the answer to a question."""
+        tasks = (*self.sources.values(), *self.targets.values())
+        live = sum(len(task.live) for task in tasks) + sum(self.driver.stats().handoffs_live.values())
+        return Gauges(number, self.books.pool.in_use, live, self.books.foreign_bytes)
 
     def _take_events(self) -> None:
-        for event in self._driver.events():
+        for event in self.driver.events():
             self._take_event(event)
 
     def _take_event(self, event: EngineEvent) -> None:
-        name = task_of(event.key)
+        name = event.key.transfer_id.rpartition("-")[0]
         match event:
             case Granted():
-                self._sources[name].on_granted(event)
+                self.sources[name].on_granted(event)
             case SourceEnded():
-                self._sources[name].on_ended(event)
+                self.sources[name].on_ended(event)
             case Landed():
-                self._targets[name].on_landed(event)
+                self.targets[name].on_landed(event)
             case TargetEnded():
-                self._targets[name].on_ended(event)
+                self.targets[name].on_ended(event)
             case Drained():
                 pass
 
     def _report(self) -> None:
-        for name, source in self._sources.items():
+        for name, source in self.sources.items():
             if source.offered != self._reported_offers.get(name):
                 self._reported_offers[name] = source.offered
                 self._send(Offered(name, source.offered))
-        for task in (*self._sources.values(), *self._targets.values()):
+        for task in (*self.sources.values(), *self.targets.values()):
             if task.ends:
                 ends, task.ends = task.ends, []
-                self._send(Ended(task.task.name, ends, self._books.pool.in_use))
+                self._send(Ended(task.task.name, ends))
 
-    def _gauges(self, number: int) -> Gauges:
-        tasks = {**self._sources, **self._targets}
-        agent = self._driver.stats()
-        return Gauges(
-            number=number,
-            blocks_in_use=self._books.pool.in_use,
-            live=sum(len(task.live) for task in tasks.values()) + sum(agent.handoffs_live.values()),
-            quarantined_blocks=agent.quarantined_blocks,
-            landed_total=self._books.landed_total,
-            foreign_bytes=self._books.foreign_bytes,
-            errors_total=agent.errors_total,
-            held={name: task.held + self._held_up(task.task) for name, task in tasks.items()},
-        )
 
-    def _held_up(self, task: Task) -> int:
-        """How many hand-offs the wrappers hold up: messages were swallowed, or every byte of theirs was posted."""
-        if self._muted is None or self._holding is None:
-            return 0
-        swallowed = len(self._muted.swallowed.get(task.name, ()))
-        return swallowed + (self._holding.stalled_bytes // self._shape.cache_bytes(task.tokens) if task.hold.stalls else 0)
+class _Child:
+    """Joins the channel, the signal and the instance in one loop."""
+
+    def __init__(self, kind: type[BareInstance], settings: BareSettings, channel: Channel) -> None:
+        self._channel = channel
+        self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(kind.orders)
+        self._news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_over = False
+        self._instance = kind(settings, self._send, self._wake)
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._poll.register(self._news_fd, select.POLLIN)
+
+    def run(self) -> None:
+        """Until a SIGTERM comes, or the parent closes its end."""
+        signal.signal(signal.SIGTERM, self._stop)
+        with contextlib.suppress(ChannelClosed):
+            self._instance.start()
+            more = True
+            while not self._is_over:
+                for fd, _ in self._poll.poll(0 if more else _IDLE_MS):
+                    if fd == self._channel.fileno():
+                        self._take_orders()
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._news_fd)
+                more = self._instance.work()
+        with contextlib.suppress(ChannelClosed):
+            self._instance.close()
+
+    def _stop(self, number: int, where: object) -> None:
+        del number, where
+        self._is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._news_fd, 1)
+
+    def _take_orders(self) -> None:
+        while (frame := self._channel.receive(0.0)) is not None:
+            self._instance.take(self._decoder.decode(frame))
+
+    def _send(self, report: Report) -> None:
+        self._channel.send(msgspec.msgpack.encode(report), _SEND_S)
+
+
+def run_child(kind: type[BareInstance], settings: type[BareSettings]) -> None:
+    """Be the process of an instance. Arguments: the settings as JSON, and the socket of the channel to the parent.
+
+    The kernel ends this process with its parent.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    logging.basicConfig(level=logging.ERROR)
+    channel = Channel(socket.socket(fileno=int(sys.argv[2])), "the parent")
+    _Child(kind, msgspec.json.decode(sys.argv[1], type=settings), channel).run()
+
+
+def main() -> None:
+    """The process of a bare instance."""
+    run_child(BareInstance, BareSettings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,29 @@
-"""A synthetic cache in which every word identifies its hand-off and place, so that a foreign, missing or stale byte shows."""
+"""A synthetic cache in which every word identifies its hand-off and place, so that a foreign, missing or stale byte shows.
+
+Its pool hands out what was freed last first: a late write would show.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
-from kvbaton.core.layout import Layout, uniform_group
-from kvbaton.errors import ConfigError
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import LayerTensor, split_layers, tensor_group
+from kvbaton.errors import Bug, ConfigError
 from kvbaton.transport.base import Region
 from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["POISON", "SMALL", "CacheShape", "TaggedPages", "spans_of", "tag_of"]
+__all__ = ["SMALL", "BarePool", "CacheShape", "TaggedPages", "spans_of"]
 
 Words = npt.NDArray[np.uint32]
 
-POISON = 0x4B4B4B4B
+_POISON = 0x4B4B4B4B
 """What target blocks hold before they are granted."""
 
 _ODD = 2_654_435_761
@@ -57,7 +62,7 @@ SMALL = CacheShape()
 """2 KiB per token: many hand-offs fit into little memory."""
 
 
-def tag_of(key: HandoffKey) -> int:
+def _tag_of(key: HandoffKey) -> int:
     """What is added to every word of this hand-off's cache."""
     return zlib.crc32(str(key).encode()) | 1
 
@@ -93,30 +98,15 @@ class TaggedPages:
 
     def layout(self) -> Layout:
         """Describe the region: one group of all layers."""
-        shape, strides = self.shape, self.data.strides
-        group = uniform_group(
-            kind="full",
-            layers=tuple(range(shape.layers)),
-            planes=_PLANES,
-            blocks=self.blocks,
-            block_tokens=shape.block_tokens,
-            head_start=0,
-            heads=1,
-            total_heads=1,
-            head_size=shape.words,
-            dtype="uint32",
-            element_bytes=4,
-            layer_offsets=tuple(layer * strides[0] for layer in range(shape.layers)),
-            plane_stride=strides[1],
-            block_stride=strides[2],
-            token_stride=strides[3],
-            head_stride=strides[3],
-        )
+        axes, data = ("plane", "block", "token", "head*channel"), self.data
+        layers = split_layers(LayerTensor(0, data.shape, data.strides, "uint32", data.itemsize))
+        sizes, heads = {"channel": self.shape.words}, (HeadRange(0, 1),)
+        group = tensor_group("full", range(len(layers)), layers, axes, heads=heads, total_heads=1, sizes=sizes)
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
 
     def poison(self, blocks: BlockLists) -> None:
         """Fill blocks with a pattern that belongs to no hand-off."""
-        self.data[:, :, np.asarray(blocks[0], np.intp)] = POISON
+        self.data[:, :, np.asarray(blocks[0], np.intp)] = _POISON
 
     def write(self, key: HandoffKey, blocks: BlockLists, span: Span) -> None:
         """Compute one span, as a model would: fill the pages it lies in with what belongs to `key`."""
@@ -124,19 +114,53 @@ class TaggedPages:
         pages = slice(span.first_token // size, self.shape.blocks_for(span.end_token))
         layers = slice(span.first_layer, span.end_layer)
         ids = np.asarray(blocks[0][pages], np.intp)
-        self.data[layers, :, ids] = self._places[layers, :, pages] + np.uint32(tag_of(key))
+        self.data[layers, :, ids] = self._places[layers, :, pages] + np.uint32(_tag_of(key))
 
     def foreign_bytes(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first `tokens` tokens are not those of `key`, and how many beyond them are no longer poison."""
         ids = np.asarray(blocks[0], np.intp)
         by_token = (self.shape.layers, _PLANES, len(ids) * self.shape.block_tokens, self.shape.words)
         found = self.data[:, :, ids].reshape(by_token)
-        wanted = (self._places[:, :, : len(ids)] + np.uint32(tag_of(key))).reshape(by_token)
-        wanted[:, :, tokens:] = POISON
+        wanted = (self._places[:, :, : len(ids)] + np.uint32(_tag_of(key))).reshape(by_token)
+        wanted[:, :, tokens:] = _POISON
         return int(np.count_nonzero(found.view(np.uint8) != wanted.view(np.uint8)))
 
     def foreign_sample(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first token of each block, in all layers and planes, are not those of `key`; cheap."""
         ids = np.asarray(blocks[0][: self.shape.blocks_for(tokens)], np.intp)
-        wanted = self._places[:, :, : len(ids), 0] + np.uint32(tag_of(key))
+        wanted = self._places[:, :, : len(ids), 0] + np.uint32(_tag_of(key))
         return int(np.count_nonzero(self.data[:, :, ids, 0] != wanted)) * 4
+
+
+class BarePool:
+    """Hands out blocks of one group, last in first out."""
+
+    def __init__(self, blocks: int) -> None:
+        self.total = blocks
+        self._free = list(range(blocks))
+        self._is_free = [True] * blocks
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are taken."""
+        return self.total - len(self._free)
+
+    def take(self, count: int) -> BlockLists | None:
+        """So many blocks, or None when there are not enough."""
+        if count > len(self._free):
+            return None
+        taken = tuple(self._free.pop() for _ in range(count))
+        self._mark(taken, False)
+        return (taken,)
+
+    def give(self, blocks: BlockLists) -> None:
+        """Take blocks back. Raises Bug for one that is free already."""
+        for each in blocks:
+            self._mark(each, True)
+            self._free.extend(each)
+
+    def _mark(self, blocks: Sequence[int], free: bool) -> None:
+        for block in blocks:
+            if self._is_free[block] is free:
+                raise Bug(f"block {block} is {'given back' if free else 'taken'} twice")
+            self._is_free[block] = free

@@ -9,7 +9,7 @@ from typing import Any
 from kvbaton.bench.report import BenchReport, check_can_plot
 from kvbaton.bench.servers.rows import Round, added_s, name_of, stage_s
 from kvbaton.bench.servers.variants import SINGLE
-from kvbaton.observe.phases import Phase
+from kvbaton.observe.phases import HandoffPhase
 
 __all__ = ["plot_servers_bench"]
 
@@ -86,5 +86,5 @@ def _reports(rounds: Sequence[Round], name: str, lengths: Sequence[int]) -> bool
     return any(name_of("exposed", name, length) in each for each in rounds for length in lengths)
 
 
-def _waited_for(rounds: Sequence[Round], places: Sequence[tuple[str, int]]) -> list[Phase]:
-    return [phase for phase in Phase if any(stage_s(rounds, name, length, phase) > 0 for name, length in places)]
+def _waited_for(rounds: Sequence[Round], places: Sequence[tuple[str, int]]) -> list[HandoffPhase]:
+    return [phase for phase in HandoffPhase if any(stage_s(rounds, name, length, phase) > 0 for name, length in places)]

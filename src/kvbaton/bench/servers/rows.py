@@ -8,7 +8,7 @@ import numpy as np
 
 from kvbaton.bench.report import BenchRow, Setting
 from kvbaton.bench.servers.variants import SINGLE
-from kvbaton.observe.phases import Phase
+from kvbaton.observe.phases import HandoffPhase
 
 __all__ = ["Round", "added_s", "name_of", "rows_of", "stage_s"]
 
@@ -26,7 +26,7 @@ def added_s(rounds: Sequence[Round], variant: str, length: int, percent: float) 
     return float(np.percentile(np.subtract(one, single), percent))
 
 
-def stage_s(rounds: Sequence[Round], variant: str, length: int, phase: Phase) -> float:
+def stage_s(rounds: Sequence[Round], variant: str, length: int, phase: HandoffPhase) -> float:
     """How long a phase was waited for after the first token of the source, in the median; 0 where it never was."""
     taken = [each.get(name_of(f"stage {phase}", variant, length), [0.0])[0] for each in rounds]
     return float(np.median(taken))
@@ -90,7 +90,7 @@ def _stage_rows(length: int, name: str, rounds: Sequence[Round]) -> Iterator[Ben
     settings: dict[str, Setting] = {"prompt_tokens": length}
     whole = float(np.median(exposed))
     yield BenchRow(f"hand-over, {length} tokens, {name}", whole * 1e3, "ms", "all of it", 1.0, settings)
-    for phase in Phase:
+    for phase in HandoffPhase:
         if (value := stage_s(rounds, name, length, phase)) > 0:
             yield BenchRow(
                 f"  {phase}, {length} tokens, {name}", value * 1e3, "ms", "all of it", _ratio(value, whole), settings

@@ -23,7 +23,7 @@ from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.timeline import Side
 from kvbaton.engines.base import OWN_CONNECTOR, EngineOptions, EnginePlugin, Progress
 from kvbaton.errors import ConfigError, LocalError, PeerError
-from kvbaton.observe.story import HandoffStory
+from kvbaton.observe.transfer_report import HandoffReport
 
 __all__ = ["ServersBench", "run_servers_bench"]
 
@@ -188,7 +188,7 @@ class _Measurement:
             return taken
         return taken if story is None else taken | self._stages(variant, length, story)
 
-    def _stages(self, variant: Variant, length: int, story: HandoffStory) -> Round:
+    def _stages(self, variant: Variant, length: int, story: HandoffReport) -> Round:
         end = next(end for end in story.ends if end.side is Side.TARGET)
         if end.outcome is not Outcome.DELIVERED or story.exposed_s is None:
             self._problems.append(f"{variant.name}, {length} tokens: not handed over ({story.sentence})")

@@ -19,7 +19,7 @@ from kvbaton.errors import KVBatonError, PeerLost, ProtocolError
 from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.ports import PortPicker
 from kvbaton.observe.records import InstanceRecord
-from kvbaton.observe.story import Account, HandoffStory, tell_story
+from kvbaton.observe.transfer_report import HandoffReport, SideAnswer, build_report
 
 __all__ = ["SINGLE", "Variant", "Variants"]
 
@@ -40,12 +40,12 @@ class Variant:
     reports: tuple[str, str] | None = None
     """Where source and target report their hand-offs, if they do."""
 
-    def story(self, transfer_id: str) -> HandoffStory | None:
+    def story(self, transfer_id: str) -> HandoffReport | None:
         """Where the time of one hand-off went; None for a variant that does not report. Raises PeerError when it should."""
         if self.reports is None:
             return None
-        source, target = (Account(address, _record(address, transfer_id)) for address in self.reports)
-        return tell_story(transfer_id, source, target).handoffs[0]
+        source, target = (SideAnswer(address, _record(address, transfer_id)) for address in self.reports)
+        return build_report(transfer_id, source, target).handoffs[0]
 
 
 class Variants:

@@ -32,7 +32,7 @@ from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.tables import Launch, launches_for
 
-__all__ = ["CudaWireBench", "run_cuda_wire_bench"]
+__all__ = ["CudaWireBench", "measure_cuda", "run_cuda_wire_bench"]
 
 Progress = Callable[[str], None]
 
@@ -104,10 +104,10 @@ class _Stand:
         self._torch.cuda.synchronize()
         return bool(self._torch.equal(self.target[: pattern.target_bytes], expected))
 
-    def check(self, pattern: Pattern, expected: Any, who: str) -> None:
+    def check(self, pattern: Pattern, expected: Any, method: str) -> None:
         """Raise LocalError unless every byte is right."""
         if not self.is_right(pattern, expected):
-            raise LocalError(f"{pattern.name}: {who} left bytes in target memory that are not the source's")
+            raise LocalError(f"{pattern.name}: {method} left bytes in target memory that are not the source's")
 
     def copy_all_but_one(self, pattern: Pattern) -> None:
         """The negative control: everything but the last run."""
@@ -155,6 +155,12 @@ class _Stand:
         if completion.error or completion.moved_bytes != pattern.wire_bytes:
             raise LocalError(f"{pattern.name}: {completion.moved_bytes} of {pattern.wire_bytes} bytes: {completion.error}")
         return posted - start, done - start
+
+
+def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+    """What `kvbaton bench wire` does for transport cuda; returns the report and the settings that it was made with."""
+    bench = CudaWireBench(tokens, rounds)
+    return run_cuda_wire_bench(bench, progress), bench.described()
 
 
 def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport:

@@ -1,4 +1,4 @@
-"""GPU memory whose every word tells its place, so that each byte that arrives can be checked. Imports torch when used."""
+"""GPU memory whose every word encodes its place, so that each byte that arrives can be checked. Imports torch when used."""
 
 from __future__ import annotations
 

@@ -15,8 +15,11 @@ __all__ = ["draw"]
 def draw(report: BenchReport, path: Path) -> None:
     """Draw GB/s over block size, a line per subject, into a .png or .svg file, or both when `path` has no suffix.
 
-    Where several numbers of peers or sizes of batches were measured, the first. Raises ConfigError without matplotlib.
+    Where several numbers of peers or sizes of batches were measured, the first. What was not measured by size of blocks is not
+    drawn. Raises ConfigError without matplotlib.
     """
+    if not any("block_bytes" in row.settings for row in report.rows):
+        return
     try:
         matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError as error:

@@ -11,29 +11,31 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.pages import POISON, SPREAD, Bytes, contiguous_runs, is_copied, scattered_runs, wipe
-from kvbaton.bench.wire.subjects import OURS, RAW, SPINNING, WRITERS, PeerProcess, Subject, open_subject
+from kvbaton.bench.wire.subjects import (
+    RAW,
+    PeerProcess,
+    WireSubject,
+    all_subjects,
+    beside_of,
+    can_write,
+    open_subject,
+    our_subjects,
+)
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Direction, Runs
+from kvbaton.transport.entry import load
+from kvbaton.transport.table import AUTO, transport_entry
 
-__all__ = ["PEER_OF", "WireBench", "run_wire_bench", "subjects_of"]
+__all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
-
-PEER_OF = {
-    "local": "memcpy",
-    "local, process_vm_readv": "memcpy",
-    "tcp": "socket",
-    "nixl": "raw nixl",
-    "mooncake": "raw mooncake",
-}
-"""What each of our transports is held against."""
 
 _MOST_PEERS = 64
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -47,17 +49,18 @@ class WireBench:
     batch_bytes: tuple[int, ...] = (128 << 20,)
     peers: tuple[int, ...] = (1,)
     layout: str = "scattered"
-    subjects: tuple[str, ...] = (*OURS, *RAW)
+    subjects: tuple[str, ...] = field(default_factory=all_subjects)
     rounds: int = 5
     idle_s: float = 3.0
     direction: Direction = Direction.READ
 
     def __post_init__(self) -> None:
         for name in self.subjects:
-            if name not in (*OURS, *RAW):
-                raise ConfigError(f"unknown subject {name!r}; known are {', '.join((*OURS, *RAW))}")
-        if self.direction is Direction.WRITE and not set(self.subjects) & set(WRITERS):
-            raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(WRITERS)}")
+            if name not in all_subjects():
+                raise ConfigError(f"unknown subject {name!r}; known are {', '.join(all_subjects())}")
+        if self.direction is Direction.WRITE and not any(map(can_write, self.subjects)):
+            writers = filter(can_write, all_subjects())
+            raise ConfigError(f"{', '.join(self.subjects)}: none of them writes; those that do are {', '.join(writers)}")
         if min(self.block_bytes) < 1 or not 1 <= min(self.peers) <= max(self.peers) <= _MOST_PEERS:
             raise ConfigError(
                 f"block_bytes is {', '.join(map(str, self.block_bytes))} and peers is {', '.join(map(str, self.peers))}; "
@@ -82,13 +85,31 @@ class WireBench:
 
 
 def subjects_of(transport: str) -> tuple[str, ...]:
-    """What is measured for one transport: its variants, what each is held against, and NIXL; `auto` means everything."""
-    if transport == "auto":
-        return (*OURS, *RAW)
-    chosen = tuple(name for name in OURS if name.split(",")[0] == transport)
+    """What is measured for one transport: its variants and what each is compared with; `auto` means everything."""
+    if transport == AUTO:
+        return all_subjects()
+    chosen = [name for name, (entry, _) in our_subjects().items() if entry.name == transport]
     if not chosen:
-        raise ConfigError(f"transport {transport!r} is not measured by block size; known are auto, {', '.join(OURS)}")
-    return (*chosen, *dict.fromkeys(PEER_OF[name] for name in chosen))
+        known = sorted({entry.name for entry, _ in our_subjects().values()})
+        raise ConfigError(f"transport {transport!r} is not measured by block size; known are {AUTO}, {', '.join(known)}")
+    return (*chosen, *dict.fromkeys(filter(None, map(beside_of, chosen))))
+
+
+def measure_wire(transport: str, bench: WireBench, tokens: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+    """Measure one transport beside its peers, `auto` being all, as the table of transports has it. Raises ConfigError.
+
+    `tokens` is for transports that are not measured by size of blocks. Returns the report and the settings it was made with.
+    """
+    entry = transport_entry(transport)
+    if entry.bench and bench.direction not in entry.promises:
+        raise ConfigError(
+            f"--direction is {bench.direction}: transport {entry.name} only reads, the owner of the target memory copies"
+        )
+    if entry.bench:
+        report, described = load(entry.bench)(tokens, bench.rounds, progress)
+        return report, described
+    bench = replace(bench, subjects=subjects_of(transport))
+    return run_wire_bench(bench, progress), bench.described()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,61 +134,62 @@ class _Point:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _WireEntrant:
     """One subject with its peers, while it takes part."""
 
     name: str
-    subject: Subject
+    subject: WireSubject
     peers: list[PeerProcess]
     posted_s: dict[str, list[float]] = field(default_factory=dict)
     processor_s: dict[str, list[float]] = field(default_factory=dict)
 
 
 def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchReport:
-    """Measure every subject that can run here; those that cannot are told to `progress`, with the reason.
+    """Measure every subject that can run here; `progress` is given those that cannot, with the reason.
 
     Raises ConfigError when there is none.
     """
-    tell = progress or (lambda _: None)
+    report = progress or (lambda _: None)
     rows: list[BenchRow] = []
     rounds: list[dict[str, list[float]]] = [{} for _ in range(bench.rounds)]
     problems: list[str] = []
     for peers, names in itertools.product(bench.peers, _groups(bench.subjects)):
-        with _opened(bench, names, peers, tell) as entries:
-            for point in _points(bench, peers, tell) if entries else ():
-                tell(f"{point}: {', '.join(entry.name for entry in entries)}")
+        with _opened(bench, names, peers, report) as entries:
+            for point in _points(bench, peers, report) if entries else ():
+                report(f"{point}: {', '.join(entry.name for entry in entries)}")
                 problems += _measure(bench, point, entries, rounds)
                 rows += _rows(bench, point, entries, rounds)
             rows += _idle(bench, peers, entries)
     if not rows:
-        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above say what each needs")
+        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above name what each needs")
     return BenchReport(rows, describe_hardware(), rounds, problems)
 
 
-def _points(bench: WireBench, peers: int, tell: Progress) -> Iterator[_Point]:
+def _points(bench: WireBench, peers: int, report: Progress) -> Iterator[_Point]:
     for batch_bytes, size in itertools.product(bench.batch_bytes, bench.block_bytes):
         point = _Point(size, batch_bytes, peers, len(bench.batch_bytes) > 1)
         if point.bytes_per_peer:
             yield point
         else:
-            tell(f"{point}: left out, there is no block for each peer")
+            report(f"{point}: left out, there is no block for each peer")
 
 
 def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
     """What is measured in turns: all that leave others alone, ours next to what they stand beside; each that spins alone."""
-    beside = dict.fromkeys(other for name in subjects for other in (name, PEER_OF.get(name, name)))
-    calm = tuple(name for name in beside if name in subjects and name not in SPINNING)
-    return [group for group in (calm, *((name,) for name in subjects if name in SPINNING)) if group]
+    beside = dict.fromkeys(other for name in subjects for other in (name, beside_of(name)))
+    spinning = [name for name in subjects if name in RAW and RAW[name].spins]
+    calm = tuple(name for name in beside if name in subjects and name not in spinning)
+    return [group for group in (calm, *((name,) for name in spinning)) if group]
 
 
 @contextlib.contextmanager
-def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress) -> Iterator[list[_Entry]]:
+def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_WireEntrant]]:
     largest = max(bench.batch_bytes)
     with contextlib.ExitStack() as stack:
-        entries: list[_Entry] = []
+        entries: list[_WireEntrant] = []
         for name in names:
-            if bench.direction is Direction.WRITE and name not in WRITERS:
-                tell(f"{name} is left out: it only reads, the owner of the target memory copies")
+            if bench.direction is Direction.WRITE and not can_write(name):
+                report(f"{name} is left out: it only reads, the owner of the target memory copies")
                 continue
             processes = [PeerProcess(name, SPREAD * (largest // peers), seed, bench.direction) for seed in range(peers)]
             for process in processes:
@@ -175,14 +197,14 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, tell: Progress
             try:
                 subject = open_subject(name, SPREAD * largest, processes, bench.direction)
             except ConfigError as error:
-                tell(f"{name} is left out: {error}")
+                report(f"{name} is left out: {error}")
                 continue
             stack.callback(subject.close)
-            entries.append(_Entry(name, subject, processes))
+            entries.append(_WireEntrant(name, subject, processes))
         yield entries
 
 
-def _measure(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[str]:
+def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[str]:
     """Every subject once per round, in turns, there and back, after one round that does not count; returns what went wrong."""
     make = scattered_runs if bench.layout == "scattered" else contiguous_runs
     problems: list[str] = []
@@ -204,7 +226,7 @@ def _measure(bench: WireBench, point: _Point, entries: list[_Entry], rounds: lis
     return problems
 
 
-def _time_one(bench: WireBench, entry: _Entry, batches: list[Runs]) -> tuple[float, float, float]:
+def _time_one(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> tuple[float, float, float]:
     for target in [entry.subject.memory] if bench.direction is Direction.READ else [peer.memory for peer in entry.peers]:
         target[:] = POISON
     processor = _processor_s(entry)
@@ -214,10 +236,10 @@ def _time_one(bench: WireBench, entry: _Entry, batches: list[Runs]) -> tuple[flo
     return seconds, posted, _processor_s(entry) - processor
 
 
-def _is_right(bench: WireBench, entry: _Entry, batches: list[Runs]) -> bool:
+def _is_right(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> bool:
     """Whether every byte is where it belongs, and no other was touched."""
     here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
-    if entry.name == "socket":
+    if entry.name in RAW and RAW[entry.name].is_stream:
         return _is_streamed(here, pairs)
     writes = bench.direction is Direction.WRITE
     moves = [(runs, here, peer.memory) if writes else (runs, peer.content, here) for runs, peer in pairs]
@@ -236,7 +258,7 @@ def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:
     return is_right
 
 
-def _rows(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
+def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
     moved = point.bytes_per_peer * point.peers
     rates = {
         entry.name: moved / 1e9 / statistics.median(each[point.key(entry.name)][0] for each in rounds) for entry in entries
@@ -244,7 +266,7 @@ def _rows(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[d
     rows = []
     for entry in entries:
         key = point.key(entry.name)
-        peer = PEER_OF.get(entry.name, "")
+        peer = beside_of(entry.name)
         settings: dict[str, Setting] = {
             "block_bytes": point.block_bytes,
             "batch_bytes": point.batch_bytes,
@@ -255,14 +277,14 @@ def _rows(bench: WireBench, point: _Point, entries: list[_Entry], rounds: list[d
             "post_ms": round(1e3 * statistics.median(entry.posted_s[key]), 3),
             "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),
         }
-        if "raw nixl" in rates and entry.name in OURS:
+        if "raw nixl" in rates and entry.name not in RAW:
             settings["ratio_to_raw_nixl"] = round(rates[entry.name] / rates["raw nixl"], 2)
         ratio = rates[entry.name] / rates[peer] if peer in rates else 1.0
         rows.append(BenchRow(key, rates[entry.name], "GB/s", peer if peer in rates else "", ratio, settings))
     return rows
 
 
-def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]:
+def _idle(bench: WireBench, peers: int, entries: list[_WireEntrant]) -> list[BenchRow]:
     """The share of a core that each subject's peers use while nothing happens, and that all of this side use together."""
     if bench.idle_s <= 0 or not entries:
         return []
@@ -277,7 +299,7 @@ def _idle(bench: WireBench, peers: int, entries: list[_Entry]) -> list[BenchRow]
     return rows
 
 
-def _names(entries: list[_Entry]) -> str:
+def _names(entries: list[_WireEntrant]) -> str:
     return entries[0].name if len(entries) == 1 else f"all {len(entries)} in one process"
 
 
@@ -285,7 +307,7 @@ def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
-def _processor_s(entry: _Entry) -> float:
+def _processor_s(entry: _WireEntrant) -> float:
     return time.process_time() + sum(_spent_s(peer.pid) for peer in entry.peers)
 
 

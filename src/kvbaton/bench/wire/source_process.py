@@ -1,4 +1,4 @@
-"""The source of a wire benchmark, seen from the target: a process that says one line when it is ready."""
+"""The source of a wire benchmark, seen from the target: a process that prints one line when it is ready."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,20 +26,24 @@ from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, LocalError
-from kvbaton.transport.base import Batch, Direction, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.choose import open_transport
-from kvbaton.transport.shared_memory import SharedMemory
+from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
+from kvbaton.transport.choose import open_entry
+from kvbaton.transport.entry import TransportEntry, TransportVariant, load
+from kvbaton.transport.table import transport_entries
 
-__all__ = ["OURS", "RAW", "SPINNING", "WRITERS", "PeerProcess", "Subject", "open_subject"]
+__all__ = [
+    "RAW",
+    "PeerProcess",
+    "RawPeer",
+    "WireSubject",
+    "all_subjects",
+    "beside_of",
+    "can_write",
+    "open_subject",
+    "our_subjects",
+]
 
-OURS = ("local", "local, process_vm_readv", "tcp", "nixl", "mooncake")
-RAW = ("memcpy", "socket", "raw nixl", "raw nixl, its thread", "raw mooncake")
-SPINNING = ("raw nixl, its thread",)
-"""Keep a core of each end busy, whatever else is measured: they are measured by themselves."""
-WRITERS = ("nixl", "mooncake", "raw nixl", "raw nixl, its thread", "raw mooncake")
-"""What can write into another process. With the others the owner of the target memory copies."""
-
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 _END_S = 10.0
 _OWN_SEED = 77
 _MOONCAKE_RUNS = 1024
@@ -56,7 +61,7 @@ void copy_runs(char *target, const char *source, const uint64_t *runs, long coun
 class PeerProcess:
     """The other side of a subject, in a process of its own: what is read from, or written to.
 
-    `content` is what it has to read; `memory` is what it has to be written to, which this process maps too.
+    `content` is what it has to be read; `memory` is what it has to be written to, which this process maps too.
     """
 
     def __init__(self, kind: str, region_bytes: int, seed: int, direction: Direction) -> None:
@@ -76,10 +81,10 @@ class PeerProcess:
                 os.close(fd)
         self.pid = self._process.pid
 
-    def told(self) -> bytes:
-        """The line in which it says how it is reached. Raises ConfigError when it ended first."""
+    def description(self) -> bytes:
+        """The line in which it describes how it is reached. Raises ConfigError when it ended first."""
         assert self._process.stdout is not None  # noqa: S101
-        too_late = threading.Timer(_PATIENCE_S, self._process.kill)
+        too_late = threading.Timer(_TIMEOUT_S, self._process.kill)
         too_late.start()
         try:
             for line in self._process.stdout:
@@ -104,8 +109,8 @@ class PeerProcess:
                 return
 
 
-class Subject(Protocol):
-    """One way to move runs between `memory` here and that of peers; `move` returns when every byte is where it belongs."""
+class WireSubject(Protocol):
+    """One method to move runs between `memory` here and that of peers; `move` returns when every byte is where it belongs."""
 
     memory: Bytes
 
@@ -116,37 +121,17 @@ class Subject(Protocol):
         """Give everything back."""
 
 
-def open_subject(name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> Subject:
-    """Open this side of a subject; what is to be written is filled in. Raises ConfigError when it cannot run here."""
-    subject = _opened(name, region_bytes, peers, direction)
-    if direction is Direction.WRITE:
-        subject.memory[:] = content(_OWN_SEED, region_bytes)
-    return subject
-
-
-def _opened(name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> Subject:
-    if name in OURS:
-        return _Ours(name, region_bytes, peers, direction)
-    readers: dict[str, Callable[[int, list[PeerProcess]], Subject]] = {"memcpy": _Memcpy, "socket": _Socket}
-    if name in readers:
-        return readers[name](region_bytes, peers)
-    if name == "raw mooncake":
-        return _RawMooncake(region_bytes, peers, direction)
-    return _RawNixl(name, region_bytes, peers, direction)
-
-
 class _Ours:
-    """One of our transports; over shared memory where that is its way, else over the same kind of memory as its peers."""
+    """One of our transports, over the memory of its variant."""
 
     def __init__(self, name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
-        region = SharedMemory(region_bytes).region if name == "local" else Region.of(np.empty(region_bytes, np.uint8))
-        self.memory = np.frombuffer(region.view, np.uint8)
+        entry, variant = our_subjects()[name]
+        region, self.memory = load(variant.memory)(np.zeros(region_bytes, np.uint8))
         self._direction = direction
-        settings = TransportSettings(unfenced_writes=direction is Direction.WRITE)
-        self._transport = open_transport(name.split(",")[0], region, settings)
+        self._transport = open_entry(entry, region, TransportSettings(unfenced_writes=direction is Direction.WRITE))
         self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(peers))]
         for peer, process in zip(self._peers, peers, strict=True):
-            self._transport.connect(peer, msgspec.json.decode(process.told(), type=Endpoint))
+            self._transport.connect(peer, msgspec.json.decode(process.description(), type=Endpoint))
 
     def move(self, batches: list[Runs]) -> float:
         started = time.perf_counter()
@@ -155,8 +140,8 @@ class _Ours:
         }
         posted = time.perf_counter() - started
         while waiting:
-            if not select.select([self._transport.wakeup_fd], [], [], _PATIENCE_S)[0]:
-                raise ConfigError(f"{self._transport.name}: nothing came within {_PATIENCE_S:g} s")
+            if not select.select([self._transport.wakeup_fd], [], [], _TIMEOUT_S)[0]:
+                raise ConfigError(f"{self._transport.name}: no completion within {_TIMEOUT_S:g} s")
             for completion in self._transport.poll():
                 if completion.error:
                     raise ConfigError(f"{self._transport.name}: {completion.error}")
@@ -170,7 +155,7 @@ class _Ours:
 class _Memcpy:
     """A C loop of `memcpy` in one process."""
 
-    def __init__(self, region_bytes: int, peers: list[PeerProcess]) -> None:
+    def __init__(self, _name: str, region_bytes: int, peers: list[PeerProcess], _direction: Direction) -> None:
         self.memory = np.empty(region_bytes, np.uint8)
         self._sources = [peer.content for peer in peers]
         self._loop = self._compile()
@@ -182,9 +167,7 @@ class _Memcpy:
         with tempfile.TemporaryDirectory(prefix="kvbaton-wire-") as folder:
             code, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
             code.write_text(_COPY_LOOP)
-            subprocess.run(
-                [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True, timeout=_PATIENCE_S
-            )
+            subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True, timeout=_TIMEOUT_S)
             loop = ctypes.CDLL(str(library)).copy_runs
         loop.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
         loop.restype = None
@@ -202,17 +185,17 @@ class _Memcpy:
 class _Socket:
     """Streams as many bytes, from one buffer into one buffer: what a socket can do at most. Its bytes are not scattered."""
 
-    def __init__(self, region_bytes: int, peers: list[PeerProcess]) -> None:
+    def __init__(self, _name: str, region_bytes: int, peers: list[PeerProcess], _direction: Direction) -> None:
         self.memory = np.empty(region_bytes, np.uint8)
-        ports = [msgspec.json.decode(peer.told(), type=dict[str, int])["port"] for peer in peers]
-        self._socks = [socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) for port in ports]
+        ports = [msgspec.json.decode(peer.description(), type=dict[str, int])["port"] for peer in peers]
+        self._socks = [socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) for port in ports]
 
     def move(self, batches: list[Runs]) -> float:
         at = 0
         for sock, runs in zip(self._socks, batches, strict=True):
-            wanted = int(runs[:, 2].sum())
-            sock.sendall(wanted.to_bytes(8, "little"))
-            end = at + wanted
+            requested = int(runs[:, 2].sum())
+            sock.sendall(requested.to_bytes(8, "little"))
+            end = at + requested
             while at < end:
                 count = sock.recv_into(self.memory.data[at:end])
                 if not count:
@@ -240,8 +223,10 @@ class _RawNixl:
         self._agent.register_memory([(self.memory.ctypes.data, region_bytes, 0, "")], "DRAM")
         self._peers: list[tuple[str, int]] = []
         for peer in peers:
-            told = msgspec.json.decode(peer.told(), type=dict[str, str | int])
-            self._peers.append((self._agent.add_remote_agent(bytes.fromhex(str(told["metadata"]))), int(told["address"])))
+            described = msgspec.json.decode(peer.description(), type=dict[str, str | int])
+            self._peers.append(
+                (self._agent.add_remote_agent(bytes.fromhex(str(described["metadata"]))), int(described["address"]))
+            )
 
     def move(self, batches: list[Runs]) -> float:
         started = time.perf_counter()
@@ -273,7 +258,7 @@ class _RawNixl:
 class _RawMooncake:
     """Mooncake as its own documentation uses it: one call per batch that waits, of as many blocks as its queue takes."""
 
-    def __init__(self, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
+    def __init__(self, _name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
         try:
             api: Any = importlib.import_module("mooncake.engine")
         except (ImportError, OSError) as error:
@@ -283,8 +268,8 @@ class _RawMooncake:
         self._engine = api.TransferEngine()
         self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
         self._engine.register_memory(self.memory.ctypes.data, region_bytes)
-        told = [msgspec.json.decode(peer.told(), type=dict[str, str | int]) for peer in peers]
-        self._peers = [(str(each["engine"]), int(each["address"])) for each in told]
+        described = [msgspec.json.decode(peer.description(), type=dict[str, str | int]) for peer in peers]
+        self._peers = [(str(each["engine"]), int(each["address"])) for each in described]
 
     def move(self, batches: list[Runs]) -> float:
         for (peer, address), runs in zip(self._peers, batches, strict=True):
@@ -299,3 +284,59 @@ class _RawMooncake:
 
     def close(self) -> None:
         del self._engine
+
+
+OpenRaw = Callable[[str, int, list[PeerProcess], Direction], WireSubject]
+
+
+@dataclass(frozen=True, slots=True)
+class RawPeer:
+    """What a user would pick instead of a transport of ours; `opener` opens this side of it.
+
+    spins:     keeps a core of each end busy, whatever else is measured, and is therefore measured by itself
+    is_stream: moves bytes in order, not blocks to their places
+    """
+
+    opener: OpenRaw
+    can_write: bool = False
+    spins: bool = False
+    is_stream: bool = False
+
+
+RAW: dict[str, RawPeer] = {
+    "memcpy": RawPeer(_Memcpy),
+    "socket": RawPeer(_Socket, is_stream=True),
+    "raw nixl": RawPeer(_RawNixl, can_write=True),
+    "raw nixl, its thread": RawPeer(_RawNixl, can_write=True, spins=True),
+    "raw mooncake": RawPeer(_RawMooncake, can_write=True),
+}
+"""The peers of the benchmark, by name."""
+
+
+def our_subjects() -> dict[str, tuple[TransportEntry, TransportVariant]]:
+    """Our transports by the names that they have here, as the table of transports lists them."""
+    return {each.subject: (entry, each) for entry in transport_entries() for each in entry.variants if each.subject}
+
+
+def all_subjects() -> tuple[str, ...]:
+    """Everything that can be measured: ours, then the peers."""
+    return (*our_subjects(), *RAW)
+
+
+def beside_of(name: str) -> str:
+    """What a subject of ours is compared with; empty for the peers themselves."""
+    return our_subjects()[name][1].beside if name not in RAW else ""
+
+
+def can_write(name: str) -> bool:
+    """Whether a subject writes into another process. With the others the owner of the target memory copies."""
+    return RAW[name].can_write if name in RAW else our_subjects()[name][0].can_write
+
+
+def open_subject(name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> WireSubject:
+    """Open this side of a subject; what is to be written is filled in. Raises ConfigError when it cannot run here."""
+    opener: OpenRaw = RAW[name].opener if name in RAW else _Ours
+    subject = opener(name, region_bytes, peers, direction)
+    if direction is Direction.WRITE:
+        subject.memory[:] = content(_OWN_SEED, region_bytes)
+    return subject

@@ -25,7 +25,7 @@ _MIN_TILE, _MAX_TILE = 16, 128
 
 
 class Workspace:
-    """Named scratch buffers that grow to the largest size asked for and are then reused; contents do not survive."""
+    """Named scratch buffers that grow to the largest size requested and are then reused; contents do not survive."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}

@@ -1,4 +1,4 @@
-"""The paged cache: keys and values of every layer in one allocation that a transport can register as one region."""
+"""Cache memory: one allocation per rank that a transport can register as one region, and the paged cache of Llama models."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ import numpy.typing as npt
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import BlockLists
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import LayerTensor, split_layers, tensor_group
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 from kvbaton.transport.shared_memory import SharedMemory
 
-__all__ = ["AUX_SLOTS", "POISON_BYTE", "POISON_WORD", "PagedCache", "cache_memory"]
+__all__ = ["AUX_SLOTS", "POISON_BYTE", "PagedCache", "RegionCache"]
 
 POISON_BYTE = 0x4B
 """What a poisoned block is filled with; as a float32 it is about 13 million, finite and far from any real key."""
-
-POISON_WORD = POISON_BYTE * 0x01010101
-"""Four poisoned bytes."""
 
 AUX_SLOTS = 64
 """How many aux records can travel out of, or into, one instance by data at a time."""
@@ -29,65 +27,59 @@ AUX_SLOTS = 64
 _AUX_SLOT_BYTES = 4096
 
 
-class PagedCache:
-    """K and V of every layer in one page-aligned allocation, cut into blocks, and `aux_slots` slots for aux records after it.
+class RegionCache:
+    """`blocks` blocks of `block_tokens` tokens in memory that other processes of this host can map and read."""
+
+    aux_area: AuxArea | None = None
+    """Where aux records may lie in the region; None without slots for them."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        if blocks < 1 or block_tokens < 1:
+            raise ConfigError(f"a cache of {blocks} blocks of {block_tokens} tokens cannot be made; both must be at least 1")
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+
+    @property
+    def region(self) -> Region:
+        """The whole region, as a transport registers it."""
+        return self._shared.region
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole region as writable bytes."""
+        return self.region.view
+
+    def _allocate(self, region_bytes: int) -> npt.NDArray[np.uint8]:
+        """Page-aligned memory with every page present, because a transport registers it. Raises ConfigError."""
+        try:
+            self._shared = SharedMemory(region_bytes)
+        except ConfigError as error:
+            raise ConfigError(
+                f"no memory for a cache of {self.blocks} blocks ({region_bytes} bytes): {error}; use fewer blocks"
+            ) from error
+        return self._shared.array
+
+
+class PagedCache(RegionCache):
+    """K and V of every layer, cut into blocks, and `aux_slots` slots for aux records behind them.
 
     `data` has the shape (layers, 2, blocks, block_tokens, kv_heads, head_size); plane 0 holds keys, plane 1 values.
     """
 
     def __init__(self, config: ModelConfig, blocks: int, block_tokens: int, *, aux_slots: int = 0) -> None:
-        if blocks < 1 or block_tokens < 1:
-            raise ConfigError(f"a cache of {blocks} blocks of {block_tokens} tokens cannot be made; both must be at least 1")
+        super().__init__(blocks, block_tokens)
         shape = (config.layers, 2, blocks, block_tokens, config.kv_heads, config.head_size)
         region_bytes = int(np.prod(shape, dtype=np.int64)) * 4
-        self._aux_slots = aux_slots
-        self._shared = cache_memory(region_bytes + aux_slots * _AUX_SLOT_BYTES, blocks)
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-        self.data: npt.NDArray[np.float32] = np.frombuffer(self._shared.array, np.float32, region_bytes // 4).reshape(shape)
-
-    @property
-    def memory(self) -> memoryview:
-        """The whole region as writable bytes, the slots for aux records included."""
-        return self.region.view
-
-    @property
-    def region(self) -> Region:
-        """The same for a transport: memory that other processes of this host can map and read."""
-        return self._shared.region
-
-    @property
-    def aux_area(self) -> AuxArea | None:
-        """Where aux records may lie; None without slots."""
-        return AuxArea(self.data.nbytes, self._aux_slots, _AUX_SLOT_BYTES) if self._aux_slots else None
-
-    @property
-    def address(self) -> int:
-        """Where the region starts in this process."""
-        return self.data.ctypes.data
+        memory = self._allocate(region_bytes + aux_slots * _AUX_SLOT_BYTES)
+        self.data: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32, region_bytes // 4).reshape(shape)
+        self.aux_area = AuxArea(region_bytes, aux_slots, _AUX_SLOT_BYTES) if aux_slots else None
 
     def layout(self) -> Layout:
         """Describe the region: one group of all layers with full attention."""
-        layers, planes, blocks, block_tokens, heads, head_size = self.data.shape
-        layer_stride, plane_stride, block_stride, token_stride, head_stride, element_bytes = self.data.strides
-        group = uniform_group(
-            kind="full",
-            layers=tuple(range(layers)),
-            planes=planes,
-            blocks=blocks,
-            block_tokens=block_tokens,
-            head_start=0,
-            heads=heads,
-            total_heads=heads,
-            head_size=head_size,
-            dtype=str(self.data.dtype),
-            element_bytes=element_bytes,
-            layer_offsets=tuple(layer * layer_stride for layer in range(layers)),
-            plane_stride=plane_stride,
-            block_stride=block_stride,
-            token_stride=token_stride,
-            head_stride=head_stride,
-        )
+        data, axes = self.data, ("plane", "block", "token", "head", "channel")
+        layers = split_layers(LayerTensor(0, data.shape, data.strides, str(data.dtype), data.itemsize))
+        heads = HeadRange(0, data.shape[4])
+        group = tensor_group("full", range(len(layers)), layers, axes, heads=(heads,), total_heads=heads.count)
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
 
     @property
@@ -96,20 +88,9 @@ class PagedCache:
         return True
 
     def block_lists(self, blocks: Sequence[int]) -> BlockLists:
-        """The blocks of one sequence as agents want them: one list per group."""
+        """The blocks of one sequence: one list per group of the layout."""
         return (tuple(blocks),)
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks`, in all layers and both planes, with `POISON_BYTE`."""
-        words = self.data.view(np.uint32)
-        words[:, :, np.asarray(blocks, np.intp)] = POISON_WORD
-
-
-def cache_memory(region_bytes: int, blocks: int) -> SharedMemory:
-    """Page-aligned memory for a cache of so many blocks, every page of it there. Raises ConfigError when there is none."""
-    try:
-        return SharedMemory(region_bytes)
-    except ConfigError as error:
-        raise ConfigError(
-            f"no memory for a cache of {blocks} blocks ({region_bytes} bytes): {error}; use fewer blocks"
-        ) from error
+        self.data.view(np.uint32)[:, :, np.asarray(blocks, np.intp)] = POISON_BYTE * 0x01010101

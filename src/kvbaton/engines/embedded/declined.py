@@ -1,4 +1,4 @@
-"""Requests that are refused before they can be read in full: which hand-offs their sources should not wait for."""
+"""Requests that are refused before they are read in full: which hand-offs their sources have to release."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from kvbaton.errors import BadRequest
 
 __all__ = ["declined_requests"]
 
-_MAX_CHOICES = 1024
 
-
-class _Body(msgspec.Struct, frozen=True):
+class _DeclinedParams(msgspec.Struct, frozen=True):
     kv_transfer_params: KVTransferParams | None = None
+
+
+class _DeclinedBody(msgspec.Struct, frozen=True):
     prompt: Any = None
     n: Any = None
 
 
-def declined_requests(raw: bytes, request_id: str | None) -> list[GenerationRequest]:
-    """The requests that a body stands for which was refused, without prompts; only those whose cache waits at a source."""
+def declined_requests(raw: bytes, request_id: str | None, most: int) -> list[GenerationRequest]:
+    """The requests of a refused body, without prompts and at most `most`; only those whose cache is held by a source."""
     try:
-        body = msgspec.json.decode(raw, type=_Body)
-        wish = read_params(body.kv_transfer_params, request_id)
+        # The prompt is decoded only for a body that has a source: most refused bodies have none, and some are very large.
+        params = read_params(msgspec.json.decode(raw, type=_DeclinedParams).kv_transfer_params, request_id)
+        if not isinstance(params, TargetParams):
+            return []
+        body = msgspec.json.decode(raw, type=_DeclinedBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
         return []
-    if not isinstance(wish, TargetParams):
-        return []
-    indices = islice(product(range(_prompts(body.prompt)), range(_samples(body.n))), _MAX_CHOICES)
+    indices = islice(product(range(_prompts(body.prompt)), range(_samples(body.n, most))), most)
     return [
-        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), handoff_of(wish, prompt, sample))
+        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), handoff_of(params, prompt, sample))
         for prompt, sample in indices
     ]
 
@@ -43,5 +45,5 @@ def _prompts(prompt: object) -> int:
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
-def _samples(n: object) -> int:
-    return min(n, _MAX_CHOICES) if isinstance(n, int) and n > 0 else 1
+def _samples(n: object, most: int) -> int:
+    return min(n, most) if isinstance(n, int) and n > 0 else 1

@@ -1,4 +1,4 @@
-"""The engine's thread, and the doors through which other threads reach it.
+"""The engine's thread, and the methods through which other threads reach it.
 
 Requests, cancels and wake-ups go into an inbox under one lock; the thread takes them at the start of each step, so the
 engine itself needs no locks. Sinks are called from the thread, with no lock held.
@@ -19,7 +19,7 @@ from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.engines.embedded.engine_core import EngineCore
-from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
+from kvbaton.engines.embedded.request import EngineBusy, FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import EngineStats
@@ -32,30 +32,24 @@ _logger = logging.getLogger(__name__)
 _STOPPING = "the engine is stopping"
 
 
-class EngineBusy(LocalError):
-    """The queue is full; try again later, or at another instance."""
-
-    retryable = True
-
-
 class EngineStopped(LocalError):
     """The engine is closed, or its thread does not stop."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Submission:
+class _PendingSubmission:
     request: GenerationRequest
     sink: Sink
     submitted_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Declined:
+class _DeclinedRequest:
     request: GenerationRequest
     reason: str
 
 
-_Item = _Submission | _Declined | RequestId
+_Item = _PendingSubmission | _DeclinedRequest | RequestId
 
 
 class Engine:
@@ -95,31 +89,32 @@ class Engine:
         self._core.check(request)
         with self._condition:
             if self._is_stopping:
-                raise EngineStopped(f"request {request.request_id} comes too late: {_STOPPING}; send it to another instance")
+                raise EngineStopped(f"request {request.request_id} is refused: {_STOPPING}; send it to another instance")
             waiting = self._submissions + self._core.queued
             if waiting >= self._settings.max_waiting:
                 most = self._settings.max_waiting
-                raise EngineBusy(f"{waiting} requests wait already and max_waiting is {most}; try again later")
+                raise EngineBusy(f"{waiting} sequences wait already and max_waiting is {most}; try again later")
             self._submissions += 1
-            self._put(_Submission(request, sink, self._clock()))
+            self._put(_PendingSubmission(request, sink, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
-        """Give a request up; unknown and finished ones are ignored."""
+        """Cancel a request; unknown and finished ones are ignored."""
         with self._condition:
             if not self._is_stopping:
                 self._put(request_id)
 
     def decline(self, request: GenerationRequest, reason: str) -> None:
-        """A request was refused before it got here: let its source go, if it has one.
+        """A request was refused before it reached the engine: notify its source, if it has one, that no target will fetch it.
 
-        When very many come at once, some are left to the patience of their sources.
+        When very many are declined at once, the sources of some release their blocks at `defer_timeout` instead.
         """
         with self._condition:
+            # Submissions are bounded by max_waiting, declined requests are not: a flood of bad bodies must not grow the inbox.
             if not self._is_stopping and len(self._inbox) < 2 * self._settings.max_waiting:
-                self._put(_Declined(request, reason))
+                self._put(_DeclinedRequest(request, reason))
 
     def wake(self) -> None:
-        """Have the engine look at its port's events now."""
+        """Make the engine take its port's events now."""
         with self._condition:
             self._is_woken = True
             self._condition.notify()
@@ -148,7 +143,7 @@ class Engine:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and end every live request as cancelled; hand-offs are given up. Idempotent.
+        """Stop the thread and end every live request as cancelled; hand-offs are cancelled. Idempotent.
 
         Raises EngineStopped when the step under way does not end in `close_s` seconds; then no request was ended.
         """
@@ -159,6 +154,7 @@ class Engine:
             self._thread.join(self._settings.close_s)
             if self._thread.is_alive():
                 raise EngineStopped(f"the engine's step has not ended in {self._settings.close_s} s (close_s); kill it")
+        # What was queued after the last step has sinks too; they must get their last output.
         self._take_inbox()
         self._core.end_all(FinishReason.CANCELLED, _STOPPING)
         self._stats = self._core.stats()
@@ -208,32 +204,32 @@ class Engine:
                 self._take_safely(item)
         finally:
             with self._condition:
-                self._submissions -= sum(isinstance(item, _Submission) for item in items)
+                self._submissions -= sum(isinstance(item, _PendingSubmission) for item in items)
         return bool(items)
 
     def _take_safely(self, item: _Item) -> None:
-        """Hand one item to the engine; a bug there ends this request and no other."""
+        """Pass one item to the engine; a bug there ends this request and no other."""
         try:
             self._take(item)
         except Exception as error:
             _logger.exception(
                 "the engine failed to take request %s", item if isinstance(item, str) else item.request.request_id
             )
-            if isinstance(item, _Submission):
+            if isinstance(item, _PendingSubmission):
                 _refuse(item, f"the engine failed: {error!r}")
 
     def _take(self, item: _Item) -> None:
-        if isinstance(item, _Submission):
+        if isinstance(item, _PendingSubmission):
             self._core.add(item.request, item.sink, item.submitted_s)
-        elif isinstance(item, _Declined):
+        elif isinstance(item, _DeclinedRequest):
             self._core.decline(item.request, item.reason)
         else:
             self._core.cancel(item)
 
 
-def _refuse(submission: _Submission, error: str) -> None:
+def _refuse(submission: _PendingSubmission, error: str) -> None:
     output = TokenOutput(-1, "", finish_reason=FinishReason.ERROR, error=error, record=RequestRecord())
     try:
         submission.sink(output)
     except Exception:
-        _logger.exception("the sink of request %s failed; nobody hears of its end", submission.request.request_id)
+        _logger.exception("the sink of request %s failed; its end is not reported", submission.request.request_id)

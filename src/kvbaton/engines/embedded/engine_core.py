@@ -1,7 +1,9 @@
-"""The engine without its thread: takes requests, runs the model step by step, asks for hand-offs and hears how they end.
+"""The engine without its thread: takes requests, runs the model step by step, starts hand-offs and takes their ends.
 
-Belongs to one thread at a time. What a request's sink, the port or the model raise is logged and told to the requests that
-it concerns; it never leaves `step`.
+Belongs to one thread at a time. What a sink, the port or the model raises is logged and ends the requests concerned; it never
+leaves `step`. A request and its hand-off end separately: a client may leave while a peer still reads the blocks. So `_live`
+holds requests until their blocks are back, and `_sources` and `_targets` hold hand-offs until the port has reported their end.
+No key is used again, and no block freed, before that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     TargetEnded,
 )
 from kvbaton.config import OnFailure
@@ -32,12 +34,12 @@ from kvbaton.core.timeline import Note, Observer, Side, Stage, no_observer
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
 from kvbaton.engines.embedded.sampling import Sampled, sample
-from kvbaton.engines.embedded.scheduler import Chunk, Scheduler
+from kvbaton.engines.embedded.scheduler import ScheduledChunk, Scheduler
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
-from kvbaton.engines.embedded.sequence import Phase, Sequence, prompt_digest
+from kvbaton.engines.embedded.sequence import Sequence, SequenceStatus, prompt_digest
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.engines.embedded.stats import Counters, EngineStats
-from kvbaton.engines.embedded.streaming import StepStream, tell_cached
+from kvbaton.engines.embedded.streaming import StepStream, announce_cached
 from kvbaton.errors import BadRequest, Bug
 
 __all__ = ["EngineCore"]
@@ -84,7 +86,7 @@ class EngineCore:
 
     @property
     def queued(self) -> int:
-        """Requests that have no place among the running ones yet; may be read from any thread."""
+        """Requests that are not among the running ones yet; may be read from any thread."""
         return self._scheduler.queued
 
     def check(self, request: GenerationRequest) -> None:
@@ -104,7 +106,7 @@ class EngineCore:
             raise BadRequest("kv_transfer_params", "this instance takes no part in hand-offs; send the request without it")
 
     def add(self, request: GenerationRequest, sink: Sink, submitted_s: float) -> None:
-        """Queue a request that passed `check`. A second one of the same name or hand-off is answered with an error."""
+        """Queue a request that passed `check`. A second one with the same id or hand-off ends with an error."""
         sequence = Sequence(
             request,
             sink,
@@ -127,30 +129,30 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: RequestId) -> None:
-        """Give a request up; unknown ones are ignored. Blocks of a hand-off come back when the port says that it has ended."""
+        """Cancel a request; unknown ones are ignored. Blocks of a hand-off are freed when the port reports its end."""
         sequence = self._live.get(request_id)
         if sequence is not None:
-            self._give_up(sequence, FinishReason.CANCELLED, "cancelled by the caller")
+            self._abort(sequence, FinishReason.CANCELLED, "cancelled by the caller")
 
     def decline(self, request: GenerationRequest, reason: str) -> None:
-        """A request was refused before it got here: let its source go, unless another request lives under the same key."""
+        """A request was refused before it got here: have its source release, unless another request has the same key."""
         handoff = request.handoff
         if isinstance(handoff, FromSource) and handoff.key not in self._targets:
-            wanted = self._wanted(request)
-            self._tell_port(handoff.key, lambda port: port.decline(wanted, reason))
+            source = self._expected_source(request)
+            self._call_port(handoff.key, lambda port: port.decline(source, reason))
 
     def end_all(self, reason: FinishReason, error: str) -> None:
-        """Give every live request up."""
+        """End every live request early."""
         for sequence in tuple(self._live.values()):
-            self._give_up(sequence, reason, error)
+            self._abort(sequence, reason, error)
 
     def step(self) -> bool:
-        """Take what the port tells, admit, run the model once, and tell the sinks; false when there was nothing to do."""
+        """Take the port's events, admit, run the model once, and feed the sinks; false when there was nothing to do."""
         events = self._port.events() if self._port is not None else []
         for event in events:
             self._take(event)
         while self._sinkless:
-            self._give_up(self._sinkless.pop(), FinishReason.CANCELLED, "its outputs could not be delivered")
+            self._abort(self._sinkless.pop(), FinishReason.CANCELLED, "its outputs could not be delivered")
         self._cancel_again()
         now = self._clock()
         for sequence in self._scheduler.admit(now):
@@ -168,7 +170,7 @@ class EngineCore:
         return self._counters.snapshot(self._scheduler)
 
     def check_integrity(self) -> None:
-        """Raise Bug when the pool's books are wrong; takes time in proportion to the pool."""
+        """Raise Bug when the pool's counts are wrong; takes time in proportion to the pool."""
         self._scheduler.pool.check_integrity()
 
     def _too_long(self, prompt_tokens: int) -> str:
@@ -179,15 +181,15 @@ class EngineCore:
         )
 
     def _expect(self, sequence: Sequence) -> str:
-        """Tell the agents of a hand-off to come; returns why that is not possible."""
+        """Announce a coming hand-off to the agents; returns why that is not possible."""
         key, request = sequence.key, sequence.request
         side = self._sources if sequence.is_source else self._targets
         if side.setdefault(key, sequence) is not sequence:
             return f"hand-off {key} is under way already"
         self._note(sequence, Stage.ARRIVED, sequence.submitted_s)
-        digest, wanted = prompt_digest(request), None if sequence.is_source else self._wanted(request)
-        if not self._tell_port(
-            key, lambda port: port.expect_target(key, digest) if wanted is None else port.expect_source(wanted)
+        digest, source = prompt_digest(request), None if sequence.is_source else self._expected_source(request)
+        if not self._call_port(
+            key, lambda port: port.expect_target(key, digest) if source is None else port.expect_source(source)
         ):
             del side[key]
             return _NOT_STARTED
@@ -195,21 +197,21 @@ class EngineCore:
 
     def _start(self, sequence: Sequence, now: float) -> None:
         """A sequence has left the queue: its cache is fetched, or its prefill begins with what is cached of it."""
-        if sequence.phase is Phase.FETCHING:
+        if sequence.status is SequenceStatus.FETCHING:
             self._note(sequence, Stage.ALLOCATED, now)
-            self._pull(sequence)
+            self._send_allocation(sequence)
         elif sequence.is_source:
             self._note(sequence, Stage.STARTED, now)
             if self._pushes and sequence.computed:
-                self._tell_cached(sequence)
+                self._announce_cached(sequence)
 
-    def _tell_cached(self, sequence: Sequence) -> None:
+    def _announce_cached(self, sequence: Sequence) -> None:
         layers = self._loaded.config.layers
-        if not self._tell_port(sequence.key, lambda port: tell_cached(port, sequence, layers)):
-            self._give_up(sequence, FinishReason.ERROR, _NOT_STARTED)
+        if not self._call_port(sequence.key, lambda port: announce_cached(port, sequence, layers)):
+            self._abort(sequence, FinishReason.ERROR, _NOT_STARTED)
 
     def _end_ungranted(self, now: float) -> bool:
-        """End the sources that have waited too long for a grant; whether there were any."""
+        """End the sources that have waited too long for a grant; true when there were any."""
         limit_s = self._settings.defer_timeout_s
         late = self._scheduler.ungranted_since(now - limit_s)
         reserve = self._scheduler.pool.blocks_for(self._limit)
@@ -218,14 +220,14 @@ class EngineCore:
             "see whether the decode instance has the request, or give this one more blocks"
         )
         for sequence in late:
-            self._give_up(sequence, FinishReason.ERROR, error)
+            self._abort(sequence, FinishReason.ERROR, error)
         return bool(late)
 
     def _retract(self, sequence: Sequence) -> None:
-        if not self._tell_port(sequence.key, lambda port: port.retract(sequence.key)):
-            self._give_up(sequence, FinishReason.ERROR, "the hand-off could not be taken back; see the log")
+        if not self._call_port(sequence.key, lambda port: port.retract(sequence.key)):
+            self._abort(sequence, FinishReason.ERROR, "the hand-off could not be retracted; see the log")
 
-    def _run(self, chunks: list[Chunk]) -> None:
+    def _run(self, chunks: list[ScheduledChunk]) -> None:
         self._counters.steps += 1
         stream = self._stream(chunks)
         try:
@@ -233,19 +235,19 @@ class EngineCore:
         except Exception as error:
             _logger.exception("the model failed in a step of %d sequences", len(chunks))
             for chunk in chunks:
-                self._give_up(chunk.sequence, FinishReason.ERROR, f"the model failed: {error!r}")
+                self._abort(chunk.sequence, FinishReason.ERROR, f"the model failed: {error!r}")
             return
         for chunk, row in zip(chunks, logits, strict=True):
             completes = chunk.completes
             self._note_computed(chunk)
             self._scheduler.complete(chunk)
             if stream is not None and stream.failed and chunk.sequence.is_source:
-                self._give_up(chunk.sequence, FinishReason.ERROR, "the hand-off could not go on; see the log")
+                self._abort(chunk.sequence, FinishReason.ERROR, "the hand-off could not go on; see the log")
             elif completes:
                 self._choose(chunk.sequence, row)
 
-    def _stream(self, chunks: list[Chunk]) -> StepStream | None:
-        """Who tells the agents of each layer of this step; nobody, when nothing of it is pushed."""
+    def _stream(self, chunks: list[ScheduledChunk]) -> StepStream | None:
+        """The listener that announces each layer of this step to the agents; None when no source of it is pushed."""
         for chunk in chunks:
             if chunk.sequence.record.handed_off and not chunk.sequence.is_first_step_noted:
                 chunk.sequence.is_first_step_noted = True
@@ -261,7 +263,7 @@ class EngineCore:
             sampled = sample(row, sampling, sequence.output_tokens, sequence.seed)
         except Exception as error:
             _logger.exception("no token could be chosen for request %s", sequence.request.request_id)
-            self._give_up(sequence, FinishReason.ERROR, f"no token could be chosen: {error!r}")
+            self._abort(sequence, FinishReason.ERROR, f"no token could be chosen: {error!r}")
             return
         self._counters.generated_tokens += 1
         if sequence.is_source:
@@ -276,27 +278,31 @@ class EngineCore:
         self._emit(sequence, output)
 
     def _offer(self, sequence: Sequence, sampled: Sampled) -> None:
-        """The offer stands before the caller hears of the token, so that a target which comes at once finds it."""
+        """Hold the blocks and offer them to the target."""
         output = sequence.append(sampled, self._clock())
+        # Offer before the output: a router sends the decode request as soon as it has this token, and in pull a target that
+        # asks for a hand-off which is not held is refused for good.
         self._scheduler.hold(sequence)
         offer = Offer(sequence.key, sequence.block_lists, sequence.prompt_tokens, sequence.aux(sampled))
-        if not self._tell_port(sequence.key, lambda port: port.offer(offer)):
+        if not self._call_port(sequence.key, lambda port: port.offer(offer)):
             self._cancel(sequence)
-            if not sequence.spans_told:
+            # Once a span is announced a target may be reading; then only SourceEnded frees the blocks.
+            if not sequence.spans_announced:
                 self._drop(sequence)
         self._emit(sequence, output)
 
-    def _pull(self, sequence: Sequence) -> None:
+    def _send_allocation(self, sequence: Sequence) -> None:
         cached_tokens = sequence.computed
         fresh = sequence.blocks[cached_tokens // self._cache.block_tokens :]
         if self._settings.poison and fresh:
             self._cache.poison(fresh)
-        allocation = Allocation(self._wanted(sequence.request), sequence.block_lists, sequence.prompt_tokens, cached_tokens)
-        if not self._tell_port(sequence.key, lambda port: port.allocated(allocation)):
+        source = self._expected_source(sequence.request)
+        allocation = Allocation(source, sequence.block_lists, sequence.prompt_tokens, cached_tokens)
+        if not self._call_port(sequence.key, lambda port: port.allocated(allocation)):
             self._cancel(sequence)
             self._end(sequence, FinishReason.ERROR, _NOT_STARTED)
 
-    def _tell_port(self, key: HandoffKey, call: Callable[[HandoffPort], None]) -> bool:
+    def _call_port(self, key: HandoffKey, call: Callable[[HandoffPort], None]) -> bool:
         try:
             if self._port is not None:
                 call(self._port)
@@ -306,18 +312,18 @@ class EngineCore:
         return True
 
     def _cancel(self, sequence: Sequence) -> None:
-        """Have the agents give a hand-off up; what they do not take now is told them again, step by step."""
-        if not self._tell_cancel(sequence) and sequence not in self._uncancelled:
+        """Cancel a hand-off at the agents; a call that they refuse is repeated in the next steps."""
+        if not self._send_cancel(sequence) and sequence not in self._uncancelled:
             self._uncancelled.append(sequence)
 
     def _cancel_again(self) -> None:
-        while self._uncancelled and self._tell_cancel(self._uncancelled[0]):
+        while self._uncancelled and self._send_cancel(self._uncancelled[0]):
             self._uncancelled.pop(0)
 
-    def _tell_cancel(self, sequence: Sequence) -> bool:
+    def _send_cancel(self, sequence: Sequence) -> bool:
         if not self._has_open_handoff(sequence):
             return True
-        return self._tell_port(sequence.key, lambda port: port.cancel(sequence.key))
+        return self._call_port(sequence.key, lambda port: port.cancel(sequence.key))
 
     def _take(self, event: EngineEvent) -> None:
         match event:
@@ -326,13 +332,13 @@ class EngineCore:
                     self._scheduler.granted(sequence)
             case Drained():
                 sequence = self._sources.get(event.key)
-                if sequence is not None and sequence.phase is Phase.RETRACTING:
+                if sequence is not None and sequence.status is SequenceStatus.RETRACTING:
                     (self._drop if sequence.has_ended else self._scheduler.drained)(sequence)
             case _:
                 self._take_end(event)
 
     def _take_end(self, event: SourceEnded | Landed | TargetEnded) -> None:
-        """Every hand-off ends with one event; until then its key stays taken, even if its request is long over."""
+        """Every hand-off ends with exactly one event; until then its key stays in use, even if its request is over."""
         side = self._sources if isinstance(event, SourceEnded) else self._targets
         sequence = side.pop(event.key, None)
         if sequence is None:
@@ -340,7 +346,8 @@ class EngineCore:
             return
         outcome = Outcome.DELIVERED if isinstance(event, Landed) else event.outcome
         self._counters.handoff("source" if side is self._sources else "target", outcome)
-        if sequence.phase is Phase.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
+            # The request ended before any of its blocks was announced, and they were freed then.
             return
         if isinstance(event, Landed):
             self._land(sequence, event)
@@ -366,7 +373,7 @@ class EngineCore:
             self._append(sequence, Sampled(aux.token_id, aux.logprob, aux.top_logprobs))
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
-        """The cache of this request will not come: it fails, or is computed here, as the settings say."""
+        """The cache of this request will not arrive: end it, or compute its prompt here, as `on_failure` sets."""
         if self._settings.handoff.on_failure is OnFailure.RECOMPUTE and not sequence.has_ended:
             _logger.warning("hand-off %s failed, its prompt is computed here: %s", sequence.key, reason)
             self._scheduler.compute_here(sequence)
@@ -377,17 +384,17 @@ class EngineCore:
         self._drop(sequence)
         self._emit(sequence, sequence.end(reason, error))
 
-    def _give_up(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
-        """End a request early; blocks that a peer may touch stay held until the port says that the hand-off is over."""
+    def _abort(self, sequence: Sequence, reason: FinishReason, error: str) -> None:
+        """End a request early; blocks that a peer may touch stay held until the port reports the end of the hand-off."""
         self._cancel(sequence)
-        if sequence.spans_told and sequence.phase in (Phase.PREFILLING, Phase.DECODING):
+        if sequence.spans_announced and sequence.status in (SequenceStatus.PREFILLING, SequenceStatus.DECODING):
             self._scheduler.hold(sequence)
-        elif sequence.phase not in (Phase.FETCHING, Phase.HELD, Phase.RETRACTING, Phase.FINISHED):
+        elif not (sequence.is_held or sequence.status is SequenceStatus.FINISHED):
             self._drop(sequence)
         self._emit(sequence, sequence.end(reason, error))
 
     def _drop(self, sequence: Sequence) -> None:
-        """Forget a sequence and take its blocks back."""
+        """Forget a sequence and free its blocks."""
         self._scheduler.finish(sequence)
         del self._live[sequence.request.request_id]
 
@@ -397,7 +404,7 @@ class EngineCore:
         return (self._sources if sequence.is_source else self._targets).get(sequence.key) is sequence
 
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
-        """Tell the sink, up to and including the first output that ends the request."""
+        """Pass an output to the sink, up to and including the first one that ends the request."""
         if sequence.has_ended:
             return
         if output.finish_reason is not None:
@@ -407,24 +414,25 @@ class EngineCore:
             sequence.sink(output)
         except Exception:
             _logger.exception("the sink of request %s failed; the request is cancelled", sequence.request.request_id)
+            # Cancelled in the next step and not here: `_abort` ends in `_emit`, whose callers still work on the sequence.
             self._sinkless.append(sequence)
             if not sequence.has_ended:
                 sequence.has_ended = True
                 self._counters.finished[FinishReason.CANCELLED.value] += 1
 
-    def _wanted(self, request: GenerationRequest) -> SourceWanted:
+    def _expected_source(self, request: GenerationRequest) -> SourceRequest:
         handoff = request.handoff
         if not isinstance(handoff, FromSource):
-            raise Bug(f"request {request.request_id} has no source to pull from")
+            raise Bug(f"request {request.request_id} has no source")
         mode = self._settings.handoff.mode
         digest = prompt_digest(request) if request.prompt_ids else ""
-        return SourceWanted(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
+        return SourceRequest(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
 
     def _note(self, sequence: Sequence, stage: Stage, at: float) -> None:
         side = Side.SOURCE if sequence.is_source else Side.TARGET
         self._observe(Note(sequence.key, side, stage, at))
 
-    def _note_computed(self, chunk: Chunk) -> None:
+    def _note_computed(self, chunk: ScheduledChunk) -> None:
         sequence = chunk.sequence
         if sequence.is_source:
             first, layers = sequence.computed, self._loaded.config.layers

@@ -1,45 +1,130 @@
-"""The routes on which an instance tells of its hand-offs: a list of the newest, and the notes of one transfer."""
+"""The HTTP routes that list, show and release an instance's hand-offs, and the rule for which requests may act on one.
+
+With a cluster key, a request acts on a hand-off only with the key's token, which the router sends: other clients must not list,
+release or start hand-offs of the cluster, nor have this instance dial an address of their choice. Without a cluster key
+nothing is required, because then the instance listens on, and dials, loopback only.
+"""
 
 from __future__ import annotations
+
+import hmac
+from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
-from kvbaton.core.handoff import MAX_TRANSFER_ID
+from kvbaton.config import HTTP_KEY_HEADER, Trust, http_token
+from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
+from kvbaton.engines.embedded.openai import ApiRequest
+from kvbaton.engines.embedded.submission import EngineClient
 from kvbaton.observe.timelines import Timelines
 
-__all__ = ["add_handoff_routes"]
+__all__ = ["HandoffAccess", "HandoffRoutes"]
 
 _MOST_LISTED = 100
+_KNOWN_SOURCES = 8192
+_REQUESTS_PER_SOURCE = 1024
 
 
-def add_handoff_routes(app: web.Application, timelines: Timelines) -> None:
-    """Serve `timelines` at /handoffs and /handoffs/{transfer_id}."""
-    face = _HandoffFace(timelines)
-    app.router.add_get("/handoffs", face.newest)
-    app.router.add_get("/handoffs/{transfer_id}", face.one)
+class HandoffAccess:
+    """Which HTTP requests may act on hand-offs."""
+
+    def __init__(self, trust: Trust) -> None:
+        self._token = http_token(trust.key).encode() if trust.key is not None else b""
+        self._allowed = trust.allowed
+
+    def has_key(self, http: web.Request) -> bool:
+        """Whether the request carries the token, as its own header or as a bearer token; true without a cluster key."""
+        if not self._token:
+            return True
+        sent = (http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", "").removeprefix("Bearer "))
+        return any(hmac.compare_digest(each.encode("utf-8", "surrogateescape"), self._token) for each in sent)
+
+    def may_dial(self, http: web.Request, host: str) -> bool:
+        """Whether an address in the request may be dialled: the key vouches for it, or the operator's allow-list does."""
+        return self.has_key(http) or (self._allowed is not None and host in self._allowed)
+
+    def check(self, http: web.Request) -> None:
+        """Raise HttpError unless the request may act on any hand-off."""
+        if not self.has_key(http):
+            raise _no_key(f"{http.method} {http.path} acts on hand-offs")
+
+    def check_dial(self, http: web.Request, host: str) -> None:
+        """Raise HttpError unless `host` may be dialled for the request."""
+        if not self.may_dial(http, host):
+            raise _no_key(f"kv_transfer_params names the source {host}", param="kv_transfer_params")
 
 
-class _HandoffFace:
-    def __init__(self, timelines: Timelines) -> None:
+class HandoffRoutes:
+    """The routes, and the requests of this instance's sources by transfer id."""
+
+    def __init__(self, engine: EngineClient, timelines: Timelines | None, access: HandoffAccess) -> None:
+        self._engine = engine
         self._timelines = timelines
+        self._access = access
+        self._sources: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
 
-    async def newest(self, http: web.Request) -> web.Response:  # noqa: ARG002
-        newest = self._timelines.newest(_MOST_LISTED)
-        return _json({"instance": self._timelines.about, "handoffs": newest})
+    def add_to(self, app: web.Application) -> None:
+        """Serve the routes; without timelines only the release."""
+        app.router.add_delete("/handoffs/{transfer_id}", self.release)
+        if self._timelines is not None:
+            app.router.add_get("/handoffs", self.newest)
+            app.router.add_get("/handoffs/{transfer_id}", self.one)
+
+    def remember(self, transfer_id: str, api: ApiRequest) -> None:
+        """Keep the ids of a source's requests, so that `release` finds them."""
+        known = self._sources.pop(transfer_id, ()) + tuple(request.request_id for request in api.requests)
+        self._sources[transfer_id] = known[-_REQUESTS_PER_SOURCE:]
+        while len(self._sources) > _KNOWN_SOURCES:
+            self._sources.popitem(last=False)
+
+    def withdraw(self, transfer_id: str, api: ApiRequest, finished: Sequence[RequestId]) -> None:
+        """The response of a source was not delivered, so no target will fetch its `finished` prefills: release them now."""
+        own = {request.request_id for request in api.requests}
+        left = tuple(request_id for request_id in self._sources.pop(transfer_id, ()) if request_id not in own)
+        if left:
+            self._sources[transfer_id] = left
+        for request_id in finished:
+            self._engine.cancel(request_id)
+
+    async def release(self, http: web.Request) -> web.Response:
+        """No target will fetch what this instance has prefilled under that transfer id: release it."""
+        self._access.check(http)
+        requests = self._sources.pop(http.match_info["transfer_id"], ())
+        for request_id in requests:
+            self._engine.cancel(request_id)
+        return _json({"released": len(requests)})
+
+    async def newest(self, http: web.Request) -> web.Response:
+        """The newest hand-offs."""
+        self._access.check(http)
+        if self._timelines is None:
+            raise web.HTTPNotFound
+        return _json({"instance": self._timelines.instance, "handoffs": self._timelines.newest(_MOST_LISTED)})
 
     async def one(self, http: web.Request) -> web.Response:
+        """The notes of one transfer."""
+        self._access.check(http)
         transfer_id = http.match_info["transfer_id"]
-        record = self._timelines.record(transfer_id)
+        record = self._timelines.record(transfer_id) if self._timelines is not None else None
         if record is None:
             shown = transfer_id[:MAX_TRANSFER_ID]
             message = (
-                f"this instance knows no transfer {shown!a}: it took no part in it, or it was too long ago; "
+                f"this instance knows no transfer {shown!a}: it had no part in it, or its notes are no longer kept; "
                 "GET /handoffs lists those it knows"
             )
             raise HttpError(404, "not_found_error", message, param="transfer_id", code="handoff_not_found")
         return _json(record)
+
+
+def _no_key(what: str, param: str | None = None) -> HttpError:
+    message = (
+        f"{what}, and this instance has a cluster key: send its token in the header {HTTP_KEY_HEADER}, "
+        "as kvbaton's router does, or start the instance with --allow for the hosts of its peers"
+    )
+    return HttpError(401, "authentication_error", message, param=param, code="missing_cluster_key")
 
 
 def _json(value: object) -> web.Response:

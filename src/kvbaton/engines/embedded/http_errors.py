@@ -1,4 +1,4 @@
-"""Errors as the HTTP face shows them: one status, one OpenAI-style JSON object, whatever went wrong."""
+"""Errors as HTTP responses: one status and one OpenAI-style JSON object, whatever failed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from http import HTTPStatus
 import orjson
 from aiohttp import web
 
+from kvbaton.engines.embedded.request import EngineBusy
 from kvbaton.errors import BadRequest, Bug, KVBatonError, RequestError
 
 __all__ = ["BUG_MESSAGE", "HttpError", "error_body", "error_response", "errors_as_json", "to_http_error"]
 
 _logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
+_MAX_MESSAGE = 2000
+"""Messages name values of the request, which can be as long as its body."""
 
-BUG_MESSAGE = "internal error; the log of this instance says more"
-"""What a client is told of an error that nobody meant to raise."""
+BUG_MESSAGE = "internal error; see the log of this instance"
+"""The message for an error that no code raises on purpose: its text could hold what a client must not see."""
 
 
 class HttpError(KVBatonError):
-    """The end of an API request as its client sees it: status, kind of error, and the field to blame, if one is."""
+    """The failure of an API request as its client sees it: status, kind of error, and the field at fault, if there is one."""
 
     def __init__(
         self, status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
@@ -35,7 +38,7 @@ class HttpError(KVBatonError):
 
 
 def to_http_error(error: KVBatonError) -> HttpError:
-    """The status of an error: the caller's fault is 400, ours 500, and what may pass by itself 503."""
+    """The status of an error: 400 for the caller's fault, 429 for a full queue, 500 for a bug, 503 for what may pass."""
     match error:
         case HttpError():
             return error
@@ -45,17 +48,22 @@ def to_http_error(error: KVBatonError) -> HttpError:
             return HttpError(400, "invalid_request_error", str(error))
         case Bug():
             return HttpError(500, "server_error", str(error))
+        case EngineBusy():
+            return HttpError(429, "overloaded", str(error), code="too_many_sequences", retry=True)
     return HttpError(503, "overloaded", str(error), retry=True)
 
 
 def error_body(error: HttpError) -> bytes:
     """The JSON object of an error."""
-    shown = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
+    message = str(error)
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
+    shown = {"message": message, "type": error.kind, "param": error.param, "code": error.code}
     return orjson.dumps({"error": shown})
 
 
 def error_response(error: HttpError) -> web.Response:
-    """The whole answer for an error that came before the first byte."""
+    """The response for an error before the first byte."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.retry else None
     return web.Response(status=error.status, body=error_body(error), content_type="application/json", headers=headers)
 
@@ -64,7 +72,7 @@ def error_response(error: HttpError) -> web.Response:
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Turn whatever a handler raises into an error answer; nothing but a disconnect gets past it."""
+    """Turn whatever a handler raises into an error response; only a disconnect (CancelledError) passes."""
     try:
         return await handler(request)
     except KVBatonError as error:

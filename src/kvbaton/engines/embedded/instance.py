@@ -18,15 +18,16 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.engines.base import Role
-from kvbaton.engines.embedded.bodies import BodySettings, make_body
+from kvbaton.engines.embedded.backend import BackendSettings, make_backend
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.lacks import without
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
-from kvbaton.engines.embedded.shaped.setup import RankTransport
+from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
 from kvbaton.engines.instance import ONE_RANK, ModelIdentity, instance_card, new_incarnation
 from kvbaton.engines.serving import serve_engine
 from kvbaton.errors import LocalError
-from kvbaton.observe.records import About
+from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 
 __all__ = ["ONE_RANK", "InstanceSettings", "Role", "serve_instance"]
@@ -36,9 +37,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InstanceSettings:
-    """Everything that `kvbaton serve` can be told.
+    """The settings of `kvbaton serve`.
 
-    `advertise_host` is where others reach this instance; `control_host`, an IP address, when it is empty.
+    `advertise_host` is where peers reach this instance; `control_host`, an IP address, when it is empty.
     """
 
     role: Role
@@ -58,13 +59,14 @@ class InstanceSettings:
     drop_writes: bool = False
     advertise_host: str = ""
     drain_s: float = 5.0
-    """When asked to end, requests and hand-offs in flight have so long to finish; routers have been told goodbye by then."""
+    """On shutdown, requests and hand-offs in flight have so long to finish; routers have been sent the goodbye by then."""
     shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
     cache_dtype: str = CACHE_DTYPES[0]
     lacks: str = ""
     """What a control leaves out of the card."""
+    http: HttpSettings = DEFAULT_HTTP
 
     @property
     def control_address(self) -> ControlAddress:
@@ -77,33 +79,33 @@ class InstanceSettings:
         return f"{in_url(self.advertise_host or self.host)}:{self.port}"
 
 
-class _Instance:
-    """The parts of an instance that have to be closed again, in the order in which they were opened.
+class _EmbeddedInstance:
+    """The parts of an instance; what has to be closed goes onto `parts`, in the order in which it was opened.
 
-    `lost` is told, from another thread, when a rank of it has died.
+    `lost` is called, from another thread, when a rank process has died.
     """
 
     def __init__(
-        self, settings: InstanceSettings, parts: ExitStack, say: Callable[[str], None], lost: Callable[[str], None]
+        self, settings: InstanceSettings, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
     ) -> None:
         incarnation = new_incarnation()
-        body = make_body(_body_settings(settings, incarnation), parts, say, lost)
+        backend = make_backend(_backend_settings(settings, incarnation), parts, report, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
-        model = ModelIdentity(body.loaded.name, body.loaded.fingerprint)
+        model = ModelIdentity(backend.loaded.name, backend.loaded.fingerprint)
         card = instance_card(
             incarnation,
             model,
             settings.limits,
-            [rank.layout for rank in body.cards],
+            [rank.layout for rank in backend.cards],
             shape=settings.shape,
-            endpoints=[endpoint for rank in body.cards for endpoint in rank.endpoints],
-            aux_areas=[rank.aux for rank in body.cards],
+            endpoints=[endpoint for rank in backend.cards for endpoint in rank.endpoints],
+            aux_areas=[rank.aux for rank in backend.cards],
         )
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
-        self.timelines = Timelines(About(settings.role, settings.http_address, incarnation))
+        self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
-        self.driver = RanksDriver(card, body.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
-        self.engine = Engine(body.loaded, body.cache, self.driver, settings.engine, observe=observe)
+        self.driver = RanksDriver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
+        self.engine = Engine(backend.loaded, backend.cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
 
@@ -116,7 +118,7 @@ class _Instance:
         self.engine.start()
 
 
-async def serve_instance(settings: InstanceSettings, say: Callable[[str], None]) -> None:
+async def serve_instance(settings: InstanceSettings, report: Callable[[str], None]) -> None:
     """Run one instance until cancelled; then deregister, finish what is in flight, and release everything."""
     ended, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
 
@@ -124,10 +126,10 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
         loop.call_soon_threadsafe(_fail, ended, LocalError(f"{problem}; start it again"))
 
     with ExitStack() as parts:
-        instance = _Instance(settings, parts, say, lost)
+        instance = _EmbeddedInstance(settings, parts, report, lost)
         instance.start()
         where = f"http://{settings.http_address}, control {settings.control_address}"
-        say(f"{settings.role} instance of {instance.driver.card.model} on {where}, {settings.handoff.mode} mode")
+        report(f"{settings.role} instance of {instance.driver.card.model} on {where}, {settings.handoff.mode} mode")
         await serve_engine(
             instance.engine,
             instance.driver,
@@ -138,7 +140,8 @@ async def serve_instance(settings: InstanceSettings, say: Callable[[str], None])
             control_address=settings.control_address,
             mode=settings.handoff.mode,
             routers=settings.routers,
-            cluster_key=settings.trust.key,
+            trust=settings.trust,
+            http=settings.http,
             timelines=instance.timelines,
             ended=ended,
             drain_s=settings.drain_s,
@@ -150,7 +153,7 @@ def _fail(ended: asyncio.Future[None], error: Exception) -> None:
         ended.set_exception(error)
 
 
-def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> BodySettings:
+def _backend_settings(settings: InstanceSettings, incarnation: Incarnation) -> BackendSettings:
     transport = RankTransport(
         name=settings.transport,
         incarnation=incarnation,
@@ -160,7 +163,7 @@ def _body_settings(settings: InstanceSettings, incarnation: Incarnation) -> Body
         drop=settings.drop or ("all" if settings.drop_writes else ""),
         unfenced_writes=settings.handoff.unfenced_writes,
     )
-    return BodySettings(
+    return BackendSettings(
         settings.model,
         settings.shape,
         settings.blocks,

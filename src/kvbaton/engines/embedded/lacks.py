@@ -7,21 +7,20 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbaton.core.card import RankCard
-from kvbaton.core.layout import Group, Plane
 from kvbaton.errors import ConfigError
 
 __all__ = ["check_lacks", "without"]
 
 
 def check_lacks(lacks: str) -> None:
-    """Raise ConfigError for what is no name of something that a card can leave out."""
+    """Raise ConfigError unless `lacks` names something that a card can leave out."""
     what, _, number = lacks.partition(":")
     if lacks and not (what in ("layer", "rank") and number.isascii() and number.isdigit()):
         raise ConfigError(f"--lacks {lacks!r} names nothing that a card can leave out; give layer:N or rank:N")
 
 
 def without(cards: Sequence[RankCard], lacks: str) -> tuple[RankCard, ...]:
-    """What `cards` say of an instance without the layer or rank that `lacks` names; all of it where that is empty."""
+    """`cards` without the layer or rank that `lacks` names; unchanged when `lacks` is empty."""
     check_lacks(lacks)
     what, _, number = lacks.partition(":")
     if what == "rank":
@@ -34,14 +33,7 @@ def _without_layer(card: RankCard, layer: int) -> RankCard:
     groups = []
     for group in card.layout.groups:
         kept = [place for place, each in enumerate(group.layers) if each != layer]
-        planes = tuple(replace(plane, layer_offsets=_chosen(plane, kept)) for plane in group.planes)
-        groups.append(replace(group, layers=_layers(group, kept), planes=planes))
+        planes = [replace(plane, layer_offsets=tuple(plane.layer_offsets[place] for place in kept)) for plane in group.planes]
+        layers = tuple(group.layers[place] for place in kept)
+        groups.append(replace(group, layers=layers, planes=tuple(planes)))
     return replace(card, layout=replace(card.layout, groups=tuple(groups)))
-
-
-def _chosen(plane: Plane, kept: Sequence[int]) -> tuple[int, ...]:
-    return tuple(plane.layer_offsets[place] for place in kept)
-
-
-def _layers(group: Group, kept: Sequence[int]) -> tuple[int, ...]:
-    return tuple(group.layers[place] for place in kept)

@@ -1,4 +1,4 @@
-"""The embedded engine's numbers as Prometheus text: read from the engine when asked, kept nowhere else."""
+"""The embedded engine's counters as Prometheus text, read from the engine at each scrape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbaton.engines.embedded.stats import EngineStats
 __all__ = ["EngineCollector", "ReadAgent", "make_registry", "metrics_text"]
 
 ReadAgent = Callable[[], AgentStats]
-"""Tells what the agents of this instance have counted so far."""
+"""Reads what the agents of this instance have counted so far."""
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
@@ -28,7 +28,7 @@ class EngineCollector(Collector):
         self._agent = agent
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing to tell before the first scrape."""
+        """Empty: without it, registering the collector would already read the engine."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -53,7 +53,7 @@ class EngineCollector(Collector):
 
 
 def make_registry(stats: Callable[[], EngineStats], agent: ReadAgent | None = None) -> CollectorRegistry:
-    """A registry of its own that asks `stats` and `agent` at each scrape."""
+    """A registry of its own that reads `stats` and `agent` at each scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(stats, agent))
     return registry
@@ -66,11 +66,11 @@ def metrics_text(registry: CollectorRegistry) -> bytes:
 
 def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield _labelled(GaugeMetricFamily, "handoffs_live", "Hand-offs under way, by side.", ("side",), _by(agent.handoffs_live))
-    quarantined = "Blocks that wait until nobody can write to them any more."
+    quarantined = "Blocks that wait until no peer can write to them any more."
     yield GaugeMetricFamily("kvbaton_quarantined_blocks", quarantined, agent.quarantined_blocks)
     dropped = "Messages of the control channel that were dropped, by cause."
     yield _labelled(CounterMetricFamily, "control_dropped", dropped, ("cause",), _by(agent.dropped_total))
-    late = "Events of hand-offs that came too late to change anything, by kind."
+    late = "Events of hand-offs that arrived too late to change anything, by kind."
     yield _labelled(CounterMetricFamily, "handoff_late_events", late, ("event",), _by(agent.late_total))
     failures = "Hand-offs that ended before they were delivered, by side and by what ended them."
     yield _labelled(CounterMetricFamily, "handoff_failures", failures, ("side", "cause"), agent.failures_total.items())
@@ -79,12 +79,12 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield CounterMetricFamily("kvbaton_handshakes", "Cards of peers that were checked and taken.", agent.handshakes_total)
     mismatches = "Hand-offs that failed because of a checksum."
     yield CounterMetricFamily("kvbaton_checksum_mismatches", mismatches, agent.mismatches_total)
-    fallbacks = "Aux records that should have travelled by data and went by message after all, by cause."
+    fallbacks = "Aux records that were sent by message because the data transport could not, by cause."
     yield _labelled(CounterMetricFamily, "aux_fallbacks", fallbacks, ("cause",), _by(agent.aux_fallbacks_total))
-    yield CounterMetricFamily("kvbaton_agent_errors", "Errors of our own that the agents went on after.", agent.errors_total)
-    yield CounterMetricFamily("kvbaton_agent_turns", "How often the agents' thread has worked.", agent.turns_total)
-    yield CounterMetricFamily("kvbaton_agent_busy_seconds", "For how long it has worked.", agent.busy_s_total)
-    polled = "For how long it took what its transport had completed."
+    yield CounterMetricFamily("kvbaton_agent_errors", "Internal errors that the agents survived.", agent.errors_total)
+    yield CounterMetricFamily("kvbaton_agent_turns", "Turns of the agents' thread.", agent.turns_total)
+    yield CounterMetricFamily("kvbaton_agent_busy_seconds", "Seconds in which the agents' thread was busy.", agent.busy_s_total)
+    polled = "Seconds in which it polled its transport for completions."
     yield CounterMetricFamily("kvbaton_agent_poll_seconds", polled, agent.poll_s_total)
 
 

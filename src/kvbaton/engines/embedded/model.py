@@ -20,19 +20,19 @@ from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import Bug
 
-__all__ = ["LayerWeights", "LlamaModel", "ModelWeights", "Span", "Written"]
+__all__ = ["LayerWeights", "LlamaModel", "ModelWeights", "TokenSpan", "Written"]
 
 Array = npt.NDArray[np.float32]
 
 Written = Callable[[int], None]
-"""Told the number of a layer once this step's keys and values of it are in the cache; the step does not write there again."""
+"""Called with the number of a layer once its keys and values of this step are in the cache; the step writes there no more."""
 
 _GATED_ROWS = 32
 _ONE = np.float32(1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class TokenSpan:
     """Tokens of one sequence to run in a step: `token_ids` stand at the positions from `start` on.
 
     `blocks` is the block table of the sequence; it covers at least `start + len(token_ids)` tokens.
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """The four products of one layer, each (outputs, inputs), prepared as the module's text says."""
+    """The four products of one layer, each (outputs, inputs), prepared as the module docstring describes."""
 
     query_key_value: Array
     attention_out: Array
@@ -73,10 +73,10 @@ class LlamaModel:
         self._length_epsilon = np.float32(config.norm_epsilon * config.hidden_size)
         self._rotations = np.empty((0, config.head_size // 2), np.complex64)
 
-    def forward(self, spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> Array:
+    def forward(self, spans: Sequence[TokenSpan], cache: PagedCache, written: Written | None = None) -> Array:
         """Run every token of `spans`, write their keys and values into `cache`, and return the logits that follow each span.
 
-        The result has the shape (len(spans), vocab_size). `written` is told of each layer while the rest of it computes.
+        The result has the shape (len(spans), vocab_size). `written` is called for each layer before the rest of it is computed.
         """
         step = _Step(spans, cache)
         hidden = self._embed(step.token_ids)
@@ -162,9 +162,9 @@ class LlamaModel:
 
 
 class _Step:
-    """What every layer of one step needs to know: which row stands where, and which rows belong together."""
+    """What every layer of one step needs: the position and slot of each row, and the rows of each sequence."""
 
-    def __init__(self, spans: Sequence[Span], cache: PagedCache) -> None:
+    def __init__(self, spans: Sequence[TokenSpan], cache: PagedCache) -> None:
         self.token_ids = np.concatenate([span.token_ids for span in spans])
         self.sequences: list[Rows] = []
         positions: list[npt.NDArray[np.intp]] = []
@@ -186,7 +186,7 @@ class _Step:
         self.last_sequences = [Rows(row, row + 1, reader) for row, (_, _, reader) in enumerate(self.sequences)]
 
 
-def _check(span: Span, cache: PagedCache) -> None:
+def _check(span: TokenSpan, cache: PagedCache) -> None:
     if not len(span.token_ids):
         raise Bug("a span has no tokens")
     covered = len(span.blocks) * cache.block_tokens

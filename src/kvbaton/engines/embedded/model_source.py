@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.engines.embedded.config import ModelConfig, config_from_gguf, config_from_hugging_face
-from kvbaton.engines.embedded.gguf_file import GgufFile
 from kvbaton.engines.embedded.gguf_tokenizer import tokenizer_from_gguf
-from kvbaton.engines.embedded.safetensors_dir import SafetensorsDir
+from kvbaton.engines.embedded.model_files import GgufFile, SafetensorsDir
 from kvbaton.engines.embedded.tokenizer import TokenizerFiles
 from kvbaton.errors import ModelError
 
@@ -63,10 +62,10 @@ class ModelSource(Protocol):
         """The model's dimensions."""
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """What the model's files say about its tokenizer. Raises ModelError."""
+        """What the model's files contain about its tokenizer. Raises ModelError."""
 
     def tensor(self, role: str, layer: int | None = None) -> Array:
-        """The tensor that plays `role`, in the shape the config asks for. Raises ModelError."""
+        """The tensor that plays `role`, in the shape the config requires. Raises ModelError."""
 
 
 def open_source(path: Path) -> ModelSource:
@@ -135,14 +134,14 @@ def _expected_shape(config: ModelConfig, role: str) -> tuple[int, ...]:
 def _shaped(path: Path, name: str, tensor: Array, expected: tuple[int, ...]) -> Array:
     if tensor.shape != expected:
         raise ModelError(
-            f"{path}: tensor {name} has the shape {tensor.shape}, the model's description asks for {expected}; "
+            f"{path}: tensor {name} has the shape {tensor.shape}, the model's description requires {expected}; "
             "weights and description are of different models, download both again"
         )
     return tensor
 
 
 def _refuse_unknown(path: Path, found: Iterable[str], names: dict[str, str], layers: int) -> None:
-    """A tensor that nobody reads means a computation that nobody does: better no answer than a wrong one."""
+    """An unread tensor means a computation that this model leaves out: refuse it, because its answers would be wrong."""
     known = {name.format(layer) for name in names.values() for layer in range(layers)}
     for name in sorted(found):
         if name not in known and not name.endswith(_HARMLESS_ENDING):

@@ -1,7 +1,10 @@
 """OpenAI-style request bodies: parsed, checked field by field, and turned into generation requests for the engine.
 
-Whatever is wrong raises BadRequest with the name of the field and the value; nothing reaches the engine then. A
-`max_tokens` beyond the rest of the context is cut to it, so that such an answer ends with `finish_reason` "length".
+A bad value raises BadRequest with the name of the field and the value; nothing reaches the engine then. A `max_tokens`
+beyond the rest of the context is cut to it, so that such an answer ends with `finish_reason` "length".
+
+Sizes are checked before anything is tokenized, rendered or walked in a loop: a tokenizer takes many times the memory of its
+text, and one long prompt could end the process.
 """
 
 from __future__ import annotations
@@ -9,14 +12,15 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
 
 import msgspec
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
+from kvbaton.engines.embedded.seams import ModelInfo, PromptTokenizer
+from kvbaton.engines.embedded.settings import HttpSettings
 from kvbaton.engines.handoff_params import HandoffParams, KVTransferParams, read_params
 from kvbaton.errors import BadRequest
 
@@ -25,18 +29,24 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "Message",
-    "ModelLimits",
-    "Tokenizer",
+    "RequestLimits",
     "chat_request",
     "completion_request",
     "decode_body",
+    "request_limits",
 ]
 
 _DEFAULT_MAX_TOKENS = 16
 _MAX_STOPS = 16
+_MAX_STOP_CHARACTERS = 256
+"""Every token of an answer is compared with every beginning of every stop string."""
+
+_MAX_SALT_CHARACTERS = 1024
+_PROMPTS_PER_REQUEST = 4
+"""How many prompts of the largest size one request may hold, unless a setting gives its bytes."""
+
 _MAX_LOGPROBS = 20
 _MAX_SAMPLES = 128
-_MAX_CHOICES = 1024
 _SEED_BITS = 63
 _AT_PATH = re.compile(r"(?P<what>.*?) - at `\$\.?(?P<path>.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
@@ -44,26 +54,30 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 Body = TypeVar("Body", bound="CompletionBody | ChatBody")
 
 
-class Tokenizer(Protocol):
-    """What the HTTP face needs of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """The token ids of `text`."""
-
-    def token_text(self, token_id: int) -> str:
-        """How one token is shown on its own."""
-
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        """The prompt of a conversation, special tokens included."""
-
-
 @dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What a prompt may be, and which model name is served."""
+class RequestLimits:
+    """What one request may hold, and which model name is served."""
 
     served_model: str
     context_tokens: int
     vocab_size: int
+    prompt_bytes: int
+    request_bytes: int
+    sequences: int
+
+
+def request_limits(model: ModelInfo, served_model: str, settings: HttpSettings) -> RequestLimits:
+    """The limits of requests to `model`. A text of more than `prompt_bytes` cannot fit the context."""
+    context_tokens = model.config.context_tokens
+    prompt_bytes = settings.max_prompt_bytes or context_tokens * model.tokenizer.longest_token_bytes
+    return RequestLimits(
+        served_model=served_model,
+        context_tokens=context_tokens,
+        vocab_size=model.config.vocab_size,
+        prompt_bytes=prompt_bytes,
+        request_bytes=settings.max_request_bytes or _PROMPTS_PER_REQUEST * prompt_bytes,
+        sequences=settings.max_request_sequences,
+    )
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -85,6 +99,7 @@ class _CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    cache_salt: str | None = None
     kv_transfer_params: KVTransferParams | None = None
 
 
@@ -121,16 +136,16 @@ class ChatBody(_CommonBody, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """A checked request: what goes to the engine, one per choice in choice order, and how the answer is to look."""
+    """A checked request: one engine request per choice, in order, and the form of the response."""
 
-    response_id: str
+    request_id: str | None
     is_chat: bool
     requests: tuple[GenerationRequest, ...]
     prompt_tokens: int
     stream: bool
     include_usage: bool
     tokens_as_ids: bool
-    wish: HandoffParams | None
+    handoff: HandoffParams | None
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
@@ -143,76 +158,76 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
         raise BadRequest("body", f"the body is no valid JSON: {error}") from error
 
 
-def completion_request(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits, request_id: str | None) -> ApiRequest:
+def completion_request(
+    body: CompletionBody, tokenizer: PromptTokenizer, limits: RequestLimits, request_id: str | None
+) -> ApiRequest:
     """Check a completions body and tokenize its prompts."""
     if body.echo:
         _bad("echo", "true is not supported; leave it out and put the prompt before the answer yourself")
     logprobs = _within("logprobs", body.logprobs, 0, _MAX_LOGPROBS)
-    wish = read_params(body.kv_transfer_params, request_id)
+    handoff = read_params(body.kv_transfer_params, request_id)
     sampling = _sampling(body, body.max_tokens, logprobs, _DEFAULT_MAX_TOKENS)
-    prompts = _completion_prompts(body.prompt, tokenizer, limits)
-    return _assemble(body, prompts, sampling, limits, wish, f"cmpl-{request_id or uuid.uuid4().hex}")
+    texts = _completion_prompts(body.prompt, limits)
+    samples = _samples(body.n, len(texts), limits)
+    prompts = [tuple(tokenizer.encode(text)) if isinstance(text, str) else text for text in texts]
+    return _assemble(body, prompts, samples, sampling, limits, handoff, request_id)
 
 
-def chat_request(body: ChatBody, tokenizer: Tokenizer, limits: ModelLimits, request_id: str | None) -> ApiRequest:
+def chat_request(body: ChatBody, tokenizer: PromptTokenizer, limits: RequestLimits, request_id: str | None) -> ApiRequest:
     """Check a chat body, apply the chat template and tokenize."""
     top_logprobs = _within("top_logprobs", body.top_logprobs, 0, _MAX_LOGPROBS)
     if top_logprobs and not body.logprobs:
         _bad("top_logprobs", f"{top_logprobs} needs logprobs to be true")
     logprobs = (top_logprobs or 0) if body.logprobs else None
-    wish = read_params(body.kv_transfer_params, request_id)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    handoff = read_params(body.kv_transfer_params, request_id)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     _within("max_completion_tokens", body.max_completion_tokens, 1, None)
-    sampling = _sampling(body, wanted, logprobs, limits.context_tokens)
-    text = tokenizer.apply_chat_template(_conversation(body.messages))
+    sampling = _sampling(body, max_tokens, logprobs, limits.context_tokens)
+    samples = _samples(body.n, 1, limits)
+    text = tokenizer.apply_chat_template(_conversation(body.messages, limits))
+    _check_bytes(text, limits, "messages")
     prompt = tuple(tokenizer.encode(text, add_special_tokens=False))
-    return _assemble(body, [prompt], sampling, limits, wish, f"chatcmpl-{request_id or uuid.uuid4().hex}", field="messages")
+    return _assemble(body, [prompt], samples, sampling, limits, handoff, request_id, field="messages")
 
 
 def _assemble(
     body: CompletionBody | ChatBody,
     prompts: list[tuple[int, ...]],
+    samples: int,
     sampling: Sampling,
-    limits: ModelLimits,
-    wish: HandoffParams | None,
-    response_id: str,
+    limits: RequestLimits,
+    handoff: HandoffParams | None,
+    request_id: str | None,
     field: str = "prompt",
 ) -> ApiRequest:
-    samples = _samples(body.n, len(prompts))
     unique = uuid.uuid4().hex
     requests = []
     for i, prompt in enumerate(prompts):
         room = _room(prompt, limits, field)
         for j in range(samples):
             name = RequestId(f"{unique}-{i}-{j}")
-            handoff = handoff_of(wish, i, j) if wish else None
-            requests.append(GenerationRequest(name, prompt, _of_sample(sampling, room, j), handoff))
+            key = handoff_of(handoff, i, j) if handoff else None
+            requests.append(GenerationRequest(name, prompt, _of_sample(sampling, room, j), key, body.cache_salt or ""))
     return ApiRequest(
-        response_id=response_id,
+        request_id=request_id,
         is_chat=isinstance(body, ChatBody),
         requests=tuple(requests),
         prompt_tokens=sum(map(len, prompts)),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        wish=wish,
+        handoff=handoff,
     )
 
 
 def _of_sample(sampling: Sampling, room: int, sample_index: int) -> Sampling:
-    return Sampling(
-        max_tokens=min(sampling.max_tokens, room),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=None if sampling.seed is None else (sampling.seed + sample_index) % 2**_SEED_BITS,
-        stop=sampling.stop,
-        logprobs=sampling.logprobs,
-        ignore_eos=sampling.ignore_eos,
-    )
+    seed = None if sampling.seed is None else (sampling.seed + sample_index) % 2**_SEED_BITS
+    return replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed)
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None, default_max: int) -> Sampling:
     _within("max_tokens", body.max_tokens, 1, None)
+    _check_salt(body.cache_salt)
     if body.prompt_logprobs is not None:
         _bad(
             "prompt_logprobs", f"{body.prompt_logprobs} is not supported: only tokens of the answer have logprobs; leave it out"
@@ -240,54 +255,93 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
         _bad("stop", f"has {len(stops)} entries; at most {_MAX_STOPS} are possible")
     if "" in stops:
         _bad("stop", f"entry {stops.index('')} is an empty string, which would stop every answer; leave it out")
+    longest = max(map(len, stops), default=0)
+    if longest > _MAX_STOP_CHARACTERS:
+        _bad("stop", f"has an entry of {longest} characters; at most {_MAX_STOP_CHARACTERS} are possible")
     return stops
 
 
-def _samples(n: int | None, prompts: int) -> int:
+def _check_salt(salt: str | None) -> None:
+    if salt == "":
+        _bad("cache_salt", "is an empty string; send a secret of your own, or leave it out to share cached prefixes")
+    if salt is not None and len(salt) > _MAX_SALT_CHARACTERS:
+        _bad("cache_salt", f"has {len(salt)} characters; at most {_MAX_SALT_CHARACTERS} are possible")
+
+
+def _samples(n: int | None, prompts: int, limits: RequestLimits) -> int:
     samples = 1 if n is None else n
     _within("n", samples, 1, _MAX_SAMPLES)
-    if samples * prompts > _MAX_CHOICES:
-        _bad(
-            "n",
-            f"{samples} for each of {prompts} prompts makes {samples * prompts} choices; at most {_MAX_CHOICES} are possible",
-        )
+    if samples * prompts > limits.sequences:
+        _bad("n", f"{samples} for each of {prompts} prompts makes {samples * prompts} sequences; {_sequence_limit(limits)}")
     return samples
 
 
-def _room(prompt: tuple[int, ...], limits: ModelLimits, field: str) -> int:
+def _sequence_limit(limits: RequestLimits) -> str:
+    return f"a request has at most {limits.sequences} (max_request_sequences); send several requests"
+
+
+def _room(prompt: tuple[int, ...], limits: RequestLimits, field: str) -> int:
     if not prompt:
         _bad(field, "has no tokens; send at least one")
-    room = limits.context_tokens - len(prompt)
-    if room < 1:
+    _check_tokens(len(prompt), limits, field)
+    return limits.context_tokens - len(prompt)
+
+
+def _check_tokens(tokens: int, limits: RequestLimits, field: str) -> None:
+    if tokens >= limits.context_tokens:
         _bad(
             field,
-            f"has {len(prompt)} tokens, but the context of {limits.served_model} is {limits.context_tokens} tokens "
+            f"has {tokens} tokens, but the context of {limits.served_model} is {limits.context_tokens} tokens "
             "and one must be left for the answer; shorten it",
         )
-    return room
 
 
-def _completion_prompts(
-    prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, limits: ModelLimits
-) -> list[tuple[int, ...]]:
+def _check_bytes(text: str, limits: RequestLimits, field: str) -> int:
+    """The UTF-8 bytes of `text`."""
+    # Characters first: a text with too many of them is not even encoded.
+    size = len(text) if len(text) > limits.prompt_bytes else len(text.encode("utf-8", "surrogatepass"))
+    if size > limits.prompt_bytes:
+        _bad(
+            field,
+            f"has {size} bytes; a prompt of {limits.served_model}, whose context is {limits.context_tokens} tokens, "
+            f"has at most {limits.prompt_bytes} (max_prompt_bytes); shorten it",
+        )
+    return size
+
+
+def _completion_prompts(prompt: str | list[str | int | list[int]], limits: RequestLimits) -> list[str | tuple[int, ...]]:
+    """The prompts of a body, with their texts as they are. Counts are checked before entries: a long loop stops the server."""
     if isinstance(prompt, str):
-        return [tuple(tokenizer.encode(prompt))]
+        _check_bytes(prompt, limits, "prompt")
+        return [prompt]
     if not prompt:
         _bad("prompt", "is an empty list; send a string, token ids, or a list of either")
-    if len(prompt) > _MAX_CHOICES and not isinstance(prompt[0], int):
-        _bad("prompt", f"has {len(prompt)} entries; at most {_MAX_CHOICES} are possible")
+    if isinstance(prompt[0], int):
+        _check_tokens(len(prompt), limits, "prompt")
+    elif len(prompt) > limits.sequences:
+        _bad("prompt", f"has {len(prompt)} entries; {_sequence_limit(limits)}")
     kind = type(prompt[0])
     for position, entry in enumerate(prompt):
         if type(entry) is not kind:
             _bad("prompt", f"mixes kinds: entry 0 is {_kind(prompt[0])}, entry {position} is {_kind(entry)}")
     if kind is int:
         return [_token_ids([entry for entry in prompt if isinstance(entry, int)], limits, "prompt")]
-    prompts = []
+    prompts: list[str | tuple[int, ...]] = []
+    total_bytes = 0
     for position, entry in enumerate(prompt):
+        field = f"prompt[{position}]"
         if isinstance(entry, str):
-            prompts.append(tuple(tokenizer.encode(entry)))
+            total_bytes += _check_bytes(entry, limits, field)
+            prompts.append(entry)
         elif isinstance(entry, list):
-            prompts.append(_token_ids(entry, limits, f"prompt[{position}]"))
+            _check_tokens(len(entry), limits, field)
+            prompts.append(_token_ids(entry, limits, field))
+    if total_bytes > limits.request_bytes:
+        _bad(
+            "prompt",
+            f"{len(prompt)} prompts have {total_bytes} bytes together; a request has at most {limits.request_bytes} "
+            "(max_request_bytes); send several requests",
+        )
     return prompts
 
 
@@ -295,7 +349,7 @@ def _kind(entry: str | int | list[int]) -> str:
     return "a string" if isinstance(entry, str) else "a token id" if isinstance(entry, int) else "a list of token ids"
 
 
-def _token_ids(ids: list[int], limits: ModelLimits, field: str) -> tuple[int, ...]:
+def _token_ids(ids: list[int], limits: RequestLimits, field: str) -> tuple[int, ...]:
     for position, token_id in enumerate(ids):
         if not 0 <= token_id < limits.vocab_size:
             _bad(
@@ -304,10 +358,27 @@ def _token_ids(ids: list[int], limits: ModelLimits, field: str) -> tuple[int, ..
     return tuple(ids)
 
 
-def _conversation(messages: list[Message]) -> list[dict[str, str]]:
+def _conversation(messages: list[Message], limits: RequestLimits) -> list[dict[str, str]]:
     if not messages:
         _bad("messages", "is an empty list; send at least one message")
-    return [{"role": message.role, "content": _content(index, message)} for index, message in enumerate(messages)]
+    if len(messages) > limits.context_tokens:
+        _bad(
+            "messages",
+            f"has {len(messages)} entries; the context of {limits.served_model} is {limits.context_tokens} tokens; shorten it",
+        )
+    total_bytes, conversation = 0, []
+    for index, message in enumerate(messages):
+        total_bytes += _check_bytes(message.role, limits, f"messages[{index}].role")
+        content = _content(index, message)
+        total_bytes += _check_bytes(content, limits, f"messages[{index}].content")
+        conversation.append({"role": message.role, "content": content})
+    if total_bytes > limits.prompt_bytes:
+        _bad(
+            "messages",
+            f"has {total_bytes} bytes; a conversation with {limits.served_model} has at most {limits.prompt_bytes} "
+            "(max_prompt_bytes); shorten it",
+        )
+    return conversation
 
 
 def _content(index: int, message: Message) -> str:

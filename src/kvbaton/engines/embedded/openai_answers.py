@@ -1,23 +1,26 @@
-"""OpenAI-style answers: whole bodies and stream events, built from the engine's outputs. Compact JSON only.
+"""OpenAI-style responses: whole bodies and stream events, built from the engine's outputs. Compact JSON only.
 
-Numbers that a proxy may parse and print again are rounded to six digits, so that they keep their length.
+vllm-router parses a response and prints it again under the old Content-Length. Numbers are rounded to six digits so that they
+keep their length on that path.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.openai import ApiRequest
 from kvbaton.engines.embedded.request import FinishReason, RequestRecord, TokenOutput
 from kvbaton.engines.handoff_params import shown_seconds
 
-__all__ = ["DONE_EVENT", "Answer", "Choice", "sse_event"]
+__all__ = ["DONE_EVENT", "ResponseBuilder", "ResponseChoice", "sse_event"]
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
@@ -30,8 +33,8 @@ def sse_event(body: bytes) -> bytes:
 
 
 @dataclass(slots=True)
-class Choice:
-    """What one choice has said so far."""
+class ResponseChoice:
+    """The output of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -42,8 +45,8 @@ class Choice:
     started: bool = False
 
 
-class Answer:
-    """The answer to one API request as it grows: `add` takes outputs, `events` and `body` show them."""
+class ResponseBuilder:
+    """The response to one API request as it grows: `add` takes outputs for `body`; `event` turns one output into an event."""
 
     def __init__(
         self,
@@ -51,19 +54,30 @@ class Answer:
         model: str,
         token_text: Callable[[int], str],
         handoff_params: dict[str, object] | None = None,
+        *,
+        show_details: bool = True,
     ) -> None:
         self._api = api
         self._token_text = (lambda token_id: f"token_id:{token_id}") if api.tokens_as_ids else token_text
-        self._choices = [Choice() for _ in api.requests]
+        self._choices = [ResponseChoice() for _ in api.requests]
         self._handoff_params = handoff_params
+        self._show_details = show_details
         self._unfinished = len(self._choices)
         kind = ("chat.completion.chunk" if api.stream else "chat.completion") if api.is_chat else "text_completion"
-        self._head = {"id": api.response_id, "object": kind, "created": int(time.time()), "model": model}
+        # The request id holds the control addresses of both instances, because real routers put them there.
+        prefix = "chatcmpl" if api.is_chat else "cmpl"
+        name = api.request_id if api.request_id and show_details else uuid.uuid4().hex
+        self._head = {"id": f"{prefix}-{name}", "object": kind, "created": int(time.time()), "model": model}
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice has its finish reason."""
         return self._unfinished == 0
+
+    def finished(self) -> list[RequestId]:
+        """The requests of the choices that have ended well."""
+        choices = zip(self._api.requests, self._choices, strict=True)
+        return [request.request_id for request, choice in choices if choice.finish_reason is not None]
 
     def add(self, index: int, output: TokenOutput) -> None:
         """Take one output of choice `index` for a whole body."""
@@ -73,7 +87,7 @@ class Answer:
             choice.outputs.append(output)
 
     def body(self) -> bytes:
-        """The whole answer."""
+        """The whole response."""
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return orjson.dumps({**self._head, "choices": choices, "usage": self._usage(), **self._extras()})
 
@@ -97,12 +111,12 @@ class Answer:
         )
 
     def usage_event(self) -> bytes | None:
-        """The event with the token counts; None unless the client asked for it."""
+        """The event with the token counts; None unless the client requested it."""
         if not self._api.include_usage:
             return None
         return sse_event(orjson.dumps({**self._head, "choices": [], "usage": self._usage()}))
 
-    def _count(self, index: int, output: TokenOutput) -> Choice:
+    def _count(self, index: int, output: TokenOutput) -> ResponseChoice:
         choice = self._choices[index]
         choice.tokens += output.token_id >= 0
         choice.record = output.record or choice.record
@@ -111,11 +125,11 @@ class Answer:
             self._unfinished -= 1
         return choice
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
         text = "".join(choice.texts)
-        said = {"message": {"role": "assistant", "content": text}} if self._api.is_chat else {"text": text}
+        content = {"message": {"role": "assistant", "content": text}} if self._api.is_chat else {"text": text}
         logprobs = self._logprobs(index, choice, choice.outputs)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _usage(self) -> dict[str, int]:
         generated = sum(choice.tokens for choice in self._choices)
@@ -127,16 +141,16 @@ class Answer:
         if self._handoff_params is not None:
             extras["kv_transfer_params"] = self._handoff_params
         records = [None if choice.record is None else _record(choice.record) for choice in self._choices]
-        if records[0] is not None:
+        if self._show_details and records[0] is not None:
             extras["kvbaton"] = records[0] if len(records) == 1 else {**records[0], "records": records}
         return extras
 
-    def _logprobs(self, index: int, choice: Choice, outputs: list[TokenOutput]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, choice: ResponseChoice, outputs: list[TokenOutput]) -> dict[str, Any] | None:
         if self._api.requests[index].sampling.logprobs is None or not outputs:
             return None
         return self._chat_logprobs(outputs) if self._api.is_chat else self._completion_logprobs(choice, outputs)
 
-    def _completion_logprobs(self, choice: Choice, outputs: list[TokenOutput]) -> dict[str, Any]:
+    def _completion_logprobs(self, choice: ResponseChoice, outputs: list[TokenOutput]) -> dict[str, Any]:
         tokens = [self._token_text(output.token_id) for output in outputs]
         offsets = []
         for token in tokens:

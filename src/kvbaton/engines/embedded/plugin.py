@@ -26,7 +26,6 @@ from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
 from kvbaton.engines.embedded.shaped.cut import Cut, check_cut
 from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
-from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.engines.instance import ModelIdentity, instance_card
@@ -161,6 +160,6 @@ def check_fit(source: LoadedShaped, source_shape: Shape, target: LoadedShaped, t
 
 def _card(loaded: LoadedShaped, shape: Shape) -> Card:
     cuts = [Cut(at.pp, shape.pp, at.tp, shape.tp) for at in shape.all()]
-    layouts = [layout_of(ShapedCache(loaded.blueprint, blocks=1, block_tokens=16, cut=cut)) for cut in cuts]
+    layouts = [ShapedCache(loaded.blueprint, blocks=1, block_tokens=16, cut=cut).layout() for cut in cuts]
     model = ModelIdentity(loaded.name, loaded.fingerprint)
     return instance_card(Incarnation(""), model, Limits(), layouts, shape=shape)

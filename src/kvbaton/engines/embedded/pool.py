@@ -2,7 +2,7 @@
 
 Pure bookkeeping; it never touches cache memory. Every block is in exactly one state:
 
-- *free*: nobody refers to it. A free block may still be *cached*: its contents are a known prefix, and it is given out anew
+- *free*: without a reference. A free block may still be *cached*: its contents are a known prefix, and it is given out anew
   only after every other free block, least recently used first.
 - *in use*: sequences refer to it, hand-offs do not.
 - *held*: at least one hand-off refers to it, so it must not change until that hand-off has ended.
@@ -10,8 +10,8 @@ Pure bookkeeping; it never touches cache memory. Every block is in exactly one s
 A full block enters the prefix cache under a chained digest of all tokens up to its end, so equal digests mean equal contents
 and a block can be shared.
 
-The model reads consecutive blocks fastest. So an allocation may ask for *room*: free blocks behind it that others leave alone
-while they find place elsewhere, for the sequence to grow into. Room is a wish and never makes an allocation fail.
+The model reads consecutive blocks fastest. So an allocation may ask for *room*: free blocks behind it, for the sequence to
+grow into, that other allocations avoid while they find blocks elsewhere. Room is best effort and never makes one fail.
 `free + in_use + held == total` is checked wherever blocks move.
 """
 
@@ -26,26 +26,35 @@ import numpy.typing as npt
 
 from kvbaton.errors import Bug, ConfigError
 
-__all__ = ["BlockPool", "PrefixDigests"]
+__all__ = ["BlockPool", "PrefixDigests", "salt_key"]
 
 _DIGEST_BYTES = 16
 _MOST_ROOM = 32
 """At most the pool's 32nd part is kept as room for one allocation."""
-_NOBODY = -1
+_NO_OWNER = -1
+
+
+def salt_key(salt: str) -> bytes:
+    """A cache salt in a fixed length; empty without one."""
+    return hashlib.blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest() if salt else b""
 
 
 class PrefixDigests:
-    """The digests of the full blocks of a growing list of tokens; each depends on every token before it."""
+    """The digests of the full blocks of a growing list of tokens; each depends on every token before it, and on the salt.
 
-    def __init__(self, block_tokens: int) -> None:
+    Without a salt, a client learns from `cached_tokens`, or from the time to its first token, which prompts others have sent.
+    """
+
+    def __init__(self, block_tokens: int, salt: str = "") -> None:
         self._block_tokens = block_tokens
         self._digests: list[bytes] = []
+        self._root = salt_key(salt)
 
     def of(self, token_ids: Sequence[int], tokens: int) -> list[bytes]:
         """The digests of the full blocks within the first `tokens` tokens. `token_ids` may only ever have been appended to."""
         size = self._block_tokens
         for index in range(len(self._digests), tokens // size):
-            parent = self._digests[-1] if index else b""
+            parent = self._digests[-1] if index else self._root
             block = np.asarray(token_ids[index * size : (index + 1) * size], dtype="<i4").tobytes()
             self._digests.append(hashlib.blake2b(parent + block, digest_size=_DIGEST_BYTES).digest())
         return self._digests[: tokens // size]
@@ -65,7 +74,7 @@ class BlockPool:
         self._holds = [0] * blocks
         self._open: npt.NDArray[np.bool_] = np.ones(blocks, dtype=np.bool_)
         self._open_count = blocks
-        self._room_owner: npt.NDArray[np.int32] = np.full(blocks, _NOBODY, dtype=np.int32)
+        self._room_owner: npt.NDArray[np.int32] = np.full(blocks, _NO_OWNER, dtype=np.int32)
         self._rooms: dict[int, slice] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
@@ -119,7 +128,7 @@ class BlockPool:
         return self.free - sum(not self._is_referenced(block) for block in acquired)
 
     def held_once(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks would be free if the one hand-off that refers to them let go."""
+        """How many of these blocks would be free if the one hand-off that refers to them released them."""
         return sum(self._holds[block] == 1 and not self._uses[block] for block in blocks)
 
     def acquire(self, blocks: Sequence[int], *, held: bool = False) -> None:
@@ -139,7 +148,7 @@ class BlockPool:
         blocks are dropped only when there are too few others. Raises Bug when fewer than `count` blocks are free.
         """
         if count > self.free:
-            raise Bug(f"{count} blocks asked for with {self.free} free; ask can_allocate first")
+            raise Bug(f"{count} blocks requested with {self.free} free; call can_allocate first")
         if not count:
             return []
         room = min(room, self.total // _MOST_ROOM)
@@ -167,7 +176,8 @@ class BlockPool:
         self.check()
 
     def release(self, blocks: Sequence[int], *, held: bool = False) -> None:
-        """Drop one reference to each; what nobody refers to is free again, and stays cached if it was registered."""
+        """Drop one reference to each; a block without references is free again, and stays cached if it was registered."""
+        # In reverse, so that the end of a prefix is evicted before its beginning: a beginning alone can still be matched.
         for block in reversed(blocks):
             self._drop(block, held=held)
             if self._is_referenced(block):
@@ -203,7 +213,7 @@ class BlockPool:
             raise Bug(f"recount differs: in use {in_use}/{self._in_use}, held {held}/{self._held}, open {self._open_count}")
         if {block: digest for digest, block in self._block_of.items()} != self._digest_of:
             raise Bug("the two directions of the prefix cache disagree")
-        if sum(room.stop - room.start for room in self._rooms.values()) != int((self._room_owner != _NOBODY).sum()):
+        if sum(room.stop - room.start for room in self._rooms.values()) != int((self._room_owner != _NO_OWNER).sum()):
             raise Bug("the rooms and their owners disagree")
         for block in range(self.total):
             places = (self._is_referenced(block), bool(self._open[block]), block in self._evictable)
@@ -275,12 +285,12 @@ class BlockPool:
         return list(range(first, stop))
 
     def _unclaimed(self) -> npt.NDArray[np.bool_]:
-        unclaimed: npt.NDArray[np.bool_] = self._open & (self._room_owner == _NOBODY)
+        unclaimed: npt.NDArray[np.bool_] = self._open & (self._room_owner == _NO_OWNER)
         return unclaimed
 
     def _keep_room(self, block: int, room: int) -> None:
         stop = block + 1
-        while stop <= block + room and stop < self.total and self._open[stop] and self._room_owner[stop] == _NOBODY:
+        while stop <= block + room and stop < self.total and self._open[stop] and self._room_owner[stop] == _NO_OWNER:
             stop += 1
         if stop > block + 1:
             self._rooms[block] = slice(block + 1, stop)
@@ -289,7 +299,7 @@ class BlockPool:
     def _give_room_back(self, block: int) -> None:
         room = self._rooms.pop(block, None)
         if room is not None:
-            self._room_owner[room] = _NOBODY
+            self._room_owner[room] = _NO_OWNER
 
 
 def _runs(mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

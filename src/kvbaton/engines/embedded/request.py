@@ -1,4 +1,4 @@
-"""What the embedded engine is asked for, and what it answers token by token."""
+"""The requests of the embedded engine, and its outputs, token by token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, RequestId
 from kvbaton.engines.handoff_params import HandoffParams, SourceParams
+from kvbaton.errors import LocalError
 
 __all__ = [
+    "EngineBusy",
     "FinishReason",
     "FromSource",
     "GenerationRequest",
@@ -52,20 +54,29 @@ class FromSource:
     source_incarnation: Incarnation | None = None
 
 
-def handoff_of(wish: HandoffParams, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
-    """The hand-off that a caller wishes for one prompt's one sample."""
-    key = HandoffKey(wish.transfer_id, prompt_index, sample_index)
-    return ToTarget(key) if isinstance(wish, SourceParams) else FromSource(key, wish.source, wish.source_incarnation)
+def handoff_of(params: HandoffParams, prompt_index: int, sample_index: int) -> ToTarget | FromSource:
+    """The hand-off of one sample of one prompt."""
+    key = HandoffKey(params.transfer_id, prompt_index, sample_index)
+    if isinstance(params, SourceParams):
+        return ToTarget(key)
+    return FromSource(key, params.source, params.source_incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt, one sample."""
+    """One prompt, one sample. Requests share cached prefixes only if they have the same `cache_salt`, as in vLLM."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     handoff: ToTarget | FromSource | None = None
+    cache_salt: str = ""
+
+
+class EngineBusy(LocalError):
+    """Too many sequences wait; try again later, or at another instance."""
+
+    retryable = True
 
 
 class FinishReason(enum.StrEnum):
@@ -100,9 +111,9 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One step of an answer. The last one has a `finish_reason`; its `token_id` is -1 when it brings no token.
+    """One output of a request. The last one has a `finish_reason`; its `token_id` is -1 when it carries no token.
 
-    `text` is what may be shown now: bytes of an unfinished character, and text that could still become a stop string, are
+    `text` is what may be shown now: bytes of an incomplete character, and text that could still become a stop string, are
     held back until they are decided. A stop string itself is never shown.
     """
 

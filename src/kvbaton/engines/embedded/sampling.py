@@ -21,7 +21,7 @@ _KEY_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A chosen token; `logprob` is 0.0 and `top_logprobs` empty unless logprobs were asked for."""
+    """A chosen token; `logprob` is 0.0 and `top_logprobs` empty unless logprobs were requested."""
 
     token_id: int
     logprob: float = 0.0

@@ -1,16 +1,16 @@
-"""Continuous batching: who waits, who runs, and which tokens of whom the model runs in the next step.
+"""Continuous batching: which sequences wait, which run, and which of their tokens the model runs in the next step.
 
-Owns the block pool. Every live sequence is in exactly one place, named by its phase:
+Owns the block pool. Every live sequence is in exactly one place, named by its status:
 
 - *waiting* in a queue, first come first served; a preempted sequence goes back to the head. A source in push that may not
-  start without a grant steps aside into a queue of its own, so that it keeps nobody from starting.
+  start without a grant moves to a queue of its own, so that it does not keep the sequences behind it from starting.
 - *prefilling* or *decoding* among the running ones, oldest first. All blocks of the tokens known so far are allocated at
   admission, so only decoding can run out of blocks; then the youngest running sequence is preempted. The oldest is
-  never the victim of another, so somebody always gets on.
-- *fetching*: its blocks are held for a hand-off that fills them. Takes no place among the running ones until it has landed.
-- *held*: a finished prefill whose blocks wait for the target, or one that was given up and waits for the end of its hand-off.
-- *retracting*: a preempted source of which something was told to a target. Its blocks stay as they are until `drained`. Who
-  needed one of them waits, and comes before anybody new.
+  never preempted for another one, so there is always progress.
+- *fetching*: its blocks are held for a hand-off that fills them. It does not count as running until it has landed.
+- *held*: a finished prefill whose blocks wait for the target, or an aborted one that waits for the end of its hand-off.
+- *retracting*: a preempted source of which a span was announced to a target. Its blocks stay unchanged until `drained`,
+  because the target may be reading them. The sequence that needed one of them waits, and is served before new ones.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from operator import attrgetter
 import numpy as np
 
 from kvbaton.core.grants import may_start_prefill
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.pool import BlockPool
-from kvbaton.engines.embedded.sequence import Phase, Sequence
+from kvbaton.engines.embedded.sequence import Sequence, SequenceStatus
 from kvbaton.errors import Bug
 
-__all__ = ["Chunk", "Plan", "Scheduler"]
+__all__ = ["ScheduledChunk", "StepPlan", "Scheduler"]
 
 _by_number = attrgetter("number")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ScheduledChunk:
     """The next `count` uncomputed tokens of a sequence, to be run in this step."""
 
     sequence: Sequence
@@ -45,10 +45,10 @@ class Chunk:
         """Whether every known token is computed after this chunk, so that the next one can be chosen."""
         return self.count == self.sequence.uncomputed
 
-    def span(self) -> Span:
-        """This chunk as the model wants it."""
+    def span(self) -> TokenSpan:
+        """This chunk as input of the model."""
         sequence, start = self.sequence, self.sequence.computed
-        return Span(
+        return TokenSpan(
             token_ids=np.asarray(sequence.tokens[start : start + self.count], dtype=np.int32),
             start=start,
             blocks=np.asarray(sequence.blocks, dtype=np.int32),
@@ -56,17 +56,17 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run in the next step, and the sources whose announcements have to be taken back first."""
+class StepPlan:
+    """What to run in the next step, and the sources that have to be retracted first."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     retracted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Moves sequences between their phases, and with them their blocks.
+    """Moves sequences from status to status, and with them their blocks.
 
-    With `reserved_blocks` (push), a source without a grant starts only while so many blocks stay free.
+    With `reserved_blocks` (push), a source without a grant starts only while that many blocks stay free.
     """
 
     def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int, reserved_blocks: int | None = None) -> None:
@@ -87,23 +87,23 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Requests that have no place among the running ones yet."""
+        """Requests that are not among the running ones yet."""
         return sum(map(len, (self._waiting, self._ungranted, self._fetching, self._landed, self._retracting)))
 
     def ungranted_since(self, moment: float) -> list[Sequence]:
-        """The sources that have waited for a grant, which they need to start, from `moment` or earlier; oldest first."""
+        """The sources that have waited since `moment` or earlier for the grant they need to start; oldest first."""
         return [sequence for sequence in self._ungranted if sequence.ungranted_s <= moment]
 
-    def counts(self) -> dict[Phase, int]:
-        """How many live sequences there are in each phase."""
-        prefilling = sum(sequence.phase is Phase.PREFILLING for sequence in self._running)
+    def counts(self) -> dict[SequenceStatus, int]:
+        """How many live sequences there are per status."""
+        prefilling = sum(sequence.status is SequenceStatus.PREFILLING for sequence in self._running)
         return {
-            Phase.WAITING: len(self._waiting) + len(self._ungranted),
-            Phase.PREFILLING: prefilling,
-            Phase.FETCHING: len(self._fetching),
-            Phase.DECODING: len(self._running) - prefilling + len(self._landed),
-            Phase.HELD: len(self._held),
-            Phase.RETRACTING: len(self._retracting),
+            SequenceStatus.WAITING: len(self._waiting) + len(self._ungranted),
+            SequenceStatus.PREFILLING: prefilling,
+            SequenceStatus.FETCHING: len(self._fetching),
+            SequenceStatus.DECODING: len(self._running) - prefilling + len(self._landed),
+            SequenceStatus.HELD: len(self._held),
+            SequenceStatus.RETRACTING: len(self._retracting),
         }
 
     def add(self, sequence: Sequence) -> None:
@@ -111,102 +111,102 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def granted(self, sequence: Sequence) -> None:
-        """A target has blocks for this source: it may take the last ones here, and waits among the others from now on."""
+        """A target has blocks for this source: it may use the reserved ones here, and returns to the common queue."""
         sequence.has_grant = True
         if sequence in self._ungranted:
             self._ungranted.remove(sequence)
             _insert(self._waiting, sequence)
 
     def admit(self, now: float) -> list[Sequence]:
-        """Start what may start and fits; return it. Some of it runs now, the cache of the rest is to come from a source."""
+        """Start the sequences that may start and fit; return them. Some run now, the others fetch their cache from a source."""
         while self._landed and self._has_place:
             self._run(self._landed.popleft())
         admitted = []
         while (sequence := self._next(now)) is not None:
             self._note_admission(sequence, now)
             if sequence.awaits_source:
-                sequence.phase = Phase.FETCHING
+                sequence.status = SequenceStatus.FETCHING
                 self._fetching[sequence.number] = sequence
             else:
-                sequence.phase = Phase.PREFILLING
+                sequence.status = SequenceStatus.PREFILLING
                 self._run(sequence)
             admitted.append(sequence)
         return admitted
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Choose what to run next: a token of every decoding sequence, then prefill chunks within the token budget."""
-        plan, self._owed_blocks = Plan(), 0
+        plan, self._owed_blocks = StepPlan(), 0
         for sequence in tuple(self._running):
-            if sequence.phase is Phase.DECODING and self._grow(sequence, plan):
-                plan.chunks.append(Chunk(sequence, 1))
+            if sequence.status is SequenceStatus.DECODING and self._grow(sequence, plan):
+                plan.chunks.append(ScheduledChunk(sequence, 1))
         budget = max(self._step_tokens - len(plan.chunks), self.pool.block_tokens)
         for sequence in self._running:
-            if sequence.phase is Phase.PREFILLING and budget:
+            if sequence.status is SequenceStatus.PREFILLING and budget:
                 count = min(budget, sequence.uncomputed)
-                plan.chunks.append(Chunk(sequence, count))
+                plan.chunks.append(ScheduledChunk(sequence, count))
                 budget -= count
         return plan
 
-    def complete(self, chunk: Chunk) -> None:
+    def complete(self, chunk: ScheduledChunk) -> None:
         """The model has run `chunk`: its full blocks enter the prefix cache, and a finished prefill turns to decoding."""
         sequence = chunk.sequence
         first = sequence.computed // self.pool.block_tokens
         sequence.computed += chunk.count
         if not sequence.uncomputed:
-            sequence.phase = Phase.DECODING
+            sequence.status = SequenceStatus.DECODING
         self._register(sequence, first)
 
     def hold(self, sequence: Sequence) -> None:
-        """A running source is offered, or given up after something of it was told: its blocks stay untouched until `finish`."""
+        """A running source is offered, or aborted after a span was announced: its blocks stay unchanged until `finish`."""
         self._running.remove(sequence)
         self.pool.hold(sequence.blocks)
-        sequence.phase = Phase.HELD
+        sequence.status = SequenceStatus.HELD
         self._held[sequence.number] = sequence
 
     def land(self, sequence: Sequence) -> None:
-        """The cache of the whole prompt has come from the source: it may be shared, and decoding may start."""
+        """The cache of the whole prompt has arrived from the source: it may be shared, and decoding may start."""
         del self._fetching[sequence.number]
         self.pool.use(sequence.blocks)
         sequence.computed = sequence.prompt_tokens
-        sequence.phase = Phase.DECODING
+        sequence.status = SequenceStatus.DECODING
         self._register(sequence, 0)
         self._landed.append(sequence)
 
     def drained(self, sequence: Sequence) -> None:
-        """Nobody reads a retracted source any more: its blocks are free, and it starts over from the head of the queue."""
+        """No target reads a retracted source any more: free its blocks and start it over from the head of the queue."""
         self._leave(sequence)
         self.pool.release(sequence.blocks, held=True)
         sequence.preempted()
         self._waiting.appendleft(sequence)
 
     def compute_here(self, sequence: Sequence) -> None:
-        """Nothing will come from the source: the prompt is computed here, as soon as there is room for it."""
-        if sequence.phase is Phase.FETCHING:
+        """The source will send nothing: the prompt is computed here, as soon as there are blocks for it."""
+        if sequence.status is SequenceStatus.FETCHING:
             self._leave(sequence)
             self.pool.release(sequence.blocks, held=True)
             self._waiting.appendleft(sequence)
         sequence.compute_here()
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, whatever its phase, and its blocks back."""
-        is_held = sequence.phase in (Phase.FETCHING, Phase.HELD, Phase.RETRACTING)
+        """Remove a sequence, whatever its status, and free its blocks."""
+        is_held = sequence.is_held
         self._leave(sequence)
         self.pool.release(sequence.blocks, held=is_held)
-        sequence.blocks, sequence.phase = [], Phase.FINISHED
+        sequence.blocks, sequence.status = [], SequenceStatus.FINISHED
 
     def _leave(self, sequence: Sequence) -> None:
-        match sequence.phase:
-            case Phase.WAITING:
+        match sequence.status:
+            case SequenceStatus.WAITING:
                 (self._ungranted if sequence in self._ungranted else self._waiting).remove(sequence)
-            case Phase.FETCHING:
+            case SequenceStatus.FETCHING:
                 del self._fetching[sequence.number]
-            case Phase.HELD:
+            case SequenceStatus.HELD:
                 del self._held[sequence.number]
-            case Phase.RETRACTING:
+            case SequenceStatus.RETRACTING:
                 del self._retracting[sequence.number]
-            case Phase.PREFILLING | Phase.DECODING:
+            case SequenceStatus.PREFILLING | SequenceStatus.DECODING:
                 (self._running if sequence in self._running else self._landed).remove(sequence)
-            case Phase.FINISHED:
+            case SequenceStatus.FINISHED:
                 raise Bug(f"request {sequence.request.request_id} is finished twice")
 
     @property
@@ -224,6 +224,7 @@ class Scheduler:
             sequence = self._waiting[0]
             if not (sequence.awaits_source or self._has_place):
                 return None
+            # In order of arrival: a later source that happens to fit must not overtake the first ungranted one.
             steps_aside = self._lacks_grant(sequence) and self._ungranted
             if not steps_aside and self._allocate(sequence):
                 return self._waiting.popleft()
@@ -245,8 +246,10 @@ class Scheduler:
         """Take the cached prefix and allocate the rest; false, and nothing taken, when too few blocks are free."""
         tokens = len(sequence.tokens)
         held = sequence.awaits_source
+        # The model has to run at least one token to get logits; a target gets its first token from the source instead.
         cached = self.pool.match_prefix(sequence.digests(tokens if held else tokens - 1))
         needed = self.pool.blocks_for(tokens) - len(cached)
+        # One block more than the prompt needs, or the first decoded token could preempt what was just admitted.
         spare = 0 if sequence.is_source or len(cached) + needed == self.pool.total else 1
         if not may_start_prefill(
             free_blocks=self.pool.free_beside(cached) - self._owed_blocks,
@@ -262,11 +265,12 @@ class Scheduler:
         sequence.computed = len(cached) * self.pool.block_tokens
         return True
 
-    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
-        """Make room for the next token; false when the sequence has to wait for it, or had to give way itself."""
+    def _grow(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Allocate for the next token; false when the sequence has to wait for a block, or was preempted itself."""
         if len(sequence.blocks) * self.pool.block_tokens >= len(sequence.tokens):
             return True
         while not self.pool.can_allocate(1):
+            # Blocks of retracted sources will be free soon: wait for those before another sequence is preempted.
             if self._coming() > self._owed_blocks:
                 self._owed_blocks += 1
                 return False
@@ -278,15 +282,15 @@ class Scheduler:
         return True
 
     def _coming(self) -> int:
-        """Blocks that will be free when what is being retracted is drained."""
+        """Blocks that will be free when the retracting sources are drained."""
         return sum(self.pool.held_once(sequence.blocks) for sequence in self._retracting.values())
 
-    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         self._leave(sequence)
         self.preemptions_total += 1
-        if sequence.spans_told:
+        if sequence.spans_announced:
             self.pool.hold(sequence.blocks)
-            sequence.phase = Phase.RETRACTING
+            sequence.status = SequenceStatus.RETRACTING
             self._retracting[sequence.number] = sequence
             plan.retracted.append(sequence)
         else:
@@ -301,7 +305,7 @@ class Scheduler:
 
 
 def _insert(queue: deque[Sequence], sequence: Sequence) -> None:
-    """Put a sequence before the first that came later."""
+    """Insert a sequence before the first one that arrived later."""
     if not queue or queue[-1].number < sequence.number:
         queue.append(sequence)
     else:

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks, how far its cache is computed, and the text it may show."""
+"""One request inside the engine: its tokens, its blocks, how many of its tokens are computed, and the text it may show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from array import array
 
 from kvbaton.agent.engine_port import HandoffStats
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey
-from kvbaton.engines.embedded.pool import PrefixDigests
+from kvbaton.engines.embedded.pool import PrefixDigests, salt_key
 from kvbaton.engines.embedded.request import (
     FinishReason,
     FromSource,
@@ -25,11 +25,11 @@ from kvbaton.engines.embedded.stops import StopFilter
 from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer
 from kvbaton.errors import Bug
 
-__all__ = ["Phase", "Sequence", "choose_seed", "prompt_digest"]
+__all__ = ["SequenceStatus", "Sequence", "choose_seed", "prompt_digest"]
 
 
-class Phase(enum.StrEnum):
-    """Where a request stands."""
+class SequenceStatus(enum.StrEnum):
+    """What a live request is doing."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -44,8 +44,8 @@ class Sequence:
     """The tokens of one request, prompt first; the cache of the first `computed` of them lies in `blocks`.
 
     `number` is the order of arrival. `limit` is the most tokens, prompt included, that the sequence may grow to. Of a source
-    in push, `spans_told` counts what the agents were told of this attempt, `has_grant` says whether a target has blocks for
-    it, and `ungranted_s` when it last stepped aside to wait for that.
+    in push, `spans_announced` counts the spans of this attempt that were announced, `has_grant` is whether a target has blocks
+    for it, and `ungranted_s` is when it began to wait for a grant.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sequence:
         self.sink = sink
         self.number = number
         self.seed = choose_seed(request)
-        self.phase = Phase.WAITING
+        self.status = SequenceStatus.WAITING
         self.tokens = list(request.prompt_ids)
         self.blocks: list[int] = []
         self.computed = 0
@@ -74,23 +74,23 @@ class Sequence:
         self.has_ended = False
         self.has_grant = False
         self.ungranted_s = 0.0
-        self.spans_told = 0
+        self.spans_announced = 0
         self.is_first_step_noted = False
         self._is_local = False
         self.limit = min(limit, self.prompt_tokens + (1 if self.is_source else request.sampling.max_tokens))
-        self._digests = PrefixDigests(cache.block_tokens)
+        self._digests = PrefixDigests(cache.block_tokens, request.cache_salt)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else tokenizer.eos_ids
         self._text = TextStream(tokenizer)
         self._stops = StopFilter(request.sampling.stop)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt as it was asked."""
+        """Tokens of the prompt in the request."""
         return len(self.request.prompt_ids)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens chosen so far."""
+        """Tokens sampled so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -111,13 +111,18 @@ class Sequence:
         return isinstance(self.request.handoff, ToTarget)
 
     @property
+    def is_held(self) -> bool:
+        """Whether a hand-off refers to the blocks, so that they must not change before it has ended."""
+        return self.status in (SequenceStatus.FETCHING, SequenceStatus.HELD, SequenceStatus.RETRACTING)
+
+    @property
     def awaits_source(self) -> bool:
-        """Whether the cache of the prompt is still to come from a prefill instance."""
+        """Whether the cache of the prompt has yet to arrive from a prefill instance."""
         return isinstance(self.request.handoff, FromSource) and not (self.record.handed_off or self._is_local)
 
     @property
     def block_lists(self) -> BlockLists:
-        """The blocks as agents want them; costs time in proportion to their number."""
+        """The blocks, one list per group of the layout; costs time in proportion to their number."""
         return self._cache.block_lists(self.blocks)
 
     def digests(self, tokens: int) -> list[bytes]:
@@ -125,13 +130,13 @@ class Sequence:
         return self._digests.of(self.tokens, tokens) if self._cache.shares_prefixes else []
 
     def admitted(self, now: float, cached_tokens: int) -> None:
-        """Note when the request first left the queue, and how much of its prompt was cached."""
+        """Record when the request first left the queue, and how much of its prompt was cached."""
         self.admitted_s = now
         self.record.queue_s = now - self.submitted_s
         self.record.cached_tokens = cached_tokens
 
     def landed(self, aux: Aux, stats: HandoffStats, now: float) -> None:
-        """Note that the cache of the prompt has come from the source, and what that took."""
+        """Record that the cache of the prompt has arrived from the source, and what that took."""
         record = self.record
         record.handed_off = True
         record.queue_s, record.prefill_s = aux.queue_s, aux.prefill_s
@@ -142,17 +147,17 @@ class Sequence:
 
     def preempted(self) -> None:
         """Forget the blocks; the tokens so far are run again when the request is admitted anew."""
-        self.blocks, self.computed, self.phase, self.spans_told = [], 0, Phase.WAITING, 0
+        self.blocks, self.computed, self.status, self.spans_announced = [], 0, SequenceStatus.WAITING, 0
         self.record.recomputed |= self.record.handed_off
 
     def compute_here(self) -> None:
-        """Nothing will come from the source: from now on this is a plain request, whose prompt is computed here."""
-        self.blocks, self.computed, self.phase = [], 0, Phase.WAITING
+        """The source will send nothing: from now on this is a plain request, whose prompt is computed here."""
+        self.blocks, self.computed, self.status = [], 0, SequenceStatus.WAITING
         self.admitted_s, self._is_local = None, True
         self.record.recomputed = True
 
     def append(self, sampled: Sampled, now: float) -> TokenOutput:
-        """Add a chosen token; the output says what to show of it, and whether the answer ends here."""
+        """Add a sampled token; the output holds the text to show, and the finish reason if the request ends here."""
         if not self.output_tokens:
             self._note_first_token(now)
         self.tokens.append(sampled.token_id)
@@ -167,7 +172,7 @@ class Sequence:
         )
 
     def end(self, reason: FinishReason, error: str) -> TokenOutput:
-        """The output that ends the answer early."""
+        """The output that ends the request early."""
         return TokenOutput(token_id=-1, text="", finish_reason=reason, error=error, record=self.record)
 
     def aux(self, sampled: Sampled) -> Aux:
@@ -199,13 +204,16 @@ class Sequence:
 
 
 def prompt_digest(request: GenerationRequest) -> str:
-    """What the prompt is, in short: both sides of a hand-off must have the same."""
+    """A digest of the prompt and its cache salt: both sides of a hand-off must have the same.
+
+    With the salt in it, a client that names another's transfer id gets its blocks only if it also knows the salt.
+    """
     ids = array("q", request.prompt_ids).tobytes()
-    return hashlib.blake2b(ids, digest_size=16).hexdigest()
+    return hashlib.blake2b(ids, digest_size=16, key=salt_key(request.cache_salt)).hexdigest()
 
 
 def choose_seed(request: GenerationRequest) -> int:
-    """The seed that the request names; else one made of the hand-off's key, so that both sides agree; else a fresh one."""
+    """The seed of the request; else one derived from the hand-off's key, so that both sides agree; else a random one."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     if request.handoff is not None:

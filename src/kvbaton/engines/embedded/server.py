@@ -1,6 +1,6 @@
-"""The OpenAI-compatible HTTP face of the embedded engine: completions, chat, models, health and metrics.
+"""The OpenAI-compatible HTTP server of the embedded engine: completions, chat, models, health and metrics.
 
-A client that goes away takes its requests with it: `start_server` has handlers cancelled on disconnect, and a
+A disconnect cancels the requests of that client: aiohttp cancels the handler (as `start_server` configures it), and a
 `Submission` cancels what it still runs when its handler ends, however it ends.
 """
 
@@ -9,86 +9,62 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvbaton.core.handoff import RequestId
-from kvbaton.discovery.log_limit import LogLimit
-from kvbaton.engines.embedded.config import ModelConfig
+from kvbaton.config import Trust
 from kvbaton.engines.embedded.declined import declined_requests
-from kvbaton.engines.embedded.handoff_routes import add_handoff_routes
+from kvbaton.engines.embedded.handoff_routes import HandoffAccess, HandoffRoutes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
 from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
 from kvbaton.engines.embedded.openai import (
     ApiRequest,
     ChatBody,
     CompletionBody,
-    ModelLimits,
-    Tokenizer,
+    RequestLimits,
     chat_request,
     completion_request,
     decode_body,
+    request_limits,
 )
-from kvbaton.engines.embedded.openai_answers import DONE_EVENT, Answer, sse_event
-from kvbaton.engines.embedded.stats import EngineStats
-from kvbaton.engines.embedded.submission import Runner, Submission
-from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, answer_params, size_doubt
+from kvbaton.engines.embedded.openai_answers import DONE_EVENT, ResponseBuilder, sse_event
+from kvbaton.engines.embedded.request import FromSource
+from kvbaton.engines.embedded.seams import PromptTokenizer
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
+from kvbaton.engines.embedded.submission import EngineClient, Submission
+from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, TargetParams, answer_params, read_params, size_doubt
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
+from kvbaton.wire.log_limit import LogLimit
 
-__all__ = ["HandoffInfo", "LoadedModel", "Role", "ServedEngine", "make_app", "start_server"]
+__all__ = ["Role", "make_app", "start_server"]
 
 Role = Literal["prefill", "decode", "both"]
 Body = TypeVar("Body", CompletionBody, ChatBody)
-Check = Callable[[Body, Tokenizer, ModelLimits, str | None], ApiRequest]
+Check = Callable[[Body, PromptTokenizer, RequestLimits, str | None], ApiRequest]
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
+_SMALLEST_BODY_LIMIT = 1 << 20
+_MAX_BODIES_BYTES = 64 << 20
+"""Bodies that are being received or checked, over all connections."""
+
+_BODY_S = 60.0
 _INLINE_BODY_BYTES = 16 * 1024
-_KNOWN_SOURCES = 8192
+_LARGE_BODIES_AT_ONCE = 2
+"""A decoded body takes up to 30 times its bytes, a tokenized one more; so few are checked at a time."""
+
+_NO_TRUST = Trust()
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _logger = logging.getLogger(__name__)
 
 
-class LoadedModel(Protocol):
-    """What the HTTP face needs of a loaded model."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its sizes."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
-
-    @property
-    def name(self) -> str:
-        """What its files call it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of its weights."""
-
-
-class ServedEngine(Runner, Protocol):
-    """What the HTTP face needs of an engine."""
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model it runs."""
-
-    def stats(self) -> EngineStats:
-        """A snapshot of its numbers."""
-
-
 def make_app(
-    engine: ServedEngine,
+    engine: EngineClient,
     *,
     served_model: str,
     role: Role,
@@ -96,23 +72,27 @@ def make_app(
     progress_timeout_s: float = 600.0,
     agent: ReadAgent | None = None,
     timelines: Timelines | None = None,
+    trust: Trust = _NO_TRUST,
+    settings: HttpSettings = DEFAULT_HTTP,
 ) -> web.Application:
     """The application that serves `engine`; run it with `start_server`. It starts nothing and owns nothing.
 
-    `progress_timeout_s` bounds every wait: for a request's body, for the engine's next output, for a client that reads.
-    `agent`, where there are hand-offs, is asked at each scrape of the metrics.
-    `timelines`, where hand-offs are noted, are told at /handoffs.
+    `progress_timeout_s` bounds every wait: for a request's body (a minute at most), for the engine's next output, for a client
+    that reads.
+    `agent`, where there are hand-offs, is read at each scrape of the metrics.
+    `timelines`, where hand-offs are noted, are served at /handoffs. With the key of `trust`, only its holders act on hand-offs.
     """
-    face = _Face(engine, served_model, role, handoff, progress_timeout_s, make_registry(engine.stats, agent))
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json])
-    app.router.add_post("/v1/completions", face.completions)
-    app.router.add_post("/v1/chat/completions", face.chat_completions)
-    app.router.add_get("/v1/models", face.models)
-    app.router.add_get("/health", face.health)
-    app.router.add_get("/metrics", face.metrics)
-    app.router.add_delete("/handoffs/{transfer_id}", face.release)
-    if timelines is not None:
-        add_handoff_routes(app, timelines)
+    access = HandoffAccess(trust)
+    handoffs = HandoffRoutes(engine, timelines, access)
+    registry = make_registry(engine.stats, agent)
+    handlers = _Handlers(engine, served_model, role, handoff, progress_timeout_s, registry, handoffs, access, settings)
+    app = web.Application(client_max_size=handlers.max_body_bytes, middlewares=[errors_as_json])
+    app.router.add_post("/v1/completions", handlers.completions)
+    app.router.add_post("/v1/chat/completions", handlers.chat_completions)
+    app.router.add_get("/v1/models", handlers.models)
+    app.router.add_get("/health", handlers.health)
+    app.router.add_get("/metrics", handlers.metrics)
+    handoffs.add_to(app)
     return app
 
 
@@ -128,26 +108,34 @@ async def start_server(app: web.Application, host: str, port: int, *, shutdown_t
     return runner
 
 
-class _Face:
+class _Handlers:
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EngineClient,
         served_model: str,
         role: Role,
         handoff: HandoffInfo | None,
         progress_timeout_s: float,
         registry: CollectorRegistry,
+        handoffs: HandoffRoutes,
+        access: HandoffAccess,
+        settings: HttpSettings,
     ) -> None:
-        config = engine.loaded.config
         self._engine = engine
         self._served_model = served_model
         self._role = role
         self._handoff = handoff
         self._progress_timeout_s = progress_timeout_s
+        self._body_timeout_s = min(progress_timeout_s, _BODY_S)
         self._tokenizer = engine.loaded.tokenizer
-        self._limits = ModelLimits(served_model, config.context_tokens, config.vocab_size)
+        self._limits = request_limits(engine.loaded, served_model, settings)
         self._registry = registry
-        self._sources: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
+        self._handoffs = handoffs
+        self._access = access
+        self._show_details = settings.show_details
+        self.max_body_bytes = settings.max_body_bytes or 2 * self._limits.request_bytes + _SMALLEST_BODY_LIMIT
+        self._body_bytes = 0
+        self._large_bodies = asyncio.Semaphore(_LARGE_BODIES_AT_ONCE)
         self._created = int(time.time())
         self._doubts = LogLimit(every_s=600.0)
 
@@ -176,86 +164,124 @@ class _Face:
     async def metrics(self, http: web.Request) -> web.Response:  # noqa: ARG002
         return web.Response(body=metrics_text(self._registry), headers={"Content-Type": _METRICS_TYPE})
 
-    async def release(self, http: web.Request) -> web.Response:
-        """Nobody will come for what this instance has prefilled under that transfer id: give it up."""
-        requests = self._sources.pop(http.match_info["transfer_id"], ())
-        for request_id in requests:
-            self._engine.cancel(request_id)
-        return _json(orjson.dumps({"released": len(requests)}))
-
-    def _remember(self, transfer_id: str, api: ApiRequest) -> None:
-        self._sources[transfer_id] = tuple(request.request_id for request in api.requests)
-        while len(self._sources) > _KNOWN_SOURCES:
-            self._sources.popitem(last=False)
-
     async def _read(self, http: web.Request, kind: type[Body], check: Check[Body]) -> ApiRequest:
         request_id = _request_id(http)
+        raw = bytearray()
         try:
-            async with asyncio.timeout(self._progress_timeout_s):
-                raw = await http.read()
-        except TimeoutError as error:
-            raise HttpError(408, "timeout", f"the body did not arrive within {self._progress_timeout_s:g} s") from error
-        except (web.RequestPayloadError, ValueError) as error:
-            raise BadRequest("body", f"the body cannot be read: {error}") from error
+            try:
+                async with asyncio.timeout(self._body_timeout_s):
+                    await self._receive(http, raw)
+            except TimeoutError as error:
+                message = f"the body did not arrive within {self._body_timeout_s:g} s"
+                raise HttpError(408, "timeout", message) from error
+            except (web.RequestPayloadError, ValueError) as error:
+                raise BadRequest("body", f"the body cannot be read: {error}") from error
+            return await self._checked(http, bytes(raw), kind, check, request_id)
+        finally:
+            self._body_bytes -= len(raw)
+
+    async def _receive(self, http: web.Request, raw: bytearray) -> None:
+        """Append the body to `raw`; raises HttpError as soon as it is known to be too large."""
+        if (http.content_length or 0) > self.max_body_bytes:
+            raise self._too_large(http.content_length or 0)
+        async for piece in http.content.iter_any():
+            raw += piece
+            self._body_bytes += len(piece)
+            if len(raw) > self.max_body_bytes:
+                raise self._too_large(len(raw))
+            # Small bodies always pass: a client that sends large ones slowly must not keep the others out.
+            if len(raw) > _INLINE_BODY_BYTES and self._body_bytes > _MAX_BODIES_BYTES:
+                message = f"{self._body_bytes} bytes of bodies are being received, and at most {_MAX_BODIES_BYTES} are taken"
+                raise HttpError(429, "overloaded", f"{message}; try again later", code="too_many_bytes", retry=True)
+
+    def _too_large(self, size: int) -> HttpError:
+        message = f"the body is too large: {size} bytes or more, and at most {self.max_body_bytes} are taken (max_body_bytes)"
+        return HttpError(413, "invalid_request_error", f"{message}; send a shorter prompt", code="body_too_large")
+
+    async def _checked(
+        self, http: web.Request, raw: bytes, kind: type[Body], check: Check[Body], request_id: str | None
+    ) -> ApiRequest:
         try:
             if len(raw) <= _INLINE_BODY_BYTES:
-                return self._check(raw, kind, check, request_id)
-            return await asyncio.to_thread(self._check, raw, kind, check, request_id)
+                return self._check(http, raw, kind, check, request_id)
+            async with self._large_bodies:
+                return await asyncio.to_thread(self._check, http, raw, kind, check, request_id)
         except KVBatonError as error:
-            for request in declined_requests(raw, request_id):
-                self._engine.decline(request, str(error))
+            for request in declined_requests(raw, request_id, self._limits.sequences):
+                if isinstance(request.handoff, FromSource) and self._access.may_dial(http, request.handoff.source.host):
+                    self._engine.decline(request, str(error))
             raise
 
-    def _check(self, raw: bytes, kind: type[Body], check: Check[Body], request_id: str | None) -> ApiRequest:
+    def _check(self, http: web.Request, raw: bytes, kind: type[Body], check: Check[Body], request_id: str | None) -> ApiRequest:
         body = decode_body(raw, kind)
+        params = read_params(body.kv_transfer_params, request_id)
+        if isinstance(params, TargetParams):
+            self._access.check_dial(http, params.source.host)
         if body.model is not None and body.model != self._served_model:
             message = f"model: {body.model!r} is not served here; this instance serves {self._served_model!r}"
             raise HttpError(404, "invalid_request_error", message, param="model", code="model_not_found")
-        self._tell_doubt(size_doubt(body.kv_transfer_params))
+        self._log_doubt(size_doubt(body.kv_transfer_params))
         api = check(body, self._tokenizer, self._limits, request_id)
-        if api.wish is not None and self._handoff is None:
+        if api.handoff is not None and self._handoff is None:
             raise BadRequest("kv_transfer_params", "kv_transfer_params: this instance hands nothing off; leave the field out")
         return api
 
-    def _tell_doubt(self, doubt: str | None) -> None:
+    def _log_doubt(self, doubt: str | None) -> None:
         if doubt is not None and self._doubts.allow(doubt, time.monotonic()) is not None:
             _logger.warning("%s", doubt)
 
     async def _answer(self, http: web.Request, api: ApiRequest) -> web.StreamResponse:
-        params = answer_params(api.wish, self._handoff) if isinstance(api.wish, SourceParams) and self._handoff else None
-        if isinstance(api.wish, SourceParams):
-            self._remember(api.wish.transfer_id, api)
-        answer = Answer(api, self._served_model, self._tokenizer.token_text, params)
-        with Submission(self._engine, api.requests, progress_timeout_s=self._progress_timeout_s) as submission:
-            if api.stream:
-                return await self._stream(http, answer, submission)
-            while not answer.is_finished:
-                answer.add(*await submission.next())
-        connection = _Connection(http, _json(answer.body()), self._progress_timeout_s)
-        await connection.finish()
-        return connection.response
+        source = api.handoff if isinstance(api.handoff, SourceParams) and self._handoff is not None else None
+        params = None
+        if source is not None and self._handoff is not None:
+            params = answer_params(source, self._handoff)
+            self._handoffs.remember(source.transfer_id, api)
+        builder = ResponseBuilder(api, self._served_model, self._tokenizer.token_text, params, show_details=self._show_details)
+        is_delivered = False
+        try:
+            writer = await self._run(http, api, builder)
+            is_delivered = not writer.is_lost
+        finally:
+            # A finished prefill outlives its request: its blocks are held for a target. If the caller left before it had the
+            # response, or another choice failed, no target will come, and the blocks would be held until defer_timeout.
+            if source is not None and not is_delivered:
+                self._handoffs.withdraw(source.transfer_id, api, builder.finished())
+        return writer.response
 
-    async def _stream(self, http: web.Request, answer: Answer, submission: Submission) -> web.StreamResponse:
+    async def _run(self, http: web.Request, api: ApiRequest, builder: ResponseBuilder) -> _ResponseWriter:
+        """Run the requests and send the response; the writer knows whether the client has read it."""
+        with Submission(
+            self._engine, api.requests, progress_timeout_s=self._progress_timeout_s, show_details=self._show_details
+        ) as submission:
+            if api.stream:
+                return await self._stream(http, builder, submission)
+            while not builder.is_finished:
+                builder.add(*await submission.next())
+        writer = _ResponseWriter(http, _json(builder.body()), self._progress_timeout_s)
+        await writer.finish()
+        return writer
+
+    async def _stream(self, http: web.Request, builder: ResponseBuilder, submission: Submission) -> _ResponseWriter:
         index, output = await submission.next()
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        connection = _Connection(http, web.StreamResponse(headers=headers), self._progress_timeout_s)
+        writer = _ResponseWriter(http, web.StreamResponse(headers=headers), self._progress_timeout_s)
         try:
-            await connection.write(answer.event(index, output))
-            while not (answer.is_finished or connection.is_lost):
-                await connection.write(answer.event(*await submission.next()))
-            await connection.write(answer.usage_event())
-            await connection.write(DONE_EVENT)
+            await writer.write(builder.event(index, output))
+            while not (builder.is_finished or writer.is_lost):
+                await writer.write(builder.event(*await submission.next()))
+            await writer.write(builder.usage_event())
+            await writer.write(DONE_EVENT)
         except KVBatonError as error:
-            await connection.fail(to_http_error(error))
+            await writer.fail(to_http_error(error))
         except Exception:
             _logger.exception("bug in the middle of a stream of %s", http.path)
-            await connection.fail(HttpError(500, "server_error", BUG_MESSAGE))
-        await connection.finish()
-        return connection.response
+            await writer.fail(HttpError(500, "server_error", BUG_MESSAGE))
+        await writer.finish()
+        return writer
 
 
-class _Connection:
-    """The way back to one client, each write with a deadline; `is_lost` once the client is gone or does not read."""
+class _ResponseWriter:
+    """Writes a response to one client, each write with a deadline; `is_lost` once the client is gone or does not read."""
 
     def __init__(self, http: web.Request, response: web.StreamResponse, timeout_s: float) -> None:
         self.response = response
@@ -271,7 +297,7 @@ class _Connection:
                 await self.response.write(data)
 
     async def fail(self, error: HttpError) -> None:
-        """Tell an error in the middle of a stream; the connection is closed after it."""
+        """Send an error in the middle of a stream; the connection is closed after it."""
         self.response.force_close()
         await self.write(sse_event(error_body(error)))
 

@@ -1,4 +1,4 @@
-"""What an embedded engine can be told: how much it takes on at once, how it hands over, and how long it waits."""
+"""The settings of an embedded engine and of its HTTP server: how much they take at once, and how long they wait."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.errors import ConfigError
 
-__all__ = ["EngineSettings"]
+__all__ = ["DEFAULT_HTTP", "EngineSettings", "HttpSettings"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How much an engine takes on at once. `step_tokens` bounds a step, so that prefill does not starve decode."""
+    """How much an engine runs at once. `step_tokens` bounds a step, so that prefill does not starve decode."""
 
     step_tokens: int = 256
     max_sequences: int = 64
     max_waiting: int = 4096
+    """Sequences (prompts times `n`, over all requests) that may wait; more are refused."""
     poison: bool = False
     """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
     defer_timeout_s: float = 60.0
-    """How long the first of the sources that may not start without a grant waits for it."""
+    """How long a source that may not start without a grant waits for it."""
     idle_wait_s: float = 0.5
-    """How long an idle engine waits before it looks round again without having been woken."""
+    """How long an idle engine sleeps when nothing wakes it."""
     close_s: float = 30.0
     """How long `close` waits for the step under way."""
 
@@ -31,3 +32,33 @@ class EngineSettings:
         for name in ("step_tokens", "max_sequences", "max_waiting", "defer_timeout_s", "idle_wait_s", "close_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """What one HTTP request may hold, checked before any of it is tokenized, and what its response shows.
+
+    A tokenizer needs many times the memory of its text, so a limit in tokens comes too late: it is known only afterwards.
+    """
+
+    max_prompt_bytes: int = 0
+    """UTF-8 bytes of one prompt or conversation; 0: the context length times the longest token of the vocabulary."""
+    max_request_bytes: int = 0
+    """UTF-8 bytes of all prompts of a request; 0: four times the limit of one prompt."""
+    max_body_bytes: int = 0
+    """Bytes of a request body; 0: 1 MiB and twice `max_request_bytes`."""
+    max_request_sequences: int = 256
+    """Sequences of one request: prompts times `n`."""
+    show_details: bool = True
+    """Whether responses show cached tokens, timings and addresses, from which a client learns about others and the cluster."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_bytes", "max_request_bytes", "max_body_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 (derived from the model) or above")
+        if self.max_request_sequences < 1:
+            raise ConfigError(f"max_request_sequences is {self.max_request_sequences}; it must be at least 1")
+
+
+DEFAULT_HTTP = HttpSettings()
+"""Every limit derived from the model."""

@@ -1,4 +1,4 @@
-"""Streaming: tells the agents what the sources of a step have computed, layer by layer, while the next layer computes."""
+"""Streaming: announces to the agents what the sources of a step have computed, layer by layer, while the next layer runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from kvbaton.agent.engine_port import HandoffPort, SpansReady
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
-from kvbaton.engines.embedded.scheduler import Chunk
+from kvbaton.engines.embedded.scheduler import ScheduledChunk
 from kvbaton.engines.embedded.sequence import Sequence
 
-__all__ = ["StepStream", "tell_cached"]
+__all__ = ["StepStream", "announce_cached"]
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What every layer of one source's chunk has in common."""
+class _SourceChunk:
+    """What the spans of one source's chunk have in common."""
 
     key: HandoffKey
     blocks: BlockLists
@@ -30,19 +30,20 @@ class _Part:
 class StepStream:
     """One step's listener: called with the number of each layer whose keys and values are in the cache.
 
-    Never raises: `failed` says whether the agents refused a call, and then nothing more is told.
+    Never raises, because the model calls it in the middle of a step: `failed` is set when the agents refused a call, and then
+    no further layer is announced.
     """
 
-    def __init__(self, port: HandoffPort, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, port: HandoffPort, chunks: Iterable[ScheduledChunk]) -> None:
         self.failed = False
         self._port = port
-        self._layers_told = 0
+        self._layers_announced = 0
         self._sequences = [chunk.sequence for chunk in chunks]
         self._parts = [
-            _Part(
+            _SourceChunk(
                 chunk.sequence.key,
                 chunk.sequence.block_lists,
-                chunk.sequence.spans_told,
+                chunk.sequence.spans_announced,
                 chunk.sequence.computed,
                 chunk.sequence.computed + chunk.count,
             )
@@ -50,13 +51,13 @@ class StepStream:
         ]
 
     def __call__(self, layer: int) -> None:
-        """Tell this layer of every source of the step, in one call."""
+        """Announce this layer of every source of the step, in one call."""
         if self.failed:
             return
-        number, end_layer = self._layers_told, layer + 1
-        self._layers_told += 1
+        number, end_layer = self._layers_announced, layer + 1
+        self._layers_announced += 1
         for sequence in self._sequences:
-            sequence.spans_told += 1
+            sequence.spans_announced += 1
         try:
             self._port.spans_ready_all(
                 [
@@ -69,12 +70,12 @@ class StepStream:
                 ]
             )
         except Exception:
-            _logger.exception("the agents refused to hear of layer %d of %d hand-offs", layer, len(self._parts))
+            _logger.exception("the agents refused layer %d of %d hand-offs", layer, len(self._parts))
             self.failed = True
 
 
-def tell_cached(port: HandoffPort, sequence: Sequence, layers: int) -> None:
-    """Tell the part of a prompt that was in the prefix cache when its prefill began: one span over all layers."""
-    span = Span(sequence.spans_told, 0, sequence.computed, 0, layers)
-    sequence.spans_told += 1
+def announce_cached(port: HandoffPort, sequence: Sequence, layers: int) -> None:
+    """Announce the part of a prompt that was in the prefix cache when its prefill began: one span over all layers."""
+    span = Span(sequence.spans_announced, 0, sequence.computed, 0, layers)
+    sequence.spans_announced += 1
     port.spans_ready(sequence.key, sequence.block_lists, (span,))

@@ -1,4 +1,4 @@
-"""The running choices of one API request: submits them, brings their outputs into the event loop, cancels what is left."""
+"""The choices of one API request: submits them, brings their outputs into the event loop, cancels the unfinished."""
 
 from __future__ import annotations
 
@@ -10,35 +10,52 @@ from typing import Protocol
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
+from kvbaton.engines.embedded.seams import ModelInfo
+from kvbaton.engines.embedded.stats import EngineStats
 
-__all__ = ["Runner", "Submission"]
+__all__ = ["EngineClient", "Submission"]
 
 _logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """What a submission needs of an engine; its methods may be called from any thread and do not wait."""
+class EngineClient(Protocol):
+    """An engine as the HTTP server sees it; its methods may be called from any thread and do not wait."""
+
+    @property
+    def loaded(self) -> ModelInfo:
+        """The model it runs."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot of its counters."""
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Start `request`; its outputs go to `sink`."""
 
     def cancel(self, request_id: RequestId) -> None:
-        """Give a running request up."""
+        """Cancel a running request."""
 
     def decline(self, request: GenerationRequest, reason: str) -> None:
-        """A request was refused before it ran: let its source go, if it has one."""
+        """A request was refused before it ran: notify its source, if it has one."""
 
 
 class Submission:
     """Owns its requests in the engine: entering submits all or none, leaving cancels those that have not finished.
 
-    The sources of those that could not be submitted are let go at once.
+    Sources of requests that could not be submitted are notified at once, so that they release their blocks.
     """
 
-    def __init__(self, engine: Runner, requests: tuple[GenerationRequest, ...], *, progress_timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        requests: tuple[GenerationRequest, ...],
+        *,
+        progress_timeout_s: float,
+        show_details: bool = True,
+    ) -> None:
         self._engine = engine
         self._requests = requests
         self._progress_timeout_s = progress_timeout_s
+        self._show_details = show_details
         self._loop = asyncio.get_running_loop()
         most_outputs = sum(request.sampling.max_tokens + 1 for request in requests)
         self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue(most_outputs)
@@ -66,19 +83,23 @@ class Submission:
             async with asyncio.timeout(self._progress_timeout_s):
                 index, output = await self._outputs.get()
         except TimeoutError as error:
-            message = f"the engine has produced nothing for {self._progress_timeout_s:g} s; the request was given up"
+            message = f"the engine has produced nothing for {self._progress_timeout_s:g} s; the request was cancelled"
             raise HttpError(504, "timeout", message) from error
         self._raise_if_failed(index, output)
         return index, output
 
     def _raise_if_failed(self, index: int, output: TokenOutput) -> None:
         if output.finish_reason is FinishReason.CANCELLED:
-            raise HttpError(503, "cancelled", output.error or "the engine gave the request up; send it again", retry=True)
+            raise HttpError(503, "cancelled", output.error or "the engine cancelled the request; send it again", retry=True)
         if output.finish_reason is FinishReason.ERROR:
             handoff = self._requests[index].handoff
             if isinstance(handoff, FromSource):
-                reason = output.error or "no reason given"
-                raise HttpError(502, "handoff_failed", f"hand-off {handoff.key} from {handoff.source} failed: {reason}")
+                message = f"hand-off {handoff.key} from {handoff.source} failed: {output.error or 'no reason given'}"
+                if not self._show_details:
+                    # The reason names addresses and incarnations of peers.
+                    _logger.warning("%s", message)
+                    message = "the hand-off failed; the log of the decode instance has the reason"
+                raise HttpError(502, "handoff_failed", message)
             raise HttpError(500, "server_error", output.error or "the engine failed and gave no reason")
 
     def _sink(self, index: int) -> Sink:

@@ -153,7 +153,7 @@ def _write_whole(directory: Path, texts: dict[str, Any], weights: dict[str, npt.
 
 
 def _move(made: Path, directory: Path) -> None:
-    """Rename into place; whoever was first wins, the contents are the same."""
+    """Rename into place; if another process was first, keep its files, which are the same."""
     try:
         made.rename(directory)
     except OSError:

@@ -32,7 +32,7 @@ _LONGEST_HALF = 4
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True):
-    """What a model's own files say about its tokenizer; `chat_template` is empty when there is none."""
+    """What a model's own files contain about its tokenizer; `chat_template` is empty when there is none."""
 
     tokenizer_json: str
     chat_template: str = ""
@@ -57,9 +57,10 @@ class Tokenizer:
         self._is_byte_level = _is_byte_level(files.tokenizer_json)
         self.eos_ids = frozenset(files.eos_ids)
         self.vocab_size = int(self._backend.get_vocab_size())
+        self.longest_token_bytes = max(map(self._length, self._backend.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`. Special tokens in it are recognised; what the vocabulary cannot say is left out."""
+        """The token ids of `text`. Special tokens in it are recognised; characters outside the vocabulary are left out."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -83,6 +84,10 @@ class Tokenizer:
             return bytes(map(_BYTE_OF.__getitem__, token))
         except KeyError:
             return str(token).encode()
+
+    def _length(self, token: str) -> int:
+        """Bytes of a vocabulary entry; byte-level BPE writes every byte as one character."""
+        return len(token) if self._is_byte_level and _BYTE_OF.keys() >= set(token) else len(token.encode())
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
         """The prompt of a chat, up to where the assistant's answer begins. Raises BadRequest when the template refuses."""

@@ -1,7 +1,7 @@
 """A file of prepared weights that every process of a machine maps read-only, so that they share its pages.
 
 The file starts with a fixed prefix, then a header (msgpack), then the tensors, each aligned. It is written under a
-temporary name and renamed, so a reader sees a whole file or none; sizes and digests tell a damaged one.
+temporary name and renamed, so a reader sees a whole file or none; sizes and digests reveal a damaged one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+import os
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,7 @@ class CachedWeights:
 
 
 def open_weights(path: Path) -> CachedWeights | None:
-    """Map the file at `path`; None when there is none, or when it is truncated or damaged in any way."""
+    """Map the file at `path`; None when there is none, or when it is truncated or damaged."""
     try:
         with path.open("rb") as file:
             region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -85,7 +86,7 @@ def write_weights(path: Path, header: Header, tensors: Iterable[npt.NDArray[np.f
             for tensor in tensors:
                 file.write(np.ascontiguousarray(tensor, np.float32).data)
                 file.write(bytes(-tensor.nbytes % _ALIGN))
-            data_bytes = file.tell() - data_offset
+            data_bytes = file.seek(0, os.SEEK_CUR) - data_offset
             file.flush()
             data_digest = _data_digest(np.memmap(file.name, np.uint8, "r", data_offset, (data_bytes,)))
             file.seek(0)

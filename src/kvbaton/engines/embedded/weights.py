@@ -45,7 +45,7 @@ class LoadedModel:
 def load_model(model: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> LoadedModel:
     """Load `model`: "smollm2", a .gguf file, a directory of safetensors, or "tiny" / "tiny:SEED".
 
-    The first load writes prepared weights into `cache_dir`; `progress` is told about what takes long.
+    The first load writes prepared weights into `cache_dir`; `progress` gets a line per long task.
     """
     cache_dir = cache_dir or default_cache_dir()
     path = locate_model(model, cache_dir)

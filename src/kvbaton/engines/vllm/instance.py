@@ -15,8 +15,8 @@ from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import ConnectorSettings
 from kvbaton.engines.vllm.tensors import RegisteredCache
 from kvbaton.engines.vllm.worker_half import WorkerHalf
-from kvbaton.observe.notes_server import NotesServer
-from kvbaton.observe.records import About
+from kvbaton.observe.handoffs_server import HandoffsServer
+from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 from kvbaton.transport.base import Region, Transport
 
@@ -41,7 +41,9 @@ class WorkerInstance:
             opened.callback(sockets.close)
             transport = self.open_transport(settings, incarnation, region)
             opened.callback(transport.close)
-            self._notes = None if timelines is None else NotesServer(timelines, settings.control_host, settings.handoffs_port)
+            self._notes = (
+                None if timelines is None else HandoffsServer(timelines, settings.control_host, settings.handoffs_port)
+            )
             if self._notes is not None:
                 opened.callback(self._notes.close)
             self.driver = open_driver(
@@ -117,4 +119,4 @@ class WorkerInstance:
 def _timelines(settings: ConnectorSettings, incarnation: Incarnation, role: Role) -> Timelines | None:
     if not settings.handoffs_port:
         return None
-    return Timelines(About(role, settings.http_address or str(settings.control_address), incarnation))
+    return Timelines(InstanceInfo(role, settings.http_address or str(settings.control_address), incarnation))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.core.handoff import BlockLists, HandoffKey
 
 __all__ = [
@@ -76,7 +76,7 @@ class TargetBegins:
     """A request for a hand-off was admitted."""
 
     request_id: str
-    wanted: SourceWanted
+    wanted: SourceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class TargetDeclines:
     """A request for a hand-off was refused before admission; what its prompt was is not known."""
 
     request_id: str
-    wanted: SourceWanted
+    wanted: SourceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.agent.engine_port import SourceWanted
-from kvbaton.core.grants import Tombstones
+from kvbaton.agent.engine_port import SourceRequest
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, key_problem
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
@@ -47,6 +47,7 @@ _PROMPTS = {
 _RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 _RENDERED = "generate-tokens-"
 _MAX_TOGETHER = 4096
+_MAX_REMEMBERED = 4096
 
 
 class EngineRequest(Protocol):
@@ -90,7 +91,7 @@ class RequestedHandoff:
 
     key: HandoffKey | None
     source: SourceParams | None = None
-    wanted: SourceWanted | None = None
+    wanted: SourceRequest | None = None
     problem: str = ""
 
 
@@ -102,7 +103,7 @@ class AutomaticIds:
     """
 
     def __init__(self) -> None:
-        self._given: Tombstones[str, tuple[TransferId, set[tuple[int, int]]]] = Tombstones()
+        self._given: BoundedMap[str, tuple[TransferId, set[tuple[int, int]]]] = BoundedMap(_MAX_REMEMBERED)
 
     def of(self, request_id: str) -> TransferId:
         """The transfer id of this request, for its first call and no other."""
@@ -110,7 +111,7 @@ class AutomaticIds:
         given = self._given.get(stem)
         if given is None or (prompt, sample) in given[1] or len(given[1]) >= _MAX_TOGETHER:
             given = (automatic_id(), set())
-            self._given.add(stem, given)
+            self._given[stem] = given
         given[1].add((prompt, sample))
         return given[0]
 
@@ -133,7 +134,7 @@ def read_handoff(request: EngineRequest, mode: Mode, automatic: AutomaticIds) ->
     if problem:
         return RequestedHandoff(None, problem=problem)
     if isinstance(asked, TargetParams):
-        wanted = SourceWanted(key, prompt_digest(request), asked.source, asked.source_incarnation, mode)
+        wanted = SourceRequest(key, prompt_digest(request), asked.source, asked.source_incarnation, mode)
         return RequestedHandoff(key, wanted=wanted)
     return RequestedHandoff(key, source=asked)
 

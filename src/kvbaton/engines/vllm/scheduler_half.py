@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbaton.agent.engine_port import Allocation, Offer, SourceWanted
+from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode
 from kvbaton.engines.vllm.orders import (
@@ -105,7 +105,7 @@ class _LoadPhase(enum.Enum):
 @dataclass(slots=True)
 class _ScheduledTarget:
     tokens: int
-    wanted: SourceWanted | None
+    wanted: SourceRequest | None
     problem: str
     phase: _LoadPhase = _LoadPhase.WAITING
     is_over: bool = False

@@ -18,7 +18,7 @@ from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
 from kvbaton.engines.instance import AgentSettings
 from kvbaton.errors import ConfigError
-from kvbaton.transport.choose import AUTO, TRANSPORTS, check_writes
+from kvbaton.transport.choose import check_writes
 
 __all__ = ["ConnectorSettings", "parse_settings"]
 
@@ -173,9 +173,6 @@ def _by_key(error: ConfigError) -> ConfigError:
 def _check(settings: ConnectorSettings) -> None:
     _check_ports(settings)
     _check_hosts(settings)
-    if settings.transport not in (AUTO, *TRANSPORTS):
-        known = ", ".join([AUTO, *sorted(TRANSPORTS)])
-        raise ConfigError(f"{_WHERE}: transport is {settings.transport!r}; known are {known}")
     _check_routers(settings)
     try:
         check_writes(settings.transport, settings.unfenced_writes)

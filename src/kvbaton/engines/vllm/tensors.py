@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.core.layout import Layout, uniform_group
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import LayerTensor, tensor_group
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 
@@ -139,24 +140,17 @@ def _overlap(one: CacheTensor, other: CacheTensor) -> bool:
 def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, region_bytes: int) -> Layout:
     first = tensors[0]
     blocks, heads, block_tokens, channels = first.shape
-    token_bytes = heads * channels * first.element_bytes
-    group = uniform_group(
-        kind=spec.kind,
-        layers=tuple(range(len(tensors))),
-        planes=1,
-        blocks=blocks,
-        block_tokens=block_tokens,
-        head_start=0,
-        heads=heads,
+    # Blocks are moved whole: tokens before heads, because the planner joins tokens, and only the block's extent matters.
+    shape, head_bytes = (blocks, block_tokens, heads, channels), channels * first.element_bytes
+    strides = (first.strides[0], heads * head_bytes, head_bytes, first.element_bytes)
+    group = tensor_group(
+        spec.kind,
+        range(len(tensors)),
+        [LayerTensor(tensor.address - address, shape, strides, first.dtype, first.element_bytes) for tensor in tensors],
+        ("block", "token", "head", "channel"),
+        heads=(HeadRange(0, heads),),
         total_heads=spec.total_heads,
-        head_size=channels,
-        dtype=first.dtype,
-        element_bytes=first.element_bytes,
-        layer_offsets=tuple(tensor.address - address for tensor in tensors),
-        plane_stride=0,
-        block_stride=first.strides[0],
-        token_stride=token_bytes,
-        head_stride=channels * first.element_bytes,
+        planes=("kv",),
         whole_blocks=True,
     )
     return Layout(region_bytes, (group,))

@@ -1,4 +1,4 @@
-"""One request to an instance, and what its caller is told about it."""
+"""One request to an instance, and what its caller is notified of."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Protocol
 
 from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
-from kvbaton.router.http.messages import Answer
+from kvbaton.router.http.messages import InstanceAnswer
 
-__all__ = ["Call", "Caller", "Connection", "Nobody"]
+__all__ = ["Call", "CallConnection", "Caller"]
 
 
-class Connection(Protocol):
+class CallConnection(Protocol):
     """What a call needs of the connection that it goes over."""
 
     def drop(self) -> None:
-        """Close at once; the call that it served hears nothing more."""
+        """Close at once; the call that it served is not notified."""
 
     def pause(self) -> None:
         """Read no further."""
@@ -25,23 +25,20 @@ class Connection(Protocol):
         """Read on."""
 
 
-class Caller(Protocol):
-    """Whoever made a call. After `call_answered`, `call_ended` or `call_lost` nothing more is said about it."""
+class Caller:
+    """Made a call, and is notified of its progress; `call_answered`, `call_ended` or `call_lost` comes last. Ignores it all."""
 
-    def call_answered(self, call: Call, answer: Answer) -> None:
+    def call_answered(self, call: Call, answer: InstanceAnswer) -> None:
         """The answer is complete."""
 
-    def call_begun(self, call: Call) -> None:
-        """The head of a stream is in; see `call.content_type`."""
-
     def call_data(self, call: Call, piece: bytes) -> None:
-        """Bytes of the stream, as they came."""
+        """Bytes of a stream, as they came; see `call.content_type`."""
 
     def call_ended(self, call: Call) -> None:
         """The stream is complete."""
 
     def call_lost(self, call: Call, error: PeerError) -> None:
-        """The call came to nothing."""
+        """The call failed."""
 
 
 class Call:
@@ -51,14 +48,16 @@ class Call:
     is_stream = False
     is_over = False
     is_paused = False
-    has_heard = False
+    has_received = False
     was_sent = False
     """Whether there was a connection to send it over."""
+    was_cut = False
+    """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
     was_kept = False
     """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
     over: Callable[[Call], object] | None = None
-    """Told once, when the call is over, however it ended."""
-    _connection: Connection | None = None
+    """Called once, when the call is over, however it ended."""
+    _connection: CallConnection | None = None
     _pieces: list[bytes] | None = None
     _collected_bytes = 0
 
@@ -85,11 +84,11 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The instance in words."""
+        """The instance as it is named in logs and errors."""
         return self.instance.name
 
     def close(self) -> None:
-        """Give the call up; nothing more is heard of it."""
+        """Abandon the call; its caller is not notified."""
         if not self.is_over:
             connection, self._connection = self._connection, None
             if connection is not None:
@@ -109,9 +108,9 @@ class Call:
             self._connection.resume()
 
     def check(self, now: float) -> None:
-        """Give the call up when its deadline has passed; what was heard since the last look, or held up by us, moves it."""
-        if self.idle_s is not None and (self.has_heard or self.is_paused):
-            self.has_heard = False
+        """Lose the call when its deadline has passed; bytes since the last check, or a pause by us, move the deadline."""
+        if self.idle_s is not None and (self.has_received or self.is_paused):
+            self.has_received = False
             self.deadline = now + self.idle_s
         elif now >= self.deadline:
             self.lose(PeerLost(f"{self.name} did not answer in time"))
@@ -122,7 +121,7 @@ class Call:
             self.close()
             self.caller.call_lost(self, error)
 
-    def start_on(self, connection: Connection) -> None:
+    def start_on(self, connection: CallConnection) -> None:
         """Send it over a connection that stands."""
         self._connection = connection
         self.was_sent = True
@@ -131,7 +130,7 @@ class Call:
 
     def take_piece(self, piece: bytes) -> None:
         """Bytes of the body came."""
-        self.has_heard = True
+        self.has_received = True
         if self.is_stream:
             self.caller.call_data(self, piece)
             return
@@ -154,28 +153,9 @@ class Call:
         else:
             pieces = self._pieces or (b"",)
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            self.caller.call_answered(self, Answer(status, self.content_type, content, retry_after))
+            self.caller.call_answered(self, InstanceAnswer(status, self.content_type, content, retry_after))
 
     def _set_over(self) -> None:
         self.is_over = True
         if self.over is not None:
             self.over(self)
-
-
-class Nobody:
-    """A caller that does not care what becomes of its call."""
-
-    def call_answered(self, call: Call, answer: Answer) -> None:
-        """Nothing follows from it."""
-
-    def call_begun(self, call: Call) -> None:
-        """Nothing follows from it."""
-
-    def call_data(self, call: Call, piece: bytes) -> None:
-        """Nothing follows from it."""
-
-    def call_ended(self, call: Call) -> None:
-        """Nothing follows from it."""
-
-    def call_lost(self, call: Call, error: PeerError) -> None:
-        """Nothing follows from it."""

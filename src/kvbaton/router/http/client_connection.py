@@ -1,7 +1,12 @@
 """One client's connection: reads requests within limits, serves them one after another, and writes answers.
 
 It goes on reading while a request is served, because a client that hangs up is noticed by nothing else; what a client
-sends ahead is bounded. What is no HTTP, or too much of it, gets a 4xx and the connection is closed.
+sends ahead is bounded. What is no HTTP, or too much of it, gets a 4xx and the connection is closed; what the head alone
+shows, such as a missing API key, before the body is read.
+
+Every byte of a body is counted from its arrival until its request is answered: against the limit of one body, against that of
+what a connection sends ahead, and against that of all connections together. A body is one buffer however many chunks it comes
+in, and chunks that are much smaller than their own framing are refused.
 """
 
 from __future__ import annotations
@@ -9,29 +14,35 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast
 
 import httptools
 
 from kvbaton.router.answers import error_response
-from kvbaton.router.http.messages import Request, Response, head_lines, status_line
+from kvbaton.router.http.messages import HttpRequest, Response, head_lines, status_line
+from kvbaton.router.settings import RouterSettings
 
-if TYPE_CHECKING:
-    from kvbaton.router.http.server import HttpServer
-
-__all__ = ["ClientConnection", "Guest"]
+__all__ = ["ClientConnection", "ConnectionServer", "RequestOwner"]
 
 _logger = logging.getLogger(__name__)
 
 _WRITE_BUFFER_BYTES = 128 * 1024
+# A close with unread bytes sends RST, which can destroy the answer in the client's buffers; so the client may finish sending.
 _LINGER_S = 1.0
+# Such a body is admitted when the others hold all that is allowed: the large ones of one client must not stop all others.
+_SMALL_BYTES = 64 * 1024
 _MAX_AHEAD = 16
+_MAX_AHEAD_BYTES = 1024 * 1024
+_MIN_CHUNK_BYTES = 16
+_FREE_CHUNKS = 1024
+_VERSIONS = frozenset(("1.0", "1.1"))
 _HEADER_MARKS = len(b": \r\n")
 _CHUNKED = b"Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n"
 
 
-class Guest(Protocol):
-    """Whoever serves the request that a connection is busy with."""
+class RequestOwner(Protocol):
+    """Serves the request that a connection is busy with."""
 
     def client_gone(self) -> None:
         """The client hung up; nothing can be sent any more."""
@@ -43,23 +54,71 @@ class Guest(Protocol):
         """The client has caught up."""
 
 
+class ConnectionServer(Protocol):
+    """What a connection needs of the server that accepted it."""
+
+    settings: RouterSettings
+    is_draining: bool
+    held_bytes: int
+    """Bytes of bodies that all connections hold."""
+    clock: Callable[[], float]
+
+    def admit(self, connection: ClientConnection) -> bool:
+        """Take a new connection in; False when there are too many."""
+
+    def discard(self, connection: ClientConnection) -> None:
+        """Forget a connection that is closed."""
+
+    def check_head(self, path: str, headers: Mapping[bytes, bytes]) -> Response | None:
+        """Why a request is refused before its body is read; None when it is not."""
+
+    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """Answer a request, now or later."""
+
+    def count(self, path: str, status: int) -> None:
+        """An answer was sent."""
+
+
 class ClientConnection(asyncio.Protocol):
-    """A connection that belongs to `server`, which hands its requests out; `guest` is told what becomes of the client."""
+    """A connection of `server`, which hands its requests out; the owner of the current request is notified about its client."""
 
     __slots__ = (
-        "_ahead", "_body", "_body_bytes", "_closing", "_guest", "_head_bytes", "_headers", "_in_head", "_is_receiving",
-        "_max_head_bytes", "_parser", "_quiet_bytes", "_refusal", "_request", "_server", "_transport", "_url", "deadline",
+        "_ahead",
+        "_ahead_bytes",
+        "_body",
+        "_body_bytes",
+        "_chunks",
+        "_closing",
+        "_free_bytes",
+        "_head_bytes",
+        "_headers",
+        "_held_bytes",
+        "_in_head",
+        "_is_http_1_0",
+        "_is_receiving",
+        "_max_head_bytes",
+        "_owner",
+        "_parser",
+        "_path",
+        "_quiet_bytes",
+        "_refusal",
+        "_request",
+        "_server",
+        "_transport",
+        "_url",
+        "deadline",
         "stalled_since",
-    )  # fmt: skip
+    )
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: ConnectionServer) -> None:
         self._server = server
         self._max_head_bytes = server.settings.max_head_bytes
+        self._free_bytes = min(_SMALL_BYTES, server.settings.max_body_bytes)
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._ahead: deque[Request] = deque()
-        self._request: Request | None = None
-        self._guest: Guest | None = None
+        self._ahead: deque[HttpRequest] = deque()
+        self._request: HttpRequest | None = None
+        self._owner: RequestOwner | None = None
         self._refusal: Response | None = None
         self._closing = False
         self._in_head = False
@@ -67,9 +126,14 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._quiet_bytes = 0
         self._body_bytes = 0
+        self._ahead_bytes = 0
+        self._held_bytes = 0
+        self._chunks = 0
         self._url = b""
+        self._path = ""
+        self._is_http_1_0 = False
         self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self.deadline: float | None = None
         self.stalled_since: float | None = None
 
@@ -82,31 +146,34 @@ class ClientConnection(asyncio.Protocol):
             return
         self.deadline = self._server.clock() + self._server.settings.head_timeout_s
 
+    # No eof_received: an HTTP client that only half-closes counts as gone, as with every other HTTP server.
+
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-        """Tell whoever serves this client that it is gone."""
+        """Notify the owner of the current request."""
         self._transport = None
         self._closing = True
         self._server.discard(self)
-        guest, self._guest = self._guest, None
-        if guest is not None:
-            guest.client_gone()
+        self._release(self._held_bytes)
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.client_gone()
 
     def pause_writing(self) -> None:
         """The client reads slower than it is written to."""
         self.stalled_since = self._server.clock()
-        if self._guest is not None:
-            self._guest.client_pauses()
+        if self._owner is not None:
+            self._owner.client_pauses()
 
     def resume_writing(self) -> None:
         """The client has read what was waiting."""
         self.stalled_since = None
-        if self._guest is not None:
-            self._guest.client_resumes()
+        if self._owner is not None:
+            self._owner.client_resumes()
 
     def data_received(self, data: bytes) -> None:
         """Read on; whatever is wrong with the bytes ends in one 4xx.
 
-        The parser keeps what it cannot tell of yet, the unfinished header or trailer: that is limited, too.
+        The parser buffers an unfinished header or trailer, of which no callback reports: those bytes are limited, too.
         """
         if self._closing:
             return
@@ -126,28 +193,47 @@ class ClientConnection(asyncio.Protocol):
         """A request starts."""
         self._in_head = self._is_receiving = True
         self._head_bytes = self._quiet_bytes = 0
-        self._body_bytes = 0
+        self._body_bytes = self._chunks = 0
         self._url = b""
         self._headers = {}
-        self._body = []
+        self._body = b""
         if self._request is None:
             self.deadline = self._server.clock() + self._server.settings.head_timeout_s
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
         self._url += url
-        self._count_head(len(url))
+        self._quiet_bytes = 0
+        self._head_bytes += len(url)
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; trailers are dropped."""
-        self._count_head(len(name) + len(value) + _HEADER_MARKS)
+        self._quiet_bytes = 0
+        self._head_bytes += len(name) + len(value) + _HEADER_MARKS
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse_head()
         if self._in_head:
-            self._headers[name.lower()] = value or b""
+            name = name.lower()
+            if name == b"host" and name in self._headers:
+                self._refuse(400, "the request has two Host headers")
+            self._headers[name] = value or b""
 
     def on_headers_complete(self) -> None:
         """The head is in: refuse what cannot be served before its body comes."""
         self._in_head = False
         headers, settings = self._headers, self._server.settings
+        version = self._parser.get_http_version()
+        self._is_http_1_0 = version == "1.0"
+        self._path = self._url.partition(b"?")[0].decode("latin-1")
+        if version not in _VERSIONS:
+            self._refuse(400, f"HTTP/{version} is not supported; use HTTP/1.1")
+        elif b"host" not in headers and not self._is_http_1_0:
+            self._refuse(400, "the request has no Host header")
+        refusal = self._server.check_head(self._path, headers)
+        if refusal is not None:
+            self._refuse_with(refusal)
         length = headers.get(b"content-length", b"0")
         if int(length) > settings.max_body_bytes:
             self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {settings.max_body_bytes}")
@@ -157,52 +243,51 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
-            waits = headers.get(b"expect", b"").lower() == b"100-continue" and self._parser.get_http_version() != "1.0"
+            waits = headers.get(b"expect", b"").lower() == b"100-continue" and not self._is_http_1_0
             if waits and self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
         self._quiet_bytes = 0
+        if self._refusal is not None or self._closing:
+            return
         self._body_bytes += len(piece)
-        if self._body_bytes > self._server.settings.max_body_bytes:
-            self._refuse(413, f"the body is too large: more than {self._server.settings.max_body_bytes} bytes")
-        elif self._refusal is None:
-            self._body.append(piece)
+        self._chunks += 1
+        self._held_bytes += len(piece)
+        self._server.held_bytes += len(piece)
+        if not self._body:
+            self._body = piece
+        else:
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += piece
+        if self._body_bytes > self._free_bytes or self._chunks > _FREE_CHUNKS or self._request is not None:
+            self._check_budgets()
 
     def on_message_complete(self) -> None:
         """A request is complete: serve it, or keep it until its turn comes."""
         self._is_receiving = False
         if self._refusal is not None or self._closing:
             return
-        parser, pieces = self._parser, self._body
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        is_old = parser.get_http_version() == "1.0"
+        parser = self._parser
         method = parser.get_method().decode("latin-1")
-        request = Request(method, self._path(), self._headers, body, is_old, parser.should_keep_alive())
-        self._headers, self._body = {}, []
+        body = bytes(self._body)
+        request = HttpRequest(method, self._path, self._headers, body, self._is_http_1_0, parser.should_keep_alive())
+        self._headers, self._body = {}, b""
         if self._request is None:
             self._serve(request)
         elif len(self._ahead) < _MAX_AHEAD:
             self._ahead.append(request)
+            self._ahead_bytes += len(body)
         else:
             self._refuse(429, f"more than {_MAX_AHEAD} requests were sent ahead of their answers")
 
-    def host(self, guest: Guest) -> None:
-        """From now on, tell `guest` what becomes of the client of the current request; it may have earlier answers to read."""
-        self._guest = guest
+    def host(self, owner: RequestOwner) -> None:
+        """From now on, notify `owner` about the client, which may still have earlier answers to read."""
+        self._owner = owner
         if self.stalled_since is not None:
-            guest.client_pauses()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something can still be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is being served."""
-        return self._request is None
+            owner.client_pauses()
 
     def send(self, response: Response) -> None:
         """Answer the current request."""
@@ -263,20 +348,33 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self.abort()
 
-    def _path(self) -> str:
-        return self._url.partition(b"?")[0].decode("latin-1")
+    def _check_budgets(self) -> None:
+        settings, size = self._server.settings, self._body_bytes
+        if size > settings.max_body_bytes:
+            self._refuse(413, f"the body is too large: more than {settings.max_body_bytes} bytes (max_body_bytes)")
+        elif self._chunks > _FREE_CHUNKS and size < _MIN_CHUNK_BYTES * self._chunks:
+            self._refuse(400, f"the chunks of the body are too small: fewer than {_MIN_CHUNK_BYTES} bytes on average")
+        elif self._request is not None and self._ahead_bytes + size > _MAX_AHEAD_BYTES:
+            self._refuse(429, f"more than {_MAX_AHEAD_BYTES} bytes were sent ahead of their answers")
+        elif self._server.held_bytes > settings.max_held_bytes and size > _SMALL_BYTES:
+            message = f"the bodies of all requests hold {settings.max_held_bytes} bytes (max_held_bytes); try again"
+            self._refuse_with(error_response(429, message, code="overloaded", headers={"Retry-After": "2"}))
 
-    def _serve(self, request: Request) -> None:
+    def _release(self, size: int) -> None:
+        self._held_bytes -= size
+        self._server.held_bytes -= size
+
+    def _serve(self, request: HttpRequest) -> None:
         self._request = request
         self.deadline = None
         try:
             self._server.handle(self, request)
         except Exception:
             _logger.exception("router: %s %s failed; this is a bug", request.method, request.path)
-            guest, self._guest = self._guest, None
-            if guest is not None:
-                guest.client_gone()
-            self.send(error_response(500, "the router failed; its log says why", code="bug"))
+            owner, self._owner = self._owner, None
+            if owner is not None:
+                owner.client_gone()
+            self.send(error_response(500, "the router failed; see its log", code="bug"))
 
     def _persistence(self) -> bytes:
         if self._request is None or not self._request.keep_alive or self._server.is_draining or self._refusal is not None:
@@ -284,9 +382,10 @@ class ClientConnection(asyncio.Protocol):
         return b"Connection: keep-alive\r\n" if self._request.is_http_1_0 else b""
 
     def _finish(self, status: int, *, keep: bool = True) -> None:
-        request, self._request, self._guest = self._request, None, None
+        request, self._request, self._owner = self._request, None, None
         if request is None:
             return
+        self._release(min(len(request.body), self._held_bytes))
         self._server.count(request.path, status)
         if self._transport is None:
             return
@@ -300,28 +399,30 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve_next(self) -> None:
         if self._ahead and self._request is None and self._transport is not None:
-            self._serve(self._ahead.popleft())
-
-    def _count_head(self, length: int) -> None:
-        self._quiet_bytes = 0
-        self._head_bytes += length
-        if self._head_bytes > self._max_head_bytes:
-            self._refuse_head()
+            request = self._ahead.popleft()
+            self._ahead_bytes -= len(request.body)
+            self._serve(request)
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"the head of the request is longer than {self._max_head_bytes} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
+        self._refuse_with(error_response(status, message))
+
+    def _refuse_with(self, refusal: Response) -> None:
         if self._refusal is None:
-            self._refusal = error_response(status, message)
+            self._refusal = refusal
 
     def _close_with(self, refusal: Response) -> None:
         """Answer and close, but let the client finish sending for a moment: closing at once could take the answer away."""
         self._closing = True
         self._ahead.clear()
+        self._body = b""
+        self._release(self._held_bytes if self._request is None else self._held_bytes - len(self._request.body))
         if self._request is not None or self._transport is None:
             return
-        self._server.count(self._path(), refusal.status)
-        head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n\r\n"
-        self._transport.write(status_line(refusal.status) + head.encode() + refusal.body)
+        self._server.count(self._path, refusal.status)
+        head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n"
+        lines = head_lines(refusal.headers)
+        self._transport.write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
         self.deadline = self._server.clock() + _LINGER_S

@@ -8,12 +8,12 @@ from http import HTTPStatus
 
 import msgspec
 
-__all__ = ["Answer", "Request", "Response", "head_lines", "is_header_value", "request_head", "status_line"]
+__all__ = ["InstanceAnswer", "HttpRequest", "Response", "head_lines", "is_header_value", "request_head", "status_line"]
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
-class Request(msgspec.Struct, frozen=True):
+class HttpRequest(msgspec.Struct, frozen=True):
     """A client's complete request. Names of headers are in lower case; of a header that came twice, the last one counts."""
 
     method: str
@@ -39,7 +39,7 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class InstanceAnswer(msgspec.Struct, frozen=True):
     """An instance's complete answer."""
 
     status: int
@@ -64,7 +64,7 @@ def head_lines(headers: Mapping[str, str]) -> bytes:
 
 
 def is_header_value(text: str) -> bool:
-    """Whether a text may stand in a header: printable, and not a way to write another header."""
+    """Whether a text may stand in a header: printable, without a line break that would begin another header."""
     return text.isprintable() and text.isascii()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.client_connection import ClientConnection
-from kvbaton.router.http.messages import Request
+from kvbaton.router.http.messages import HttpRequest, Response
 from kvbaton.router.settings import RouterSettings
 
 __all__ = ["HttpServer"]
@@ -16,22 +16,32 @@ __all__ = ["HttpServer"]
 _BACKLOG = 4096
 _DRAIN_LOOK_S = 0.02
 
-Handler = Callable[[ClientConnection, Request], None]
+Handler = Callable[[ClientConnection, HttpRequest], None]
 Count = Callable[[str, int], None]
+HeadCheck = Callable[[str, Mapping[bytes, bytes]], Response | None]
 
 
 class HttpServer:
-    """Serves `handler`, which answers each request now or later; `count` hears path and status of each answer."""
+    """Serves `handler`, which answers each request now or later; `count` gets path and status of each answer.
+
+    `check_head` may refuse a request before its body is read.
+    """
 
     def __init__(
-        self, settings: RouterSettings, handler: Handler, count: Count, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: RouterSettings,
+        check_head: HeadCheck,
+        handler: Handler,
+        count: Count,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
+        self.check_head = check_head
         self.handle = handler
         self.count = count
         self.clock = clock
         self.is_draining = False
-        self.turned_away_total = 0
+        self.held_bytes = 0
         self._connections: set[ClientConnection] = set()
         self._listening: asyncio.Server | None = None
 
@@ -55,7 +65,6 @@ class HttpServer:
     def admit(self, connection: ClientConnection) -> bool:
         """Take a new connection in; False when there are too many."""
         if len(self._connections) >= self.settings.max_connections:
-            self.turned_away_total += 1
             return False
         self._connections.add(connection)
         return True

@@ -1,6 +1,6 @@
-"""Calls from the router to instances over connections that are kept; whatever goes wrong on the way is one PeerError.
+"""Calls from the router to instances over kept connections; every failure is one PeerError.
 
-A call that is closed before its end closes its connection at once: to an instance that means "give this request up".
+A call that is closed before its end closes its connection at once: to an instance that means "abort this request".
 """
 
 from __future__ import annotations
@@ -8,25 +8,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import httptools
 
 from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
-from kvbaton.router.http.call import Call, Nobody
-from kvbaton.router.http.messages import Answer, request_head
+from kvbaton.router.http.call import Call, Caller
+from kvbaton.router.http.messages import InstanceAnswer, request_head
 
 __all__ = ["Upstream", "fetch"]
 
+# Below the 5 s after which uvicorn, which serves vLLM, closes an idle connection: a request that is sent while the instance
+# closes would look like an instance that died of it.
 _KEPT_S = 4.0
 _MAX_KEPT = 1024
+_PROBE_AFTER_S = 0.02
+_PROBE_S = 1.0
 _MAX_HEAD_BYTES = 64 * 1024
 _EVENT_STREAM = b"text/event-stream"
 
 
-class _Connection(asyncio.Protocol):
+class InstanceConnection(asyncio.Protocol):
     """One kept connection to an instance; it serves one call at a time."""
 
     __slots__ = (
@@ -77,7 +81,7 @@ class _Connection(asyncio.Protocol):
         call.payload = b""
 
     def drop(self) -> None:
-        """Close at once; the call that it served hears nothing more."""
+        """Close at once; the call that it served is not notified."""
         self._call = None
         self.is_usable = False
         if self._transport is not None:
@@ -101,7 +105,7 @@ class _Connection(asyncio.Protocol):
         self.is_usable = True
 
     def eof_received(self) -> None:
-        """The instance says nothing more; the connection closes itself."""
+        """The instance sends nothing more; the connection closes itself."""
         self.is_usable = False
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -114,7 +118,9 @@ class _Connection(asyncio.Protocol):
             return
         if error is None and self._till_close and not self._in_head:
             call.take_end(self._status, self._retry_after())
-        elif self._in_head:
+            return
+        call.was_cut = True
+        if self._in_head:
             call.lose(PeerLost(f"{call.name} closed the connection ({error or 'without an answer'})"))
         else:
             call.lose(PeerLost(f"{call.name} broke off in the middle of its answer"))
@@ -167,7 +173,6 @@ class _Connection(asyncio.Protocol):
         call.content_type = kind.decode("latin-1")
         if call.may_stream and status == 200 and kind.lower().startswith(_EVENT_STREAM):
             call.is_stream = True
-            call.caller.call_begun(call)
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
@@ -199,26 +204,33 @@ class Upstream:
     def __init__(self, connect_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._connect_timeout_s = connect_timeout_s
-        self._kept: defaultdict[str, deque[_Connection]] = defaultdict(deque)
-        self._open: set[_Connection] = set()
+        self._kept: defaultdict[str, deque[InstanceConnection]] = defaultdict(deque)
+        self._open: set[InstanceConnection] = set()
         self._calls: set[Call] = set()
         self._dialling: set[asyncio.Task[None]] = set()
+        self._probes: dict[str, list[Callable[[bool], None]]] = {}
 
     def start(self, call: Call) -> None:
-        """Send a call; its caller hears of it later, never from within this."""
+        """Send a call; its caller is notified later, never from within this."""
         self._calls.add(call)
         call.over = self._calls.discard
         kept = self._kept.get(call.address)
         while kept:
+            # The newest first: those that a smaller load does not need grow old, and are closed.
             connection = kept.pop()
             if connection.is_usable:
                 connection.begin(call, was_kept=True)
                 return
-        task = asyncio.get_running_loop().create_task(self._dial(call))
-        self._dialling.add(task)
-        task.add_done_callback(self._dialling.discard)
+        self._spawn(self._dial(call))
 
-    def keep(self, connection: _Connection) -> None:
+    def probe(self, address: str, done: Callable[[bool], None]) -> None:
+        """Find out whether a process listens at `address`, and call `done` with that, never from within this."""
+        waiting = self._probes.setdefault(address, [])
+        waiting.append(done)
+        if len(waiting) == 1:
+            self._spawn(self._probe(address))
+
+    def keep(self, connection: InstanceConnection) -> None:
         """Keep a connection for the next call; the oldest go first when there are too many."""
         if connection.is_paused:
             connection.resume()
@@ -228,7 +240,7 @@ class Upstream:
         if len(kept) > _MAX_KEPT:
             kept.popleft().drop()
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: InstanceConnection) -> None:
         """A connection is closed."""
         self._open.discard(connection)
 
@@ -253,13 +265,33 @@ class Upstream:
         self._kept.clear()
         await asyncio.sleep(0)
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+
+    async def _probe(self, address: str) -> None:
+        # A process that dies closes its sockets one after the other: the one that listens may outlive that of a call.
+        await asyncio.sleep(_PROBE_AFTER_S)
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                loop = asyncio.get_running_loop()
+                transport, _ = await loop.create_connection(asyncio.Protocol, host.strip("[]"), int(port))
+            transport.abort()
+            listens = True
+        except (OSError, TimeoutError):
+            listens = False
+        for done in self._probes.pop(address):
+            done(listens)
+
     async def _dial(self, call: Call) -> None:
         host, _, port = call.address.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self, call.address), host.strip("[]"), int(port)
+                    lambda: InstanceConnection(self, call.address), host.strip("[]"), int(port)
                 )
         except TimeoutError:
             call.lose(PeerLost(f"{call.name} cannot be reached (no connection within {self._connect_timeout_s:g} s)"))
@@ -267,19 +299,20 @@ class Upstream:
             call.lose(PeerLost(f"{call.name} cannot be reached ({error.strerror or error})"))
         else:
             self._open.add(connection)
+            # The client may have left while we dialled; the connection is still good for another call.
             if call.is_over:
                 self.keep(connection)
             else:
                 connection.begin(call, was_kept=False)
 
 
-class _Waiter(Nobody):
+class _FetchCaller(Caller):
     """A caller that waits for a whole answer."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[InstanceAnswer] = asyncio.get_running_loop().create_future()
 
-    def call_answered(self, call: Call, answer: Answer) -> None:  # noqa: ARG002
+    def call_answered(self, call: Call, answer: InstanceAnswer) -> None:  # noqa: ARG002
         if not self.answer.done():
             self.answer.set_result(answer)
 
@@ -296,9 +329,9 @@ async def fetch(
     max_bytes: int,
     address: str | None = None,
     lines: bytes = b"",
-) -> Answer:
+) -> InstanceAnswer:
     """Ask an instance for a page, at `address` if that is not where its API is; `lines` are more headers. Raises PeerError."""
-    waiter = _Waiter()
+    waiter = _FetchCaller()
     payload = request_head("GET", path, address or instance.http_address, 0, lines)
     call = Call(waiter, instance, payload, address=address, deadline=upstream.clock() + timeout_s, max_bytes=max_bytes)
     upstream.start(call)

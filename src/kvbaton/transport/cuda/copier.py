@@ -33,7 +33,7 @@ class Copier(Protocol):
         """Queue the copies; `source` and `target` are the floors that the tables start from. Raises TransportError."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was started is done, at most `timeout_s`; tells whether it is. Raises TransportError."""
+        """Wait until all that was started is done, at most `timeout_s`; returns whether it is. Raises TransportError."""
 
     def close(self) -> None:
         """Give back what the copies needed. Idempotent."""
@@ -84,7 +84,7 @@ class GpuCopier:
                 self._done.record(self.stream)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was started is done, at most `timeout_s`; tells whether it is. Raises TransportError."""
+        """Wait until all that was started is done, at most `timeout_s`; returns whether it is. Raises TransportError."""
         deadline = time.monotonic() + timeout_s
         eager_until = time.monotonic() + _EAGER_S
         try:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvbaton.errors import ConfigError, TransportError
 
-__all__ = ["HANDLE_BYTES", "Allocation", "CudaDriver", "MemoryDriver"]
+__all__ = ["HANDLE_BYTES", "GpuAllocation", "CudaDriver", "MemoryDriver"]
 
 HANDLE_BYTES = 64
 """Size of an IPC handle."""
@@ -26,7 +26,7 @@ class _Handle(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class GpuAllocation:
     """One allocation of GPU memory as this process sees it."""
 
     address: int
@@ -39,20 +39,20 @@ class MemoryDriver(Protocol):
     def gpu_id(self) -> str:
         """The GPU's own id, the same in every process."""
 
-    def allocation(self, address: int) -> Allocation:
+    def allocation(self, address: int) -> GpuAllocation:
         """The allocation that holds `address`."""
 
     def share(self, address: int) -> bytes:
         """A handle under which other processes can open the allocation that holds `address`."""
 
-    def open(self, handle: bytes) -> Allocation:
+    def open(self, handle: bytes) -> GpuAllocation:
         """Map another process's allocation into this one."""
 
     def forget(self, address: int) -> None:
         """Undo one `open`."""
 
     def close(self) -> None:
-        """Let go of the GPU. Idempotent."""
+        """Release the GPU. Idempotent."""
 
 
 class CudaDriver:
@@ -76,13 +76,13 @@ class CudaDriver:
         self._check(self._cuda.cuDeviceGetUuid(ctypes.byref(uuid), self._device), "name the GPU")
         return bytes(uuid).hex()
 
-    def allocation(self, address: int) -> Allocation:
+    def allocation(self, address: int) -> GpuAllocation:
         """The allocation that holds `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._current():
             code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         self._check(code, f"find the allocation of address {address:#x}")
-        return Allocation(base.value, size.value)
+        return GpuAllocation(base.value, size.value)
 
     def share(self, address: int) -> bytes:
         """A handle under which other processes can open the allocation that holds `address`. Raises ConfigError."""
@@ -98,7 +98,7 @@ class CudaDriver:
         self._check(code, f"share memory at {address:#x}")
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
-    def open(self, handle: bytes) -> Allocation:
+    def open(self, handle: bytes) -> GpuAllocation:
         """Map another process's allocation into this one; the same handle again gives the same memory, and counts twice."""
         if len(handle) != HANDLE_BYTES:
             raise TransportError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
@@ -125,11 +125,11 @@ class CudaDriver:
             self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.byref(byte), _ONE), "write a byte")
 
     def close(self) -> None:
-        """Let go of the GPU; torch keeps its own hold. Idempotent."""
+        """Release the GPU; torch keeps its own hold. Idempotent."""
         with self._lock:
             held, self._context = self._context, ctypes.c_void_p()
         if held:
-            self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "let go of the GPU")
+            self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "release the GPU")
 
     @contextmanager
     def _current(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A peer's GPU memory as this process sees it: what its endpoint says, opened through CUDA IPC, and closed again."""
+"""A peer's GPU memory as this process sees it: what its endpoint describes, opened through CUDA IPC, and closed again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbaton.errors import TransportError
-from kvbaton.transport.cuda.driver import HANDLE_BYTES, Allocation, MemoryDriver
+from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation, MemoryDriver
 from kvbaton.transport.cuda.placement import Placement, Segment
 from kvbaton.transport.cuda.region import DeviceRegion
 
@@ -65,7 +65,7 @@ def write_parts(parts: Sequence[SharedPart]) -> str:
 
 
 def read_parts(text: str, region_bytes: int) -> list[SharedPart]:
-    """The inverse of `write_parts`; raises TransportError for what no honest peer says."""
+    """The inverse of `write_parts`; raises TransportError for what no honest peer sends."""
     try:
         parts = [_part(*line.split(",")) for line in text.split(";", MAX_PARTS)]
     except (TypeError, ValueError) as error:
@@ -84,7 +84,7 @@ def read_parts(text: str, region_bytes: int) -> list[SharedPart]:
 
 def open_parts(parts: Sequence[SharedPart], driver: MemoryDriver) -> Mapping:
     """Open every allocation once. Raises TransportError, and then nothing stays open."""
-    allocations: dict[bytes, Allocation] = {}
+    allocations: dict[bytes, GpuAllocation] = {}
     try:
         for part in parts:
             if part.handle not in allocations:
@@ -102,9 +102,9 @@ def _part(offset: str, part_bytes: str, skip: str, handle: str) -> SharedPart:
     return SharedPart(int(offset), int(part_bytes), bytes.fromhex(handle), int(skip))
 
 
-def _check_inside(part: SharedPart, allocation: Allocation) -> None:
+def _check_inside(part: SharedPart, allocation: GpuAllocation) -> None:
     if part.skip + part.part_bytes > allocation.allocated_bytes:
         raise TransportError(
-            f"cuda endpoint: parts says {part.part_bytes} bytes at {part.skip} of an allocation that has "
+            f"cuda endpoint: parts has {part.part_bytes} bytes at {part.skip} of an allocation that has "
             f"{allocation.allocated_bytes} bytes; fetch its card again"
         )

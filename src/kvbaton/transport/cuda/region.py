@@ -9,7 +9,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 from kvbaton.transport.cuda.driver import CudaDriver
 
-__all__ = ["DeviceRegion", "DeviceTensor", "Span"]
+__all__ = ["DeviceRegion", "DeviceTensor", "RegionSpan"]
 
 
 class DeviceTensor(Protocol):
@@ -31,7 +31,7 @@ class DeviceTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Span:
+class RegionSpan:
     """A part of a region that holds memory."""
 
     offset: int
@@ -48,7 +48,7 @@ class DeviceRegion(Region):
     """Memory of one GPU that peers may reach; `view` is empty, since the processor cannot see it. Keeps its tensors alive."""
 
     device: int
-    spans: tuple[Span, ...]
+    spans: tuple[RegionSpan, ...]
     owners: tuple[DeviceTensor, ...]
 
     @classmethod
@@ -64,7 +64,7 @@ class DeviceRegion(Region):
         if len(devices) != 1:
             raise ConfigError(f"the tensors of a region lie on GPUs {sorted(devices)}; it needs one or more of one GPU")
         start = min(tensor.data_ptr() for tensor in tensors)
-        spans = _joined(sorted(Span(tensor.data_ptr() - start, tensor.nbytes) for tensor in tensors))
+        spans = _joined(sorted(RegionSpan(tensor.data_ptr() - start, tensor.nbytes) for tensor in tensors))
         return cls(start, spans[-1].end, memoryview(b""), devices.pop(), spans, tensors)
 
     def flip_byte(self, offset: int) -> None:
@@ -76,13 +76,13 @@ class DeviceRegion(Region):
             driver.close()
 
 
-def _joined(spans: list[Span]) -> tuple[Span, ...]:
+def _joined(spans: list[RegionSpan]) -> tuple[RegionSpan, ...]:
     """Spans that touch or overlap, as one."""
     joined = spans[:1]
     for span in spans[1:]:
         last = joined[-1]
         if span.offset <= last.end:
-            joined[-1] = Span(last.offset, max(last.end, span.end) - last.offset)
+            joined[-1] = RegionSpan(last.offset, max(last.end, span.end) - last.offset)
         else:
             joined.append(span)
     return tuple(joined)

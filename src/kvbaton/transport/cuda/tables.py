@@ -60,7 +60,7 @@ class Launch:
     pieces: int
     pieces_per_run: int
     run_bytes: int
-    """Length of every run; 0 when `lengths` says it for each."""
+    """Length of every run; 0 when `lengths` has it for each."""
     offsets: npt.NDArray[Any]
     """Source and target offset of every run: the halves of a uint64, source in the lower one, or two int64."""
     lengths: npt.NDArray[np.int32]
@@ -68,7 +68,7 @@ class Launch:
 
     @property
     def table_bytes(self) -> int:
-        """Size of what the kernel has to be told."""
+        """Size of the table that the kernel reads."""
         return self.offsets.nbytes + self.lengths.nbytes
 
     @property

@@ -1,15 +1,15 @@
 """Runs between the memory of GPUs of one host: the target maps the source's memory and copies it with a kernel of its own.
 
-Why nobody writes late: a peer's memory is mapped here to be read, and every copy into this side's memory is a kernel on this
+Why no peer writes late: a peer's memory is mapped here to be read, and every copy into this side's memory is a kernel on this
 side's stream, which the mover waits for before it completes the batch. A kernel that has started cannot be stopped, but it
 takes well below a millisecond; a cancel or a revoke takes effect when it has ended.
 
 Order after the producer: a condition on the host (`after`), not an event that a stream waits for. A stream that waits for an
 event of a peer cannot be cancelled and has no deadline: one peer that stands still would hold up every other. And it would save
-nothing: a target reads what its source has announced, and the source announces what its own event says is done. `queued_so_far`
-makes such a condition from a stream.
+nothing: a target reads what its source has announced, and the source announces what its own event shows to be done.
+`queued_so_far` makes such a condition from a stream.
 
-A peer that dies: the driver keeps memory alive while somebody maps it, so a kernel that reads it does no harm; the peer's
+A peer that dies: the driver keeps memory alive while a process maps it, so a kernel that reads it does no harm; the peer's
 process is looked up before every launch and after the last byte, and a batch of a process that is gone is an error.
 """
 

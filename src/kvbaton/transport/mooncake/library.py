@@ -14,33 +14,39 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
-from kvbaton.transport.peer_mover import Look
+from kvbaton.transport.library_transport import MemoryPlace
 
-__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "let_go_s"]
+__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "is_over_tcp", "stop_s", "load_mooncake"]
 
 _TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 _LOG_VARIABLE = "MC_LOG_LEVEL"
 _PROTOCOL_VARIABLE = "MC_TCP_PROTO"
 _ACKNOWLEDGES = (0, 3, 12)
+_TCP_PROTOCOL = "tcp"
 _OURS = " "
 _SHORTEST_TIMEOUT_S = 5
 _MARGIN_S = 5.0
+
+
+def load_mooncake() -> Any:
+    """Import Mooncake. Raises ConfigError, with what to do, where there is none."""
+    try:
+        return importlib.import_module("mooncake.engine")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"transport mooncake needs the package mooncake-transfer-engine, which cannot be imported ({error}): "
+            "pip install mooncake-transfer-engine-non-cuda, and install libibverbs1 from the system's packages"
+        ) from error
 
 
 class MooncakeEngine:
     """One transfer engine with a port of its own. Raises ConfigError where there is no Mooncake, or it cannot start."""
 
     def __init__(self, settings: TransportSettings, regions: Sequence[Region]) -> None:
-        try:
-            api = importlib.import_module("mooncake.engine")
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"transport mooncake needs the package mooncake-transfer-engine, which cannot be imported ({error}): "
-                "pip install mooncake-transfer-engine-non-cuda, and install libibverbs1 from the system's packages"
-            ) from error
+        api = load_mooncake()
         _limit_transfers(settings.timeout_s)
         host = settings.advertise_host or settings.host
-        protocol, devices = settings.mooncake_protocol, settings.mooncake_devices
+        protocol, devices = settings.of_library("mooncake_protocol", str), settings.of_library("mooncake_devices", str)
         self._engine: Any = api.TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
             raise ConfigError(f"transport mooncake cannot start on {host} with protocol {protocol!r} and devices {devices!r}")
@@ -50,7 +56,7 @@ class MooncakeEngine:
         self.name = f"[{host}]:{self._engine.get_rpc_port()}" if ":" in host else f"{host}:{self._engine.get_rpc_port()}"
 
     def open(self, peer: str) -> None:
-        """Get to know the engine `peer`; may wait for up to a minute. Raises PeerLost. Nothing is moved."""
+        """Open a session with the engine `peer`; may wait for up to a minute. Raises PeerLost. Nothing is moved."""
         if self._engine.batch_transfer_sync_read(peer, [], [], []):
             raise PeerLost(f"mooncake does not reach {peer}")
 
@@ -74,41 +80,49 @@ class MooncakeEngine:
 
 
 class MooncakePeer:
-    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here.
+    """An engine that moves bytes between this side and one peer.
 
     It knows the peer by host and port, and connects as often as it likes: another process may have taken that port.
     """
 
     is_bound = False
 
-    def __init__(self, engine: MooncakeEngine, peer: str, region: tuple[int, int], mark: tuple[int, int]) -> None:
+    def __init__(self, engine: MooncakeEngine, peer: str, there: MemoryPlace, here: MemoryPlace) -> None:
         self._engine = engine
         self._peer = peer
-        self._region = np.array([*region, 0], np.uint64)
-        self._mark = np.array([*mark, 0], np.uint64)
+        self._region = np.array([there.address, here.address, 0], np.uint64)
+        self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
-        """Get to know the peer."""
+        """Open a session with the peer."""
         self._engine.open(self._peer)
 
-    def move(self, direction: Direction, runs: Runs) -> None:
-        """Move `runs` between this side's region and the peer's."""
+    def start(self, direction: Direction, runs: Runs) -> None:
+        """Move `runs` between this side's region and the peer's, and wait: Mooncake's other call reports the first run only."""
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         self._engine.move(direction, self._peer, offsets + self._region)
 
-    def read_mark(self, runs: Runs, look: Look) -> None:
-        """Read the peer's mark, and look at it."""
+    def start_mark(self, runs: Runs) -> None:
+        """Read the peer's mark."""
         self._engine.move(Direction.READ, self._peer, runs + self._mark)
-        look()
+
+    def is_done(self) -> bool:
+        """True: `start` has waited."""
+        return True
 
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
 
 
+def is_over_tcp(settings: TransportSettings) -> bool:
+    """Whether Mooncake uses its own TCP protocol, and not RDMA."""
+    return settings.of_library("mooncake_protocol", str) == _TCP_PROTOCOL
+
+
 def check_acknowledges(settings: TransportSettings) -> None:
     """Raise ConfigError where Mooncake calls a write done before it is: over TCP, in releases that do not acknowledge it."""
-    if settings.mooncake_protocol != "tcp":
+    if not is_over_tcp(settings):
         return
     if os.environ.get(_PROTOCOL_VARIABLE, "").strip() == "1":
         raise ConfigError(
@@ -124,14 +138,14 @@ def check_acknowledges(settings: TransportSettings) -> None:
 
 
 def _installed_version() -> tuple[int, ...]:
-    """As its package says; empty where no package has brought it."""
+    """That of its package; empty where no package has brought it."""
     names = metadata.packages_distributions().get("mooncake", [])
     numbers = (re.match(r"\d+(\.\d+)*", metadata.version(name)) for name in names)
     return max((tuple(map(int, number.group().split("."))) for number in numbers if number), default=())
 
 
-def let_go_s(settings: TransportSettings) -> float:
-    """How long Mooncake may take, at most, to give up a transfer by itself. Raises ConfigError."""
+def stop_s(settings: TransportSettings) -> float:
+    """How long Mooncake may take, at most, to end a transfer by itself. Raises ConfigError."""
     _limit_transfers(settings.timeout_s)
     text = os.environ[_TIMEOUT_VARIABLE].strip()
     if not text.isdigit():
@@ -142,7 +156,7 @@ def let_go_s(settings: TransportSettings) -> float:
 def _limit_transfers(timeout_s: float) -> None:
     """Mooncake reads its only limit from the environment when an engine is made. What the user has set there stays.
 
-    Our own values end with a space, by which they are told from the user's.
+    Our own values end with a space, by which they are distinguished from the user's.
     """
     if os.environ.get(_TIMEOUT_VARIABLE, _OURS).endswith(_OURS):
         os.environ[_TIMEOUT_VARIABLE] = f"{max(_SHORTEST_TIMEOUT_S, math.ceil(timeout_s))}{_OURS}"

@@ -1,35 +1,34 @@
 """The mooncake transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
-Mooncake lets whoever reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer writes, and
-the port is told to admitted peers only, but Mooncake asks nobody who he is: use it where the network is trusted.
+Mooncake lets every process that reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer
+writes, and only admitted peers are sent the port, but Mooncake authenticates no connection: use it on trusted networks only.
 """
 
 from __future__ import annotations
 
-from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakePeer, check_acknowledges, let_go_s
+from kvbaton.transport.mooncake.library import MooncakeEngine, MooncakePeer, check_acknowledges, is_over_tcp, stop_s
 from kvbaton.transport.peer_flights import LibraryPeer
 from kvbaton.transport.queued import detail
 
 __all__ = ["MooncakeTransport"]
 
+_SLICE_RUNS = 1024
+"""Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
+
 
 class MooncakeTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other Mooncake engines."""
 
-    slice_runs = 1024
-    """Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
-
     def __init__(self, region: Region, settings: TransportSettings) -> None:
-        marks, patience_s = Marks(settings.max_peers), let_go_s(settings)
+        marks, ends_in_s = Marks(settings.max_peers), stop_s(settings)
         if settings.unfenced_writes:
             check_acknowledges(settings)
-        served = MooncakeEngine(settings, (region, marks.region))
-        self._served_name = served.name
-        super().__init__(region, settings, marks, served, patience_s, reads_marks=True)
+        serving = MooncakeEngine(settings, (region, marks.region))
+        self._serving_name = serving.name
+        super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=ends_in_s)
 
     @property
     def name(self) -> str:
@@ -37,25 +36,15 @@ class MooncakeTransport(LibraryTransport):
         return "mooncake"
 
     def _details(self) -> dict[str, str | int]:
-        return {
-            "engine": self._served_name,
-            "address": self._region.address,
-            "mark_address": self._marks.region.address,
-            "mark": self._marks.mark,
-        }
+        return {"engine": self._serving_name, **self._place_details()}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
-        address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
-        if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
-            raise TransportError(
-                f"mooncake endpoint: address {address:#x} or mark_address {mark_address:#x} is not usable; fetch its card again"
-            )
+        there, here = self._places(endpoint)
         engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
 
         def make_engine() -> MooncakePeer:
-            local = () if self._settings.mooncake_protocol == "tcp" else (self._region, self._marks.region)
-            made = MooncakeEngine(self._settings, local)
-            region, marks = (address, self._region.address), (mark_address, self._marks.region.address)
-            return MooncakePeer(made, engine, region, marks)
+            # Over TCP Mooncake needs no registration of local memory; RDMA needs one per engine.
+            local = () if is_over_tcp(self._settings) else (self._region, self._marks.region)
+            return MooncakePeer(MooncakeEngine(self._settings, local), engine, there, here)
 
-        return self._library_peer(peer, mark, make_engine)
+        return LibraryPeer(peer, mark, make_engine)

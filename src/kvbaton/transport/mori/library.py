@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import secrets
-import time
 from typing import Any
 
 from kvbaton.errors import ConfigError, PeerLost, QueueFull, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
-from kvbaton.transport.peer_mover import Look
 
 __all__ = ["MoriApi", "MoriEngine", "MoriPeer", "load_mori"]
 
@@ -17,8 +15,6 @@ MoriApi = Any
 """The module `mori.io`, or a stand-in for it."""
 
 _SQ_FULL = "SQ full"
-_SHORT_NAP_S = 0.00002
-_LONG_NAP_S = 0.001
 
 
 def load_mori() -> MoriApi:
@@ -37,18 +33,18 @@ class MoriEngine:
 
     def __init__(self, api: MoriApi, settings: TransportSettings, region: Region, marks: Region) -> None:
         self._api = api
-        self._is_rdma = settings.mori_backend == "rdma"
-        on_gpu = settings.mori_device >= 0
-        place = api.MemoryLocationType.GPU if on_gpu else api.MemoryLocationType.CPU
+        backend, device = settings.of_library("mori_backend", str), settings.of_library("mori_device", int)
+        self._is_rdma = backend == "rdma"
+        place = api.MemoryLocationType.GPU if device >= 0 else api.MemoryLocationType.CPU
         config = api.IOEngineConfig(host=settings.advertise_host or settings.host, port=0)
         try:
             self.engine = api.IOEngine(f"kvbaton-{secrets.token_hex(8)}", config)
             self._backend = api.BackendType.RDMA if self._is_rdma else api.BackendType.XGMI
             self.engine.create_backend(self._backend, _backend_config(api, settings))
-            self.memory = self.engine.register_memory(region.address, region.region_bytes, settings.mori_device, place)
+            self.memory = self.engine.register_memory(region.address, region.region_bytes, device, place)
             self.marks = self._register_marks(marks)
         except Exception as error:
-            raise ConfigError(f"transport mori cannot start with {settings.mori_backend}: {_words(error)}") from error
+            raise ConfigError(f"transport mori cannot start with {backend}: {_words(error)}") from error
 
     def describe(self) -> dict[str, str | int]:
         """What a peer has to know of it."""
@@ -80,81 +76,77 @@ class MoriEngine:
 class MoriPeer:
     """An engine that moves bytes between this side and one peer, over sessions.
 
-    `described` is what the peer's `MoriEngine.describe` told.
+    `described` is what the peer's `MoriEngine.describe` returned.
     """
 
     is_bound = True
 
-    def __init__(self, api: MoriApi, engine: MoriEngine, described: dict[str, bytes], timeout_s: float) -> None:
+    def __init__(self, api: MoriApi, engine: MoriEngine, described: dict[str, bytes]) -> None:
         self._api = api
         self._engine = engine
         self._described = described
-        self._timeout_s = timeout_s
         self._region: Any = None
         self._marks: Any = None
+        self._status: Any = None
 
     def open(self) -> None:
         """Make the peer known, and open the sessions. Raises PeerLost."""
-        engine, told = self._engine, self._described
+        engine, there = self._engine, self._described
         try:
-            engine.engine.register_remote_engine(self._api.EngineDesc.unpack(told["engine"]))
-            self._region = engine.engine.create_session(engine.memory, self._api.MemoryDesc.unpack(told["memory"]))
-            if engine.marks is not None and told["marks"]:
-                self._marks = engine.engine.create_session(engine.marks, self._api.MemoryDesc.unpack(told["marks"]))
+            engine.engine.register_remote_engine(self._api.EngineDesc.unpack(there["engine"]))
+            self._region = engine.engine.create_session(engine.memory, self._api.MemoryDesc.unpack(there["memory"]))
+            if engine.marks is not None and there["marks"]:
+                self._marks = engine.engine.create_session(engine.marks, self._api.MemoryDesc.unpack(there["marks"]))
         except Exception as error:
             raise PeerLost(f"MoRI cannot open a session: {_words(error)}") from error
         if self._region is None or (engine.marks is not None and self._marks is None):
             raise PeerLost("MoRI opens no session: no backend can move bytes between these memories")
 
-    def move(self, direction: Direction, runs: Runs) -> None:
-        """Move `runs` between this side's region and the peer's; QueueFull when the send queue does not take so many."""
-        self._move(direction, self._region, runs)
+    def start(self, direction: Direction, runs: Runs) -> None:
+        """Begin to move `runs` between this side's region and the peer's."""
+        self._start(direction, self._region, runs)
 
-    def read_mark(self, runs: Runs, look: Look) -> None:
-        """Read the peer's mark, and look at it."""
-        self._move(Direction.READ, self._marks, runs)
-        look()
+    def start_mark(self, runs: Runs) -> None:
+        """Begin to read the peer's mark."""
+        self._start(Direction.READ, self._marks, runs)
 
-    def close(self) -> None:
-        """End the engine."""
-        self._region = self._marks = None
-        self._engine.close()
-
-    def _move(self, direction: Direction, session: Any, runs: Runs) -> None:
-        sources, targets, lengths = runs.T.tolist()
-        try:
-            uid = session.allocate_transfer_uid()
-            if direction is Direction.READ:
-                status = session.batch_read(targets, sources, lengths, uid)
-            else:
-                status = session.batch_write(sources, targets, lengths, uid)
-            self._wait(status)
-        except RuntimeError as error:
-            raise PeerLost(f"MoRI failed: {_words(error)}") from error
+    def is_done(self) -> bool:
+        """Whether the last byte has arrived; QueueFull when the send queue does not take so many."""
+        status = self._status
         if status.Succeeded():
-            return
+            self._status = None
+            return True
+        if not status.Failed():
+            return False
         message = status.Message()
         if message.startswith(_SQ_FULL):
             raise QueueFull(f"MoRI: {message}")
         raise PeerLost(f"MoRI reports {status.Code()}: {message}")
 
-    def _wait(self, status: Any) -> None:
-        """Poll, more and more rarely. Raises PeerLost when nothing has come within `timeout_s`."""
-        until, nap_s = time.monotonic() + self._timeout_s, _SHORT_NAP_S
-        while not status.Succeeded() and not status.Failed():
-            if time.monotonic() >= until:
-                raise PeerLost(f"MoRI: no progress within {self._timeout_s:g} s")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONG_NAP_S)
+    def close(self) -> None:
+        """End the engine."""
+        self._region = self._marks = self._status = None
+        self._engine.close()
+
+    def _start(self, direction: Direction, session: Any, runs: Runs) -> None:
+        sources, targets, lengths = runs.T.tolist()
+        try:
+            uid = session.allocate_transfer_uid()
+            if direction is Direction.READ:
+                self._status = session.batch_read(targets, sources, lengths, uid)
+            else:
+                self._status = session.batch_write(sources, targets, lengths, uid)
+        except RuntimeError as error:
+            raise PeerLost(f"MoRI failed: {_words(error)}") from error
 
 
 def _backend_config(api: MoriApi, settings: TransportSettings) -> Any:
-    if settings.mori_backend != "rdma":
+    if settings.of_library("mori_backend", str) != "rdma":
         return api.XgmiBackendConfig()
     return api.RdmaBackendConfig(
-        qp_per_transfer=settings.mori_queue_pairs,
-        post_batch_size=settings.mori_post_batch,
-        num_worker_threads=settings.mori_workers,
+        qp_per_transfer=settings.of_library("mori_queue_pairs", int),
+        post_batch_size=settings.of_library("mori_post_batch", int),
+        num_worker_threads=settings.of_library("mori_workers", int),
         poll_cq_mode=api.PollCqMode.EVENT,
         enable_notification=False,
     )

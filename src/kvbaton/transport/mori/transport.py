@@ -11,7 +11,8 @@ from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
 from kvbaton.transport.mori.library import MoriApi, MoriEngine, MoriPeer, load_mori
 from kvbaton.transport.peer_flights import LibraryPeer
-from kvbaton.transport.queued import detail
+from kvbaton.transport.queued import bytes_detail, detail
+from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = ["MoriTransport"]
 
@@ -24,10 +25,11 @@ class MoriTransport(LibraryTransport):
     def __init__(self, region: Region, settings: TransportSettings, api: MoriApi = None) -> None:
         """`api` is the module `mori.io`; None imports it."""
         self._api = load_mori() if api is None else api
-        marks, is_rdma = Marks(settings.max_peers), settings.mori_backend == "rdma"
-        served = MoriEngine(self._api, settings, region, marks.region)
-        self._served = served.describe()
-        super().__init__(region, settings, marks, served, settings.timeout_s + _MARGIN_S, reads_marks=is_rdma)
+        marks, is_rdma = Marks(settings.max_peers), settings.of_library("mori_backend", str) == "rdma"
+        serving = MoriEngine(self._api, settings, region, marks.region)
+        self._described = serving.describe()
+        stop_s = settings.timeout_s + _MARGIN_S
+        super().__init__(region, settings, marks, serving, slice_runs=MAX_SLICE_RUNS, stop_s=stop_s, reads_marks=is_rdma)
 
     @property
     def name(self) -> str:
@@ -35,24 +37,18 @@ class MoriTransport(LibraryTransport):
         return "mori"
 
     def _details(self) -> dict[str, str | int]:
-        return {**self._served, "backend": self._settings.mori_backend, "mark": self._marks.mark}
+        return {**self._described, "backend": self._settings.of_library("mori_backend", str), "mark": self._marks.mark}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
         backend = detail(endpoint, "backend", str)
-        if backend != self._settings.mori_backend:
-            raise TransportError(
-                f"mori endpoint: backend is {backend!r}, here it is {self._settings.mori_backend!r}; set the same"
-            )
-        described = {}
-        for field in ("engine", "memory", "marks"):
-            try:
-                described[field] = bytes.fromhex(detail(endpoint, field, str))
-            except ValueError as error:
-                raise TransportError(f"mori endpoint: {field} is not usable ({error}); fetch its card again") from error
+        here = self._settings.of_library("mori_backend", str)
+        if backend != here:
+            raise TransportError(f"mori endpoint: backend is {backend!r}, here it is {here!r}; set the same")
+        described = {field: bytes_detail(endpoint, field) for field in ("engine", "memory", "marks")}
         mark = detail(endpoint, "mark", int)
 
         def make_engine() -> MoriPeer:
             engine = MoriEngine(self._api, self._settings, self._region, self._marks.region)
-            return MoriPeer(self._api, engine, described, self._settings.timeout_s)
+            return MoriPeer(self._api, engine, described)
 
-        return self._library_peer(peer, mark, make_engine)
+        return LibraryPeer(peer, mark, make_engine)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import secrets
-import time
-from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.library_transport import MemoryPlace
 from kvbaton.transport.open_files import files_left
-from kvbaton.transport.peer_mover import Look
 
-__all__ = ["NixlAgent", "NixlPeer", "Side", "has_many_files_left"]
+__all__ = ["NixlAgent", "NixlPeer", "check_nixl", "has_many_files_left", "why_not_offered"]
 
 Numbers = npt.NDArray[np.int32]
 
@@ -27,11 +28,28 @@ _HERE = "NIXL_INIT_AGENT"
 _MOST_PIECES = 1 << 20
 _MOST_SIZES = 4
 _WORTH_PREPARING = 64
-_SPINS, _FEW_SPINS = 200, 32
-_BUSY_POLL_S = 0.000005
-_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
-_NAP_PER_WAIT = 1 / 32
 _FILES_PER_AGENT = 32
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def check_nixl() -> None:
+    """Raise ConfigError where the package nixl is missing.
+
+    It is not imported: UCX looks at the devices of the machine once per process, and tests make devices before that.
+    """
+    if not importlib.util.find_spec("nixl"):
+        raise ConfigError(_missing("no module nixl"))
+
+
+def why_not_offered() -> str:
+    """Why `auto` does not offer NIXL here; empty where there is an RDMA device."""
+    if _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()):
+        return ""
+    return "no RDMA device is here, and without one tcp is the faster; choose transport nixl to use it anyway"
+
+
+def _missing(why: object) -> str:
+    return f"transport nixl needs the package nixl, which cannot be imported ({why}): pip install torch, then nixl"
 
 
 class NixlAgent:
@@ -41,26 +59,25 @@ class NixlAgent:
         try:
             api = importlib.import_module("nixl._api")
         except ImportError as error:
-            raise ConfigError(
-                f"transport nixl needs the package nixl, which cannot be imported ({error}): pip install torch, then nixl"
-            ) from error
+            raise ConfigError(_missing(error)) from error
         _keep_quiet()
         left, limit = files_left()  # UCX ends the process when there is none left
         if left < _FILES_PER_AGENT:
             raise TransportError(
                 f"{left} of {limit} file descriptors are left, NIXL needs {_FILES_PER_AGENT} for an agent; raise `ulimit -n`"
             )
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=settings.nixl_backends.split(","))
+        backends = settings.of_library("nixl_backends", str)
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=backends.split(","))
         try:
             self._agent: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
             described = [(region.address, region.region_bytes, 0, "") for region in regions]
             self._registered = self._agent.register_memory(described, _MEMORY)
         except Exception as error:
-            raise ConfigError(f"transport nixl cannot start with {settings.nixl_backends}: {_words(error)}") from error
+            raise ConfigError(f"transport nixl cannot start with {backends}: {_words(error)}") from error
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known by what it tells of itself; returns its name. May wait for it. Raises PeerLost."""
+        """Make another agent known by its metadata; returns its name. May wait for it. Raises PeerLost."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -72,57 +89,47 @@ class NixlAgent:
 
         Raises PeerLost or TransportError.
         """
-        try:
+        with _nixl_errors():
             here, there = (self._agent.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
             transfer = self._agent.initialize_xfer(_OPERATIONS[direction], here, there, name)
             self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
         return transfer
 
     def prepare(self, name: str, places: Runs, column: int) -> Any:
         """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be moved by number."""
-        try:
+        with _nixl_errors():
             described = self._agent.get_xfer_descs(_described(places, column), _MEMORY)
             return self._agent.prep_xfer_dlist(name or _HERE, described)
-        except Exception as error:
-            raise _ours(error) from error
 
     def start_prepared(self, direction: Direction, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
         """Begin to move prepared pieces, each into or out of one of ours. Raises PeerLost or TransportError."""
-        try:
+        with _nixl_errors():
             transfer = self._agent.make_prepped_xfer(_OPERATIONS[direction], here, numbers_here, there, numbers_there)
             self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
         return transfer
 
     def restart(self, transfer: Any) -> None:
         """Begin a transfer that is done once more. Raises PeerLost or TransportError."""
-        try:
+        with _nixl_errors():
             self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
 
     def is_done(self, transfer: Any) -> bool:
         """Whether every byte has arrived, after a step of progress. Raises PeerLost or TransportError when it has failed."""
-        try:
+        with _nixl_errors():
             state = self._agent.check_xfer_state(transfer)
-        except Exception as error:
-            raise _ours(error) from error
         if state == "ERR":
             raise PeerLost("NIXL reports that the transfer failed")
         return bool(state == "DONE")
 
     def release(self, transfer: Any) -> None:
-        """Let go of a transfer that is done. Raises TransportError."""
+        """Release a transfer that is done. Raises TransportError."""
         try:
             self._agent.release_xfer_handle(transfer)
         except Exception as error:
-            raise TransportError(f"NIXL does not let go of a transfer: {_words(error)}") from error
+            raise TransportError(f"NIXL does not release a transfer: {_words(error)}") from error
 
     def progress(self) -> None:
-        """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
+        """Serve the peers that read or write this side's memory, where UCX cannot do it without this process."""
         try:
             self._agent.update_notifs()
         except Exception as error:
@@ -139,64 +146,60 @@ class NixlAgent:
             raise TransportError(f"NIXL does not give the memory back: {_words(error)}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Where one side's region and marks begin, and how large the region is."""
-
-    address: int
-    region_bytes: int
-    mark_address: int
-
-
 class NixlPeer:
-    """An agent that moves bytes between this side and one peer, `there`.
+    """An agent that moves bytes between this side and one peer, `there`, one transfer at a time.
 
-    Pages of one size are described once, and then moved by number.
+    Pages of one size are described once, and then moved by number: describing them is most of the work of posting.
     """
 
     is_bound = True
 
-    def __init__(self, agent: NixlAgent, metadata: bytes, there: Side, here: Side, timeout_s: float) -> None:
+    def __init__(self, agent: NixlAgent, metadata: bytes, there: MemoryPlace, here: MemoryPlace) -> None:
         self._agent = agent
         self._metadata = metadata
         self._there = there
         self._here = here
         self._region = np.array([there.address, here.address, 0], np.uint64)
         self._marks = np.array([there.mark_address, here.mark_address, 0], np.uint64)
-        self._timeout_s = timeout_s
         self._peer = ""
         self._transfer: Any = None
         self._mark_transfer: Any = None
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        """Get to know the peer."""
+        """Make the peer's agent known."""
         self._peer = self._agent.add_peer(self._metadata)
 
-    def move(self, direction: Direction, runs: Runs) -> None:
-        """Move `runs` between this side's region and the peer's."""
+    def start(self, direction: Direction, runs: Runs) -> None:
+        """Begin to move `runs` between this side's region and the peer's."""
         size = int(runs[0, 2])
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         if not self._are_pages(runs, size):
-            self._wait(self._agent.start(direction, self._peer, offsets + self._region))
+            self._transfer = self._agent.start(direction, self._peer, offsets + self._region)
             return
         here, there = self._grid(size)
         numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
-        self._wait(self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy()))
+        self._transfer = self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy())
 
-    def read_mark(self, runs: Runs, look: Look) -> None:
-        """Read the peer's mark, and look at it. `runs` are the same each time, so the transfer is kept and started again."""
-        kept, self._mark_transfer = self._mark_transfer, None
-        if kept is None:
-            kept = self._agent.start(Direction.READ, self._peer, runs + self._marks)
+    def start_mark(self, runs: Runs) -> None:
+        """Begin to read the peer's mark. `runs` are the same each time, so the transfer is kept and started again."""
+        if self._mark_transfer is None:
+            self._mark_transfer = self._agent.start(Direction.READ, self._peer, runs + self._marks)
         else:
-            self._agent.restart(kept)
-        self._wait_for(kept)
-        self._mark_transfer = kept
-        look()
+            self._agent.restart(self._mark_transfer)
+        self._transfer = self._mark_transfer
+
+    def is_done(self) -> bool:
+        """Whether the last byte has arrived, after a step of progress."""
+        if not self._agent.is_done(self._transfer):
+            return False
+        transfer, self._transfer = self._transfer, None
+        if transfer is not self._mark_transfer:
+            self._agent.release(transfer)
+        return True
 
     def close(self) -> None:
-        """End the agent, and let go of all that would keep it alive."""
+        """End the agent, and drop all that would keep it alive: NIXL ends an agent when its last handle is gone."""
         self._transfer = self._mark_transfer = None
         self._prepared.clear()
         self._agent.close()
@@ -218,32 +221,8 @@ class NixlPeer:
             self._prepared[size] = (here, there)
         return self._prepared[size]
 
-    def _wait(self, transfer: Any) -> None:
-        self._wait_for(transfer)
-        self._agent.release(transfer)
 
-    def _wait_for(self, transfer: Any) -> None:
-        """Ask again and again, which is what moves bytes where the processor does; ever more rarely while nothing moves."""
-        self._transfer = transfer
-        began = asked_since = time.monotonic()
-        asked, nap_s, spins = 0, _NAP_S, _SPINS
-        while not self._agent.is_done(self._transfer):
-            asked += 1
-            if asked < spins:
-                continue
-            now = time.monotonic()
-            if now - began >= self._timeout_s:
-                raise PeerLost(f"NIXL: no progress within {self._timeout_s:g} s")
-            if now - asked_since > asked * _BUSY_POLL_S:
-                nap_s, spins = _NAP_S, _SPINS
-            else:
-                nap_s, spins = min(2 * nap_s, _LONGEST_NAP_S, max(_NAP_S, (now - began) * _NAP_PER_WAIT)), _FEW_SPINS
-            time.sleep(nap_s)
-            asked, asked_since = 0, time.monotonic()
-        self._transfer = None
-
-
-def _pages(side: Side, size: int) -> Runs:
+def _pages(side: MemoryPlace, size: int) -> Runs:
     count = side.region_bytes // size
     pages = np.zeros((count, 3), np.uint64)
     pages[:, 0] = np.uint64(side.address) + np.arange(count, dtype=np.uint64) * np.uint64(size)
@@ -258,11 +237,19 @@ def _described(places: Runs, column: int) -> Runs:
     return described
 
 
-def _ours(error: Exception) -> PeerLost | TransportError:
-    kind = type(error).__name__
-    if "Disconnect" in kind or "Backend" in kind or "NotFound" in kind:
-        return PeerLost(f"NIXL cannot reach the peer: {_words(error)}")
-    return TransportError(f"NIXL failed: {_words(error)}")
+class _nixl_errors:  # noqa: N801 - used like a function; a class, because it is entered for every question to NIXL
+    """What NIXL raises in the block, as our errors."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        name = type(error).__name__
+        if "Disconnect" in name or "Backend" in name or "NotFound" in name:
+            raise PeerLost(f"NIXL cannot reach the peer: {_words(error)}") from error
+        raise TransportError(f"NIXL failed: {_words(error)}") from error
 
 
 def _words(error: Exception) -> str:

@@ -1,40 +1,49 @@
 """The nixl transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
 
-NIXL registers memory so that whoever has its metadata could write there too. Without `unfenced_writes` no kvbaton peer does:
-only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has let go of its last transfer.
-The metadata travels in the card, which admitted peers alone are given.
+NIXL registers memory so that every process that has its metadata could write there too. Without `unfenced_writes` no kvbaton
+peer does: only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has released its last
+transfer. The metadata travels in the card, which only admitted peers are sent.
 """
 
 from __future__ import annotations
 
-from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.lanes import Lanes
 from kvbaton.transport.library_transport import LibraryTransport
 from kvbaton.transport.marks import Marks
-from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, Side, has_many_files_left
+from kvbaton.transport.nixl.library import NixlAgent, NixlPeer, has_many_files_left
 from kvbaton.transport.peer_flights import LibraryPeer
-from kvbaton.transport.queued import detail
+from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = ["NixlTransport"]
 
 _MARGIN_S = 5.0
+_LANE_STEPS = 3
+"""What a lane waits for at most before it ends a slice: the mark, the slice, and the mark again."""
+
 _WORTH_SHARING = 2
 
 
 class NixlTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other NIXL agents."""
 
-    slice_runs = 64 * MAX_SLICE_RUNS
-    idle_s = 0.008
-
     def __init__(self, region: Region, settings: TransportSettings) -> None:
-        marks = Marks(settings.max_peers)
-        served = NixlAgent(settings, (region, marks.region))
-        self._metadata = served.metadata
-        steps = 1 + 2 * settings.nixl_lanes  # a slice, and the marks of all lanes before it and after it
-        super().__init__(region, settings, marks, served, steps * settings.timeout_s + _MARGIN_S, reads_marks=True)
+        lanes = settings.of_library("nixl_lanes", int)
+        marks = Marks(settings.max_peers, lanes)
+        serving = NixlAgent(settings, (region, marks.region))
+        self._metadata = serving.metadata
+        super().__init__(
+            region,
+            settings,
+            marks,
+            serving,
+            slice_runs=64 * MAX_SLICE_RUNS,
+            stop_s=_LANE_STEPS * settings.timeout_s + _MARGIN_S,
+            idle_s=0.008,  # over TCP, UCX serves a peer's reads only when this process makes progress
+            most_lanes=lanes,
+            shared_bytes=_WORTH_SHARING * settings.slice_bytes,
+            may_add_lane=has_many_files_left,
+        )
 
     @property
     def name(self) -> str:
@@ -42,33 +51,14 @@ class NixlTransport(LibraryTransport):
         return "nixl"
 
     def _details(self) -> dict[str, str | int]:
-        return {
-            "metadata": self._metadata.hex(),
-            "address": self._region.address,
-            "mark_address": self._marks.region.address,
-            "mark": self._marks.mark,
-        }
+        return {"metadata": self._metadata.hex(), **self._place_details()}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
-        address, mark_address = detail(endpoint, "address", int), detail(endpoint, "mark_address", int)
-        if min(address, mark_address) <= 0 or max(address, mark_address) + endpoint.region_bytes >= 1 << 64:
-            raise TransportError(
-                f"nixl endpoint: address {address:#x} or mark_address {mark_address:#x} is not usable; fetch its card again"
-            )
-        try:
-            metadata = bytes.fromhex(detail(endpoint, "metadata", str))
-        except ValueError as error:
-            raise TransportError(f"nixl endpoint: metadata is not usable ({error}); fetch its card again") from error
-        mark = detail(endpoint, "mark", int)
+        there, here = self._places(endpoint)
+        metadata, mark = bytes_detail(endpoint, "metadata"), detail(endpoint, "mark", int)
 
-        def make_lane() -> NixlPeer:
+        def make_engine() -> NixlPeer:
             agent = NixlAgent(self._settings, (self._region, self._marks.region))
-            there = Side(address, endpoint.region_bytes, mark_address)
-            here = Side(self._region.address, self._region.region_bytes, self._marks.region.address)
-            return NixlPeer(agent, metadata, there, here, self._settings.timeout_s)
+            return NixlPeer(agent, metadata, there, here)
 
-        def make_engine() -> Lanes:
-            lanes = self._settings.nixl_lanes if has_many_files_left() else 1
-            return Lanes(make_lane, lanes, self.name, _WORTH_SHARING * self._settings.slice_bytes)
-
-        return self._library_peer(peer, mark, make_engine)
+        return LibraryPeer(peer, mark, make_engine)

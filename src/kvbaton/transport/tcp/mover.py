@@ -1,6 +1,6 @@
 """The thread that reads from tcp peers: it feeds ready batches to their links and takes what the sockets bring.
 
-Everything in it is non-blocking; a peer that connects slowly, stalls or dies has a deadline of its own and delays nobody else.
+Everything in it is non-blocking; a peer that connects slowly, stalls or dies has a deadline of its own and delays no other.
 A further connection to a peer that fails before it is open (the peer has no room for it, this process no descriptor) costs
 nothing but itself: it rests for `timeout_s`. One that fails once it was open costs the peer's jobs.
 """
@@ -9,77 +9,57 @@ from __future__ import annotations
 
 import logging
 import selectors
-import threading
 import time
 from collections.abc import Callable
 
 from kvbaton.errors import PeerError
 from kvbaton.transport.base import Region, TransportSettings
-from kvbaton.transport.ledger import Cancel, Command, Job, Ledger, Post, describe
-from kvbaton.transport.schedule import IDLE_S, Schedule
-from kvbaton.transport.tcp.link import Answer, LinkState, TcpLink
-from kvbaton.transport.tcp.peer import TcpPeer
+from kvbaton.transport.ledger import BatchJob, Ledger
+from kvbaton.transport.mover import REVOKED, Mover
+from kvbaton.transport.schedule import IDLE_S
+from kvbaton.transport.tcp.link import LinkState, ReadAnswer, TcpLink, TcpPeer
 from kvbaton.transport.tcp.wire import MAX_PIECES
 
 __all__ = ["TcpMover"]
 
 _log = logging.getLogger("kvbaton.transport")
 
+_ATTEMPTS = 3
+"""How often a link connects before a peer that closes it during the handshake counts as lost."""
 
-class TcpMover:
+
+class TcpMover(Mover[TcpPeer]):
     """Owns the links' sockets while its thread runs; ends once the ledger is shut, and then closes them."""
 
     def __init__(self, ledger: Ledger[TcpPeer], region: Region, settings: TransportSettings) -> None:
-        self._ledger = ledger
         self._region = region
         self._slice_bytes = settings.slice_bytes
         self._timeout_s = settings.timeout_s
-        self._schedule: Schedule[TcpPeer] = Schedule(settings.timeout_s)
         self._open: set[TcpLink] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(ledger.work.fd, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-mover", daemon=True)
-        self._thread.start()
+        super().__init__("tcp", ledger, settings.timeout_s)
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; tells whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        failure = ""
-        try:
-            while not self._ledger.is_shut:
-                self._turn()
-        except Exception as error:  # noqa: BLE001 - the last resort: nothing may hang on a dead mover
-            failure = f"{describe(error)} (the mover ended)"
+    def _stop(self) -> tuple[()]:
         for link in list(self._open):
             self._shut_link(link)
         self._selector.close()
-        if failure:
-            self._ledger.shut(failure)
-            self._ledger.finish_all()
+        return ()
 
-    def _turn(self) -> None:
-        for command in self._ledger.take_commands():
-            self._obey(command)
-        for job, error in self._schedule.check_events(time.monotonic()):
-            self._ledger.finish(job, error)
+    def _move(self) -> None:
         for peer in self._schedule.links():
             self._feed(peer)
-        for key, events in self._selector.select(self._patience_s(time.monotonic())):
+        for key, events in self._selector.select(self._wait_s(time.monotonic())):
             if key.data in self._open:  # not when one before it has failed their peer
                 self._drive(key.data, events)
         self._expire(time.monotonic())
 
-    def _obey(self, command: Command[TcpPeer]) -> None:
-        if isinstance(command, Post):
-            self._schedule.add(command.job, time.monotonic())
-        elif isinstance(command, Cancel):
-            if self._ledger.is_in_flight(command.job):
-                self._end(command.job, "cancelled", cancelled=True)
-        else:
-            self._fail_peer(command.link, "TransportError: the peer was revoked", waiting=True)
+    def _cancel(self, job: BatchJob[TcpPeer]) -> None:
+        if self._ledger.is_in_flight(job):
+            self._end(job, "cancelled", cancelled=True)
+
+    def _revoke(self, link: TcpPeer) -> None:
+        self._fail_peer(link, REVOKED, waiting=True)
 
     def _feed(self, peer: TcpPeer) -> None:
         """Ask for as much of the peer's ready jobs as its windows take; connect first where needed."""
@@ -96,11 +76,11 @@ class TcpMover:
             else:
                 self._ask(link, job)
         for link in peer.links:
-            if link.wants_write and link.state is not LinkState.CONNECTING:
+            if link.has_to_write and link.state is not LinkState.CONNECTING:
                 self._attempt(link, TcpLink.send)
             self._watch(link)
 
-    def _ask(self, link: TcpLink, job: Job[TcpPeer]) -> None:
+    def _ask(self, link: TcpLink, job: BatchJob[TcpPeer]) -> None:
         runs = job.cursor.peek(self._slice_bytes, MAX_PIECES)
         link.ask(job, runs, self._region)
         job.cursor.advance(int(runs[:, 2].sum()))
@@ -123,7 +103,7 @@ class TcpMover:
         for answer in link.receive():
             self._on_answer(answer)
 
-    def _on_answer(self, answer: Answer) -> None:
+    def _on_answer(self, answer: ReadAnswer) -> None:
         job = answer.job
         if not self._ledger.is_in_flight(job):
             return
@@ -133,8 +113,8 @@ class TcpMover:
         elif job.moved_bytes == job.cursor.total_bytes:
             self._ledger.finish(job)
 
-    def _end(self, job: Job[TcpPeer], error: str, *, cancelled: bool = False) -> None:
-        """Finish a job before its last byte; what is still on its way for it will be thrown away."""
+    def _end(self, job: BatchJob[TcpPeer], error: str, *, cancelled: bool = False) -> None:
+        """Finish a job before its last byte; what still arrives for it will be dropped."""
         self._schedule.discard(job)
         job.link.forget(job)
         self._ledger.finish(job, error, cancelled=cancelled)
@@ -148,7 +128,18 @@ class TcpMover:
         except PeerError as error:
             self._fail_link(link, f"{type(error).__name__}: {link}: {error}")
         except OSError as error:
-            self._fail_link(link, f"PeerLost: {link}: {error}")
+            if not self._opens_again(link):
+                self._fail_link(link, f"PeerLost: {link}: {error}")
+
+    def _opens_again(self, link: TcpLink) -> bool:
+        """Whether a link that the peer closed during the handshake may connect once more: its place may have gone to another.
+
+        The jobs stay in the schedule, and the next turn opens the link.
+        """
+        if link.state not in (LinkState.HELLO, LinkState.HANDSHAKE) or link.attempts >= _ATTEMPTS:
+            return False
+        self._shut_link(link)
+        return True
 
     def _fail_link(self, link: TcpLink, error: str) -> None:
         """Close a link that is lost: alone where it was not open yet and the peer has another that is, else all of its peer."""
@@ -168,18 +159,18 @@ class TcpMover:
         for job in jobs.values():
             self._ledger.finish(job, error)
 
-    def _shut_link(self, link: TcpLink) -> list[Job[TcpPeer]]:
+    def _shut_link(self, link: TcpLink) -> list[BatchJob[TcpPeer]]:
         if link in self._open and link.sock is not None:
             self._selector.unregister(link.sock)
         self._open.discard(link)
         return link.close()
 
     def _watch(self, link: TcpLink) -> None:
-        """Tell the selector what to wait for, and start the deadline of a link that the peer has to move."""
+        """Set what the selector waits for, and start the deadline of a link that the peer has to move."""
         if link not in self._open or link.sock is None:
             return
         reading = 0 if link.state is LinkState.CONNECTING else selectors.EVENT_READ
-        events = reading | (selectors.EVENT_WRITE if link.wants_write else 0)
+        events = reading | (selectors.EVENT_WRITE if link.has_to_write else 0)
         if self._selector.get_key(link.sock).events != events:
             self._selector.modify(link.sock, events, link)
         if not link.is_busy:
@@ -187,12 +178,13 @@ class TcpMover:
         elif link.deadline is None:
             link.deadline = time.monotonic() + self._timeout_s
 
-    def _patience_s(self, now: float) -> float:
+    def _wait_s(self, now: float) -> float:
         deadlines = [link.deadline for link in self._open if link.deadline is not None]
         return max(0.0, min(self._schedule.wait_s(now), min(deadlines, default=now + IDLE_S) - now))
 
     def _expire(self, now: float) -> None:
-        """Fail links without progress; since one that is in a reply wakes nobody for a few bytes, take what has come first."""
+        """Fail links without progress; one that is in a reply is not woken for a few bytes, so take what has come first."""
+        # SO_RCVLOWAT keeps the selector quiet below a mebibyte, so a slow link looks like a dead one until it is read.
         for link in [link for link in self._open if link.deadline is not None and link.deadline <= now]:
             if link in self._open and self._takes_some(link):
                 link.deadline = None
@@ -201,7 +193,7 @@ class TcpMover:
                 self._fail_link(link, f"PeerLost: {link}: {_lack_within(self._timeout_s, link.state)}")
 
     def _takes_some(self, link: TcpLink) -> bool:
-        """Take what has come; tells whether anything has."""
+        """Take what has come; returns whether anything has."""
         before = link.received_bytes
         if link.state is not LinkState.CONNECTING:
             self._attempt(link, self._receive)
@@ -211,7 +203,5 @@ class TcpMover:
 def _lack_within(timeout_s: float, state: LinkState) -> str:
     if state is LinkState.CONNECTING:
         return f"no connection within {timeout_s:g} s"
-    hint = (
-        " (no hello: it stands still, or more connections than it takes wait to greet it)" if state is LinkState.HELLO else ""
-    )
+    hint = " (no hello: the process is stopped, or has no descriptor left)" if state is LinkState.HELLO else ""
     return f"no progress within {timeout_s:g} s{hint}"

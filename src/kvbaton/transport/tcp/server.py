@@ -1,12 +1,15 @@
-"""One thread that hands out this rank's memory to readers who know the token; it owns the port and every accepted socket.
+"""One thread that hands out this rank's memory to readers that know the token; it owns the port and every accepted socket.
 
-A connection is a small machine: greeting, then request head, pieces, reply, and again. While a reply is being sent nothing is
-read, so TCP itself holds back a reader that asks faster than it takes. What is no greeting and no request ends that
+A connection is a small machine: handshake, then request head, pieces, reply, and again. While a reply is being sent nothing is
+read, so TCP itself holds back a reader that asks faster than it takes. What is no handshake and no request ends that
 connection only, and is counted.
 
-Who has not greeted yet is a stranger. Strangers have few places of their own and one deadline that nothing renews, so they take
-none from readers; while their places are taken, the next ones wait in the queue of the system. A reader beyond the limit is
-told so.
+Theory of admission. A connection is unknown until its handshake has shown that the other end has the token and the cluster key.
+Every process that reaches the port can open connections and stay silent, so what an unknown connection may hold is bounded: one
+of few places, for a short time that nothing renews, and no place of a reader. When all places are taken, the next connection
+takes the place of another unknown one: first of those that have sent nothing, then of the address that holds the most places,
+then the oldest. The alternative, to leave the next ones in the system's queue until a place is free, made a new peer wait for
+every silent connection before it. A peer with the key needs its place for one round trip only.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import enum
 import errno
 import hmac
+import logging
 import secrets
 import selectors
 import socket
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -30,17 +35,17 @@ from kvbaton.transport.tcp.sockets import tune
 from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
 from kvbaton.transport.tcp.wire import (
     CHALLENGE_BYTES,
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     MAX_TEXT_BYTES,
     PIECE_BYTES,
     REQUEST_BYTES,
     TOKEN_BYTES,
     Secret,
     Status,
-    may_be_greeting,
+    may_be_handshake,
     pack_hello,
     pack_reply,
-    unpack_greeting,
+    unpack_handshake,
     unpack_pieces,
     unpack_request,
 )
@@ -48,18 +53,21 @@ from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["RegionServer"]
 
+_log = logging.getLogger("kvbaton.transport")
+
 _PORTS = range(20000, 32768)
 _PORT_TRIES = 200
 _ACCEPT_PAUSE_S = 0.2
-_MAX_STRANGERS = 64
-_GREETING_S = 10.0
+_MAX_UNKNOWN = 128
+_HANDSHAKE_S = 5.0
+_LOG_EVERY_S = 1.0
 _MOST_STEPS = 16
 _NO_PIECES = np.empty((0, 2), np.uint64)
 
 
-class _Phase(enum.Enum):
+class _ReaderPhase(enum.Enum):
     HELLO = enum.auto()
-    GREETING = enum.auto()
+    HANDSHAKE = enum.auto()
     REQUEST = enum.auto()
     PIECES = enum.auto()
     REPLY = enum.auto()
@@ -69,22 +77,24 @@ class _Phase(enum.Enum):
 class _Reader:
     """One accepted connection."""
 
-    def __init__(self, sock: socket.socket, owner: RegionServer, deadline: float) -> None:
+    def __init__(self, sock: socket.socket, address: str, owner: RegionServer, deadline: float) -> None:
         self.sock = sock
+        self.address = address
         self.deadline: float | None = deadline
-        self.is_greeted = False
+        self.is_admitted = False
+        self.is_silent = True
         self.moved_bytes = 0
         self._owner = owner
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._inbox = bytearray()
-        self._wanted = GREETING_BYTES
+        self._wanted = HANDSHAKE_BYTES
         self._request_id = 0
-        self.phase = _Phase.HELLO
+        self.phase = _ReaderPhase.HELLO
         self._reply = _vectors_of(pack_hello(self._challenge))
 
     @property
     def is_replying(self) -> bool:
-        return self.phase in (_Phase.HELLO, _Phase.REPLY, _Phase.LAST_REPLY)
+        return self.phase in (_ReaderPhase.HELLO, _ReaderPhase.REPLY, _ReaderPhase.LAST_REPLY)
 
     def on_readable(self) -> bool:
         """Take what has come; False when the connection is over. Raises ProtocolError for garbage."""
@@ -92,9 +102,10 @@ class _Reader:
         if not data:
             return False
         self.moved_bytes += len(data)
+        self.is_silent = False
         self._inbox += data
-        if self.phase is _Phase.GREETING and not may_be_greeting(self._inbox):
-            raise ProtocolError(f"no greeting: {bytes(self._inbox[:16])!r}")
+        if self.phase is _ReaderPhase.HANDSHAKE and not may_be_handshake(self._inbox):
+            raise ProtocolError(f"no handshake: {bytes(self._inbox[:16])!r}")
         if len(self._inbox) == self._wanted:
             message, self._inbox = self._inbox, bytearray()
             self._on_message(message)
@@ -105,30 +116,30 @@ class _Reader:
         self.moved_bytes += self._owner.calls.send(self.sock, self._reply)
         if self._reply.remaining_bytes:
             return True
-        if self.phase is _Phase.LAST_REPLY:
+        if self.phase is _ReaderPhase.LAST_REPLY:
             return False
-        if self.phase is _Phase.HELLO:
-            self._await(_Phase.GREETING, GREETING_BYTES)
+        if self.phase is _ReaderPhase.HELLO:
+            self._await(_ReaderPhase.HANDSHAKE, HANDSHAKE_BYTES)
         else:
-            self._await(_Phase.REQUEST, REQUEST_BYTES)
+            self._await(_ReaderPhase.REQUEST, REQUEST_BYTES)
         return True
 
     def owes(self) -> bool:
         """Whether the other end must move on: it is in the middle of something."""
-        return self.phase is not _Phase.REQUEST or bool(self._inbox)
+        return self.phase is not _ReaderPhase.REQUEST or bool(self._inbox)
 
     def _on_message(self, message: bytearray) -> None:
-        if self.phase is _Phase.GREETING:
-            self._on_greeting(message)
-        elif self.phase is _Phase.REQUEST:
+        if self.phase is _ReaderPhase.HANDSHAKE:
+            self._on_handshake(message)
+        elif self.phase is _ReaderPhase.REQUEST:
             self._request_id, count = unpack_request(message)
-            self._await(_Phase.PIECES, count * PIECE_BYTES)
+            self._await(_ReaderPhase.PIECES, count * PIECE_BYTES)
         else:
             self._on_pieces(message)
 
-    def _on_greeting(self, message: bytearray) -> None:
-        nonce, secret = unpack_greeting(message), self._owner.secret
-        if not hmac.compare_digest(message, secret.greeting(self._challenge, nonce)):
+    def _on_handshake(self, message: bytearray) -> None:
+        nonce, secret = unpack_handshake(message), self._owner.secret
+        if not hmac.compare_digest(message, secret.handshake(self._challenge, nonce)):
             self._refuse(
                 "token, incarnation or cluster key is not that of this process; fetch its card again, and set the same key on "
                 "both sides"
@@ -136,31 +147,31 @@ class _Reader:
         elif full := self._owner.why_full():
             self._refuse(full)
         else:
-            self.is_greeted = True
-            self._answer_with(_Phase.REPLY, Status.OK, secret.owner_proof(self._challenge, nonce))
+            self.is_admitted = True
+            self._answer_with(_ReaderPhase.REPLY, Status.OK, secret.owner_proof(self._challenge, nonce))
 
     def _on_pieces(self, message: bytearray) -> None:
         pieces, region = unpack_pieces(message), self._owner.region
         try:
             check_offsets(pieces[:, 0], pieces[:, 1], region.region_bytes, "source")
         except RangeError as error:
-            self._answer_with(_Phase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
+            self._answer_with(_ReaderPhase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
             return
-        self._answer(_Phase.REPLY, Status.OK, pieces + np.array([region.address, 0], np.uint64))
+        self._answer(_ReaderPhase.REPLY, Status.OK, pieces + np.array([region.address, 0], np.uint64))
 
     def _refuse(self, reason: str) -> None:
-        self._answer_with(_Phase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
+        self._answer_with(_ReaderPhase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
 
-    def _answer_with(self, phase: _Phase, status: Status, data: bytes) -> None:
+    def _answer_with(self, phase: _ReaderPhase, status: Status, data: bytes) -> None:
         self._reply = _vectors_of(pack_reply(status, self._request_id, len(data)) + data)
         self.phase = phase
 
-    def _answer(self, phase: _Phase, status: Status, pieces: Runs) -> None:
+    def _answer(self, phase: _ReaderPhase, status: Status, pieces: Runs) -> None:
         head = pack_reply(status, self._request_id, int(pieces[:, 1].sum()))
         self._reply = _vectors_of(head, pieces)
         self.phase = phase
 
-    def _await(self, phase: _Phase, wanted: int) -> None:
+    def _await(self, phase: _ReaderPhase, wanted: int) -> None:
         self.phase = phase
         self._wanted = wanted
 
@@ -179,7 +190,9 @@ class RegionServer:
         self._listener = _listen(settings)
         self.host, self.port = self._listener.getsockname()[:2]
         self._readers: set[_Reader] = set()
-        self._strangers: set[_Reader] = set()
+        self._unknown: dict[_Reader, None] = {}  # oldest first
+        self._admits = settings.admits
+        self._log_at = 0.0
         self._accept_at = 0.0
         self._is_accepting = True
         self._stopping = Wakeup()
@@ -191,7 +204,7 @@ class RegionServer:
 
     def why_full(self) -> str:
         """Why no further reader is admitted now; empty while there is room."""
-        readers, limit = len(self._readers) - len(self._strangers), self._max_peers * self._streams
+        readers, limit = len(self._readers) - len(self._unknown), self._max_peers * self._streams
         if readers < limit:
             return ""
         return (
@@ -214,17 +227,17 @@ class RegionServer:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._patience_s(time.monotonic())):
+            for key, _ in self._selector.select(self._wait_s(time.monotonic())):
                 if key.fd == self._stopping.fd:
                     return
-                if isinstance(key.data, _Reader):
-                    self._serve(key.data)
-                else:
+                if not isinstance(key.data, _Reader):
                     self._accept()
+                elif key.data in self._readers:  # not one whose place was taken by a connection of the same turn
+                    self._serve(key.data)
             self._expire(time.monotonic())
             self._tend_listener(time.monotonic())
 
-    def _patience_s(self, now: float) -> float:
+    def _wait_s(self, now: float) -> float:
         deadlines = [reader.deadline for reader in self._readers if reader.deadline is not None]
         if self._accept_at > now:
             deadlines.append(self._accept_at)
@@ -232,25 +245,49 @@ class RegionServer:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, source = self._listener.accept()
         except BlockingIOError:
             return
         except OSError:
-            self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
+            # No descriptor is left: an unknown connection gives its own, so that one with the key can still get in.
+            if not self._drop_unknown():
+                self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
             return
+        address = str(source[0]).removeprefix("::ffff:")  # an IPv4 peer of a socket that listens on IPv6
+        if self._admits is not None and not self._admits(address):
+            self._refuse_address(sock, address)
+            return
+        if len(self._unknown) >= _MAX_UNKNOWN:
+            self._drop_unknown()
         tune(sock)
-        reader = _Reader(sock, self, time.monotonic() + min(self._timeout_s, _GREETING_S))
+        reader = _Reader(sock, address, self, time.monotonic() + min(self._timeout_s, _HANDSHAKE_S))
         try:
             self._selector.register(sock, selectors.EVENT_WRITE, reader)
         except OSError:
             sock.close()
             return
         self._readers.add(reader)
-        self._strangers.add(reader)
+        self._unknown[reader] = None
+
+    def _refuse_address(self, sock: socket.socket, address: str) -> None:
+        sock.close()
+        self.refused_total += 1
+        now = time.monotonic()
+        if now >= self._log_at:  # a scanner must not fill the log
+            self._log_at = now + _LOG_EVERY_S
+            _log.warning("tcp port %d: a connection from %s is refused; it is not on the allow-list", self.port, address)
+
+    def _drop_unknown(self) -> bool:
+        """End the unknown connection that is least likely to be a peer's (see the theory above); False when there is none."""
+        if not self._unknown:
+            return False
+        places = Counter(reader.address for reader in self._unknown)
+        self._drop(min(self._unknown, key=lambda reader: (not reader.is_silent, -places[reader.address])))
+        return True
 
     def _tend_listener(self, now: float) -> None:
-        """Accept while a stranger has a place, and the system has had its pause after it could not give a socket."""
-        shall_accept = len(self._strangers) < _MAX_STRANGERS and self._accept_at <= now
+        """Accept, unless the system could not give a socket just now."""
+        shall_accept = self._accept_at <= now
         if shall_accept and not self._is_accepting:
             self._selector.register(self._listener, selectors.EVENT_READ)
         elif self._is_accepting and not shall_accept:
@@ -265,15 +302,15 @@ class RegionServer:
             pass
         except OSError:
             alive = False
-        except Exception:  # noqa: BLE001 - whatever a stranger sends costs its own connection, never this thread
+        except Exception:  # noqa: BLE001 - what an unknown peer sends costs its own connection, never this thread
             self.garbage_total += 1
             alive = False
         if not alive:
-            self.refused_total += reader.phase is _Phase.LAST_REPLY
+            self.refused_total += reader.phase is _ReaderPhase.LAST_REPLY
             self._drop(reader)
             return
-        if reader.is_greeted and reader.moved_bytes > moved_before:
-            self._strangers.discard(reader)
+        if reader.is_admitted and reader.moved_bytes > moved_before:
+            self._unknown.pop(reader, None)
             reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
         if reader.is_replying != was_replying:
             self._selector.modify(reader.sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
@@ -289,16 +326,16 @@ class RegionServer:
         return True
 
     def _expire(self, now: float) -> None:
-        """Drop who has not moved in time; a socket that is nearly full tells of no small steps, so it is tried once more."""
+        """Drop what has not moved in time; a socket that is nearly full reports no small steps, so it is tried once more."""
         for reader in [reader for reader in self._readers if _is_overdue(reader, now)]:
-            if reader.is_greeted and reader.is_replying:
+            if reader.is_admitted and reader.is_replying:
                 self._serve(reader)
             if reader in self._readers and _is_overdue(reader, now):
                 self._drop(reader)
 
     def _drop(self, reader: _Reader) -> None:
         self._readers.discard(reader)
-        self._strangers.discard(reader)
+        self._unknown.pop(reader, None)
         self._selector.unregister(reader.sock)
         reader.sock.close()
 

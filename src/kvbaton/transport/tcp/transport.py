@@ -1,4 +1,4 @@
-"""The tcp transport: this side's mover reads from the peer's server, so nobody but this side writes its memory."""
+"""The tcp transport: this side's mover reads from the peer's server, so that no other process writes its memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from kvbaton.errors import TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.queued import QueuedTransport, detail
-from kvbaton.transport.tcp.link import TcpLink
+from kvbaton.transport.tcp.link import TcpLink, TcpPeer
 from kvbaton.transport.tcp.mover import TcpMover
-from kvbaton.transport.tcp.peer import TcpPeer
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.vectors import VectorCalls
 from kvbaton.transport.tcp.wire import TOKEN_BYTES, Secret
@@ -55,6 +54,8 @@ class TcpTransport(QueuedTransport[TcpPeer]):
             raise TransportError(f"tcp endpoint: host {host!r}, port {port} or token is not usable: {error}") from error
         if len(token) != TOKEN_BYTES or not 0 < port < 65536:
             raise TransportError(f"tcp endpoint: port is {port}, token has {len(token)} bytes; fetch its card again")
+        if self._settings.admits is not None and not self._settings.admits(host):
+            raise TransportError(f"tcp endpoint: host {host} is not on the allow-list; add it with --allow")
         incarnation = str(endpoint.details.get("incarnation", ""))
         secret = Secret(token, self._settings.cluster_key, incarnation)
         return TcpPeer(peer, [TcpLink(peer, found[0], found[4], secret, self._calls) for _ in range(self._settings.streams)])

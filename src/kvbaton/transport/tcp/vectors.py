@@ -32,7 +32,7 @@ class _MessageHead(ctypes.Structure):
 
 
 class Vectors:
-    """`pieces` has the shape (n, 2): address and bytes. Whoever makes it keeps the memory alive, and passes `keep` for that."""
+    """`pieces` has the shape (n, 2): address and bytes. The maker keeps the memory alive, and passes `keep` for that."""
 
     def __init__(self, pieces: Runs, keep: object = None) -> None:
         self._pieces = np.ascontiguousarray(pieces[pieces[:, 1] > 0])
@@ -74,7 +74,7 @@ class VectorCalls:
             call.restype = ctypes.c_ssize_t
 
     def send(self, sock: socket.socket, vectors: Vectors) -> int:
-        """Send as much as the socket takes now; tells how many bytes. Raises OSError, BlockingIOError when it takes none."""
+        """Send as much as the socket takes now; returns how many bytes. Raises OSError, BlockingIOError when it takes none."""
         return self._move(0, sock, vectors)
 
     def receive(self, sock: socket.socket, vectors: Vectors) -> int:

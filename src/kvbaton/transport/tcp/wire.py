@@ -1,11 +1,11 @@
-"""The format of the tcp transport: two greetings, then requests for pieces of the owner's region and replies with their bytes.
+"""The format of the tcp transport: hello and handshake, then requests for pieces of the owner's region, and their bytes.
 
-All numbers are little-endian. The owner says hello with a random challenge. The reader's greeting answers with a random nonce
-and a digest of both and of the incarnation that it means, keyed with the endpoint's token and the cluster key: who listens on
-the wire learns neither, an old greeting is worth nothing, and a restarted process on the same port refuses readers of the
-earlier one. The reply to the greeting carries the owner's digest of the same, made for another purpose: whoever has taken over
-the port of a process that is gone cannot make it, and the reader takes nothing from him.
-Every request, and the greeting, is answered by one reply in order; a reply with another status than OK carries a text.
+All numbers are little-endian. The owner sends a hello with a random challenge. The reader's handshake has a random nonce and a
+digest of both and of the incarnation that it means, keyed with the endpoint's token and the cluster key: an eavesdropper learns
+neither, a replayed handshake does not fit the next challenge, and a restarted process on the same port refuses readers of the
+earlier one. The reply to the handshake carries the owner's digest of the same, made for another purpose: a process that has
+taken over the port of one that is gone cannot make it, and the reader takes no byte from it.
+Every request, and the handshake, is answered by one reply in order; a reply with another status than OK carries a text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbaton.transport.base import Runs
 
 __all__ = [
     "CHALLENGE_BYTES",
-    "GREETING_BYTES",
+    "HANDSHAKE_BYTES",
     "HELLO_BYTES",
     "MAX_PIECES",
     "MAX_REPLY_BYTES",
@@ -33,14 +33,14 @@ __all__ = [
     "REPLY_BYTES",
     "REQUEST_BYTES",
     "TOKEN_BYTES",
-    "Reply",
+    "ReplyHead",
     "Secret",
     "Status",
-    "may_be_greeting",
+    "may_be_handshake",
     "pack_hello",
     "pack_reply",
     "pack_request",
-    "unpack_greeting",
+    "unpack_handshake",
     "unpack_hello",
     "unpack_pieces",
     "unpack_reply",
@@ -67,7 +67,7 @@ PROOF_BYTES = 32
 """Size of the digest with which each end shows the other that it knows the secret."""
 
 HELLO_BYTES = len(_MAGIC) + CHALLENGE_BYTES
-GREETING_BYTES = len(_MAGIC) + NONCE_BYTES + PROOF_BYTES
+HANDSHAKE_BYTES = len(_MAGIC) + NONCE_BYTES + PROOF_BYTES
 REQUEST_BYTES = _REQUEST.size
 REPLY_BYTES = _REPLY.size
 PIECE_BYTES = 16
@@ -82,7 +82,7 @@ class Status(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyHead:
     """The head of a reply; `payload_bytes` follow it."""
 
     status: Status
@@ -98,12 +98,12 @@ class Secret:
     cluster_key: bytes
     incarnation: str
 
-    def greeting(self, challenge: bytes, nonce: bytes) -> bytes:
+    def handshake(self, challenge: bytes, nonce: bytes) -> bytes:
         """What a reader answers to `challenge`."""
         return _MAGIC + nonce + self._digest(b"kvbaton reader", challenge, nonce)
 
     def owner_proof(self, challenge: bytes, nonce: bytes) -> bytes:
-        """What the owner of the memory answers to a greeting with `nonce`; no greeting is equal to it."""
+        """What the owner of the memory answers to a handshake with `nonce`; no handshake is equal to it."""
         return self._digest(b"kvbaton owner", challenge, nonce)
 
     def _digest(self, purpose: bytes, challenge: bytes, nonce: bytes) -> bytes:
@@ -120,19 +120,19 @@ def pack_hello(challenge: bytes) -> bytes:
 def unpack_hello(data: bytes | bytearray) -> bytes:
     """The challenge of a hello; raises ProtocolError for anything else."""
     if not data.startswith(_MAGIC):
-        raise ProtocolError(f"no hello: {bytes(data[:16])!r}; the peer speaks another protocol or version")
+        raise ProtocolError(f"no hello: {bytes(data[:16])!r}; the peer has another protocol or version")
     return bytes(data[len(_MAGIC) :])
 
 
-def unpack_greeting(data: bytes | bytearray) -> bytes:
-    """The nonce of a greeting; raises ProtocolError for anything else."""
+def unpack_handshake(data: bytes | bytearray) -> bytes:
+    """The nonce of a handshake; raises ProtocolError for anything else."""
     if not data.startswith(_MAGIC):
-        raise ProtocolError(f"no greeting: {bytes(data[:16])!r}")
+        raise ProtocolError(f"no handshake: {bytes(data[:16])!r}")
     return bytes(data[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES])
 
 
-def may_be_greeting(data: bytes | bytearray) -> bool:
-    """Whether a greeting of this protocol and version can begin with `data`."""
+def may_be_handshake(data: bytes | bytearray) -> bool:
+    """Whether a handshake of this protocol and version can begin with `data`."""
     return _MAGIC.startswith(data[: len(_MAGIC)])
 
 
@@ -165,7 +165,7 @@ def pack_reply(status: Status, request_id: int, payload_bytes: int) -> bytes:
     return _REPLY.pack(_REPLY_MARK, status, request_id, payload_bytes)
 
 
-def unpack_reply(data: bytes | bytearray) -> Reply:
+def unpack_reply(data: bytes | bytearray) -> ReplyHead:
     """Read the head of a reply; raises ProtocolError for anything else."""
     mark, status, request_id, payload_bytes = _REPLY.unpack(data)
     if mark != _REPLY_MARK or status not in iter(Status):
@@ -174,4 +174,4 @@ def unpack_reply(data: bytes | bytearray) -> Reply:
         raise ProtocolError(
             f"a reply with status {status} has {payload_bytes} bytes of text; at most {MAX_TEXT_BYTES} are allowed"
         )
-    return Reply(Status(status), request_id, payload_bytes)
+    return ReplyHead(Status(status), request_id, payload_bytes)

@@ -1,10 +1,10 @@
-"""A connector that stands still on command: runs inside vLLM, for the tests of faults.
+"""A connector that holds messages and copies up on command: runs inside vLLM, for the tests of faults.
 
-Hand-offs say in their transfer id what is to happen to them: `mute.SIDE.KIND.NAME` lets that side (`source`, `target`)
-swallow its messages of that kind about this hand-off, for good. Files in the directory `$KVBATON_HOLD` do the rest: while
+The transfer id of a hand-off states what is to happen to it: with `mute.SIDE.KIND.NAME` that side (`source`, `target`) never
+sends its messages of that kind about this hand-off. Files in the directory `$KVBATON_HOLD` do the rest: while
 `stall` is there, copies that are posted do not complete; with `drop`, nothing is copied; with `corrupt`, one byte of each
-copy is flipped; with `delay`, copies begin so many seconds later; with `silent`, heartbeats are swallowed, with `mute` every
-message about a hand-off. A `lease` that is there at the start says for how many seconds this instance keeps blocks, whatever
+copy is flipped; with `delay`, copies begin so many seconds later; with `silent`, heartbeats are not sent, with `mute` no
+message about a hand-off. A `lease` that is there at the start holds for how many seconds this instance keeps blocks, whatever
 its card promises. What was held up is noted in the file `held`, one line each, and so is every retraction; `read` has a digest
 of what each delayed batch brought.
 """
@@ -30,8 +30,8 @@ from kvbaton.transport.faulty import Faults, FaultyTransport
 
 __all__ = ["HeldConnector"]
 
-_SOURCE_SAYS = frozenset({"announced", "prefilled", "aux", "retracted", "confirmed", "over", "stopped", "refused"})
-_TARGET_SAYS = frozenset({"grant", "confirm_ask", "release", "stop"})
+_SOURCE_SENDS = frozenset({"announced", "prefilled", "aux", "retracted", "confirmed", "over", "stopped", "refused"})
+_TARGET_SENDS = frozenset({"grant", "confirm_ask", "release", "stop"})
 
 
 class _HeldSockets(ControlSockets):
@@ -40,7 +40,7 @@ class _HeldSockets(ControlSockets):
         self._directory = directory
 
     def send(self, peer: Incarnation, message: Message) -> None:
-        """Send, unless the hand-off's transfer id says otherwise."""
+        """Send, unless the hand-off's transfer id forbids it."""
         if isinstance(message, Heartbeat) and (self._directory / "silent").exists():
             return
         key = getattr(message, "key", None)
@@ -56,11 +56,11 @@ class _HeldSockets(ControlSockets):
 
 
 def _is_muted(transfer_id: str, kind: str) -> bool:
-    word, _, rest = transfer_id.partition(".")
+    verb, _, rest = transfer_id.partition(".")
     side, _, rest = rest.partition(".")
     kinds = rest.split(".", 1)[0].split("+")
-    said_here = _SOURCE_SAYS if side == "source" else _TARGET_SAYS
-    return word == "mute" and kind in said_here and kind in kinds
+    sent_here = _SOURCE_SENDS if side == "source" else _TARGET_SENDS
+    return verb == "mute" and kind in sent_here and kind in kinds
 
 
 class _HeldTransport(FaultyTransport):
@@ -71,8 +71,8 @@ class _HeldTransport(FaultyTransport):
         self._memory = region.view
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Post, with whatever the directory says now."""
-        faults = self._wanted()
+        """Post, with the faults that the directory asks for now."""
+        faults = self._requested_faults()
         self.set_faults(faults)
         ticket = super().post(batch, after)
         if faults.stall or faults.delay_s:
@@ -93,7 +93,7 @@ class _HeldTransport(FaultyTransport):
                 _note(self._directory / "read", digest.hexdigest())
         return completions
 
-    def _wanted(self) -> Faults:
+    def _requested_faults(self) -> Faults:
         delay = self._directory / "delay"
         return Faults(
             drop_writes=(self._directory / "drop").exists(),
@@ -118,7 +118,7 @@ class _HeldInstance(WorkerInstance):
         return Limits(lease_s / 2, lease_s, settings.stop_timeout, settings.retry)
 
     def open_sockets(self, settings: ConnectorSettings, incarnation: Incarnation) -> ControlSockets:
-        """Sockets that swallow."""
+        """Sockets that drop messages."""
         return _HeldSockets(_directory(), incarnation, settings)
 
     def open_transport(self, settings: ConnectorSettings, incarnation: Incarnation, region: Region) -> Transport:
@@ -131,17 +131,17 @@ def _directory() -> Path:
 
 
 class HeldConnector(KVBatonConnector):
-    """`KVBatonConnector`, except for what it is told to hold up."""
+    """`KVBatonConnector`, except for what it is ordered to hold up."""
 
     instance_class = _HeldInstance
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same; where somebody measures, note how large every table of the worker is."""
+        """The same; where a test measures, note how large every table of the worker is."""
         self._measure("worker", self._instance)
         return super().get_transfer_results(finished_req_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """The same; where somebody measures, note how large every table of the scheduler is."""
+        """The same; where a test measures, note how large every table of the scheduler is."""
         self._measure("scheduler", self._scheduler)
         return super().build_connector_meta(scheduler_output)
 

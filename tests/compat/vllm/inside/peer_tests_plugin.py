@@ -79,8 +79,8 @@ class ReplacedConnector(KVBatonConnector):
             self.set_xfer_handshake_metadata_pp_aware({(0, 0): _Handshake(_INFO)})
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        told = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (0, False) if _PLANT == "loads_nothing" else told
+        tokens = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (0, False) if _PLANT == "loads_nothing" else tokens
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         is_kept, answer = super().request_finished_all_groups(request, block_ids)
@@ -174,13 +174,13 @@ def _replace_helpers(utils: ModuleType) -> None:
     """Have vLLM's helpers make requests and configurations that suit ours."""
     make_config, make_request, is_empty = utils.create_vllm_config, utils.create_request, utils.assert_scheduler_empty
 
-    def create_vllm_config(**wanted: Any) -> Any:
-        return make_config(**{"model": _MODEL, **wanted})
+    def create_vllm_config(**fields: Any) -> Any:
+        return make_config(**{"model": _MODEL, **fields})
 
-    def create_request(*arguments: Any, **wanted: Any) -> Any:
+    def create_request(*arguments: Any, **fields: Any) -> Any:
         if _watch.file in _SCRIPTED:
-            wanted["do_remote_prefill"] = True
-        request = make_request(*arguments, **wanted)
+            fields["do_remote_prefill"] = True
+        request = make_request(*arguments, **fields)
         params = request.kv_transfer_params or {}
         if "remote_request_id" in params:
             params["transfer_id"] = params["remote_request_id"]

@@ -1,7 +1,7 @@
 """Both halves of the connector under vLLM's own scheduler, without servers and without a model: runs in vLLM's environment.
 
 Prints one JSON object: what each check found, "" when it is as it should be. The agents are scripted; vLLM's scheduler asserts
-by itself that every id is told once, and only while it waits for it. Arguments: the directory of a model.
+by itself that every id is reported once, and only while it waits for it. Arguments: the directory of a model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def source_aborted_in_mid_prefill(model: str) -> None:
     engine.step()
     engine.abort(request)
     engine.run(3)
-    assert engine.free_blocks < engine.blocks, "somebody may be reading"
+    assert engine.free_blocks < engine.blocks, "a target may still be reading"
     engine.port.push(SourceEnded(key_of("tx"), Outcome.CANCELLED))
     engine.run(1)
     engine.assert_at_rest()
@@ -132,7 +132,7 @@ def sources_without_a_grant_leave_room_when_they_are_computed_in_chunks(model: s
 
 
 def source_with_prompt_logprobs_leaves_room_too_and_computes_every_token(model: str) -> None:
-    """vLLM asks the connector and ignores what it says, unless it is kept from that."""
+    """vLLM asks the connector and ignores its answer, unless it is kept from that."""
     engine = Engine("source", model, blocks=32 + 3 + 1)
     engine.add("a", prompt(32, 1), source_params("tx-0"))
     engine.run(2)
@@ -176,13 +176,13 @@ def target_that_finds_no_blocks_asks_for_none_and_is_served_later(model: str) ->
     assert engine.port.names() == ["expect_source"]
     engine.abort(big)
     engine.run(1)
-    assert engine.port.names() == ["expect_source", "pull"]
+    assert engine.port.names() == ["expect_source", "allocated"]
     engine.port.push(landed("tx"))
     engine.run(3)
     engine.assert_at_rest()
 
 
-def target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes(model: str) -> None:
+def target_aborted_while_it_loads_keeps_its_blocks_until_no_write_can_land(model: str) -> None:
     engine = Engine("target", model)
     request = engine.add("a", prompt(40), target_params("tx"))
     engine.run(1)
@@ -302,11 +302,11 @@ def target_preempted_after_it_landed_computes_by_itself(model: str) -> None:
     assert engine.scheduler.requests, "both have ended before there was a preemption"
     engine.abort(first)
     engine.run(70)
-    assert engine.port.names().count("pull") == 1
+    assert engine.port.names().count("allocated") == 1
     engine.assert_at_rest()
 
 
-def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
+def a_request_refused_before_admission_releases_its_source(model: str) -> None:
     """vLLM admits such a request only to end it at once."""
     engine = Engine("target", model)
     request = engine.add("a", prompt(1), target_params("tx"), is_refused=True)
@@ -316,37 +316,40 @@ def a_request_refused_before_admission_lets_its_source_go(model: str) -> None:
     engine.assert_at_rest()
 
 
-def whatever_happens_each_id_is_told_once_and_every_block_comes_back(model: str) -> None:
+def in_any_order_each_id_is_reported_once_and_every_block_returns(model: str) -> None:
     """Random requests, ends and aborts, in any order; vLLM's own assertions are the check."""
     _anything(model, range(60), is_async=False)
 
 
 def the_same_with_steps_that_overlap(model: str) -> None:
-    """vLLM schedules the next step before it hears of the last one (async_scheduling)."""
+    """vLLM schedules the next step before it has the output of the last one (async_scheduling)."""
     _anything(model, range(100, 130), is_async=True)
 
 
 def _anything(model: str, seeds: Iterable[int], *, is_async: bool) -> None:
+    seen: set[str] = set()
     for seed in seeds:
         generator = random.Random(seed)
         policy, blocks = generator.choice(["fail", "recompute"]), generator.choice([34, 65])
         engine = Engine("both", model, policy, blocks, is_async=is_async)
         live: dict[str, Request] = {}
-        ended: set[str] = set()
+        ended: dict[str, str] = {}
         for number in range(60):
             _happen(engine, generator, live, ended, number)
             engine.step()
         for _ in range(400):
-            for name in set(live) - ended:
+            for name in sorted(live.keys() - ended):
                 _end(engine, name, generator, ended)
             engine.step()
             if not engine.scheduler.requests and not engine.worker.live:
                 break
         engine.run(3)
         engine.assert_at_rest()
+        seen |= {*ended.values()}
+    assert seen == {"sent", "landed", "failed"}, f"only {seen}; this tests less than its name"
 
 
-def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], ended: set[str], number: int) -> None:
+def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], ended: dict[str, str], number: int) -> None:
     chance = generator.random()
     if chance < 0.4:
         side = generator.choice([source_params, target_params])
@@ -359,8 +362,8 @@ def _happen(engine: Engine, generator: random.Random, live: dict[str, Request], 
         _end(engine, generator.choice(sorted(live.keys() - ended)), generator, ended)
 
 
-def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -> None:
-    """Let the agents end a hand-off as they may: a target lands only when it was pulled."""
+def _end(engine: Engine, name: str, generator: random.Random, ended: dict[str, str]) -> None:
+    """Let the agents end a hand-off as they may: a target lands only when it has blocks."""
     calls = {(call, _key(argument)) for call, argument in engine.port.calls}
     key = key_of(name)
     if ("expect_target", key) in calls and generator.random() < 0.3:
@@ -369,13 +372,13 @@ def _end(engine: Engine, name: str, generator: random.Random, ended: set[str]) -
     if ("expect_target", key) in calls:
         outcome = Outcome.DELIVERED if ("offer", key) in calls else Outcome.FAILED
         engine.port.push(SourceEnded(key, outcome))
-    elif ("pull", key) in calls and generator.random() < 0.5:
+        ended[name] = "sent"
+    elif ("allocated", key) in calls and generator.random() < 0.5:
         engine.port.push(landed(name))
+        ended[name] = "landed"
     elif ("expect_source", key) in calls:
         engine.port.push(TargetEnded(key, Outcome.FAILED, "by chance"))
-    else:
-        return
-    ended.add(name)
+        ended[name] = "failed"
 
 
 def _key(argument: Any) -> Any:
@@ -388,10 +391,10 @@ def _key(argument: Any) -> Any:
 
 
 def statistics_are_found_by_the_name_of_the_connector(model: str) -> None:
-    told = {"handoffs": 1}
-    read = MultiConnector.build_kv_connector_stats({KVBatonConnector.__name__: told})
+    counted = {"handoffs": 1}
+    read = MultiConnector.build_kv_connector_stats({KVBatonConnector.__name__: counted})
     assert isinstance(read.data[KVBatonConnector.__name__], KVBatonStats)
-    assert read.data[KVBatonConnector.__name__].data == told
+    assert read.data[KVBatonConnector.__name__].data == counted
 
 
 CHECKS: tuple[Callable[[str], None], ...] = (
@@ -405,7 +408,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     source_with_prompt_logprobs_leaves_room_too_and_computes_every_token,
     target_waits_without_keeping_others_waiting_and_computes_one_token,
     target_that_finds_no_blocks_asks_for_none_and_is_served_later,
-    target_aborted_while_it_loads_keeps_its_blocks_until_nobody_writes,
+    target_aborted_while_it_loads_keeps_its_blocks_until_no_write_can_land,
     target_whose_load_failed_ends_with_an_error,
     target_whose_load_failed_is_computed_where_that_is_the_policy,
     bad_parameters_fail_a_request_with_prompt_logprobs_too,
@@ -413,8 +416,8 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     nothing_of_a_failed_load_enters_the_prefix_cache,
     what_landed_is_cached_and_not_asked_for_again,
     target_preempted_after_it_landed_computes_by_itself,
-    a_request_refused_before_admission_lets_its_source_go,
-    whatever_happens_each_id_is_told_once_and_every_block_comes_back,
+    a_request_refused_before_admission_releases_its_source,
+    in_any_order_each_id_is_reported_once_and_every_block_returns,
     the_same_with_steps_that_overlap,
     statistics_are_found_by_the_name_of_the_connector,
 )

@@ -101,7 +101,7 @@ class Engine:
                 self.worker.layer_computed(layer)
         self.worker.forward_done()
         finished = self.worker.end_step()
-        told = KVConnectorOutput(
+        reported = KVConnectorOutput(
             finished_sending=finished.sending or None,
             finished_recving=finished.receiving or None,
             failed_recving=finished.failed,
@@ -110,7 +110,9 @@ class Engine:
         scheduled = dict(output.num_scheduled_tokens)
         names = list(scheduled)
         sampled = [[7] if self._is_complete(name) else [] for name in names]
-        runner = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=told)
+        runner = ModelRunnerOutput(
+            names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=reported
+        )
         self.under_way.append((output, runner))
         if self.is_async and len(self.under_way) < 2:
             return scheduled, []

@@ -19,7 +19,7 @@ from kvbaton.agent.engine_port import (
     Landed,
     Offer,
     SourceEnded,
-    SourceWanted,
+    SourceRequest,
     SpansReady,
     TargetEnded,
 )
@@ -31,7 +31,7 @@ from kvbaton.core.timeline import Note, Side
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
-from kvbaton.engines.embedded.model import Span, Written
+from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.request import FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import LoadedModel
@@ -69,7 +69,7 @@ class FakeModel:
         self.before_step: Callable[[], None] = lambda: None
         self.on_write: Callable[[int, int, int], None] | None = None
 
-    def forward(self, spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
+    def forward(self, spans: Sequence[TokenSpan], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
         self.steps.append([(span.start, len(span.token_ids)) for span in spans])
         self.before_step()
         for layer in range(2):
@@ -79,7 +79,7 @@ class FakeModel:
                 written(layer)
         return np.stack([self._logits(span, cache) for span in spans])
 
-    def _write(self, span: Span, cache: PagedCache, layer: int) -> None:
+    def _write(self, span: TokenSpan, cache: PagedCache, layer: int) -> None:
         for offset, token_id in enumerate(span.token_ids):
             block, slot = divmod(span.start + offset, cache.block_tokens)
             if self.on_write is not None:
@@ -88,7 +88,7 @@ class FakeModel:
             if layer:
                 cache.data[layer, :, span.blocks[block], slot, 0, 0] = span.start + offset
 
-    def _logits(self, span: Span, cache: PagedCache) -> npt.NDArray[np.float32]:
+    def _logits(self, span: TokenSpan, cache: PagedCache) -> npt.NDArray[np.float32]:
         tokens = span.start + len(span.token_ids)
         cached = cache.data[:, :, span.blocks].reshape(2, 2, -1, 4)[:, :, :tokens].astype(np.int64)
         digest = 7
@@ -148,7 +148,7 @@ class Answer:
 
 
 class Bench:
-    """One engine with a fake model, stepped by the test; it pulls, unless told to push."""
+    """One engine with a fake model, stepped by the test; it pulls, unless it is set to push."""
 
     def __init__(self, blocks: int = 64, port: Any = None, context_tokens: int = 256, **settings: Any) -> None:
         self.model = FakeModel()
@@ -198,7 +198,7 @@ class Bench:
 
 
 class FakePort:
-    """Records what the engine asks for, and tells it what the test says."""
+    """Records the calls of the engine, and delivers the events of the test."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, HandoffKey]] = []
@@ -208,9 +208,9 @@ class FakePort:
         self.offers: dict[HandoffKey, Offer] = {}
         self.pulls: dict[HandoffKey, Allocation] = {}
         self.expected_targets: dict[HandoffKey, str] = {}
-        self.expected_sources: dict[HandoffKey, SourceWanted] = {}
+        self.expected_sources: dict[HandoffKey, SourceRequest] = {}
         self.cancelled: list[HandoffKey] = []
-        self.declined: list[tuple[SourceWanted, str]] = []
+        self.declined: list[tuple[SourceRequest, str]] = []
         self.news: list[EngineEvent] = []
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
@@ -232,8 +232,8 @@ class FakePort:
         self.calls.append(("retract", key))
         self.retracted.append(key)
 
-    def expect_source(self, wanted: SourceWanted) -> None:
-        self.expected_sources[wanted.key] = wanted
+    def expect_source(self, request: SourceRequest) -> None:
+        self.expected_sources[request.key] = request
 
     def offer(self, offer: Offer) -> None:
         self.calls.append(("offer", offer.key))
@@ -242,8 +242,8 @@ class FakePort:
     def allocated(self, allocation: Allocation) -> None:
         self.pulls[allocation.key] = allocation
 
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
-        self.declined.append((wanted, reason))
+    def decline(self, request: SourceRequest, reason: str) -> None:
+        self.declined.append((request, reason))
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)

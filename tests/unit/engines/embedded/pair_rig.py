@@ -118,13 +118,14 @@ class Instance:
         prompt: Sequence[int],
         handoff: ToTarget | FromSource | None = None,
         waiter: Waiter | None = None,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Waiter:
-        """Ask for an answer; greedy, with logprobs, unless told otherwise."""
+        """Ask for an answer; greedy, with logprobs, unless set otherwise."""
         sampling = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1} | sampling
         waiter = Waiter() if waiter is None else waiter
         name = RequestId(f"request-{len(self.requests)}")
-        self.requests.append(GenerationRequest(name, tuple(prompt), Sampling(**sampling), handoff))
+        self.requests.append(GenerationRequest(name, tuple(prompt), Sampling(**sampling), handoff, cache_salt))
         self.engine.submit(self.requests[-1], waiter)
         return waiter
 

@@ -1,4 +1,4 @@
-"""A scripted engine and a client for it, so that the tests of the HTTP face need no model."""
+"""A scripted engine and a client for it, so that the tests of the HTTP server need no model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation, RequestId
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
-from kvbaton.engines.embedded.server import Role, ServedEngine, make_app, start_server
+from kvbaton.engines.embedded.server import Role, make_app, start_server
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.stats import EngineStats
+from kvbaton.engines.embedded.submission import EngineClient
 from kvbaton.engines.handoff_params import HandoffInfo
 from kvbaton.observe.timelines import Timelines
 
@@ -30,6 +33,7 @@ VOCAB = 256
 MODEL = "tiny"
 INFO = HandoffInfo(ControlAddress.of("127.0.0.1", 6301), Incarnation("inc-p"))
 DEADLINE_S = 20.0
+NO_TRUST = Trust()
 
 Result = TypeVar("Result")
 Script = Callable[[GenerationRequest], Iterable[TokenOutput]]
@@ -40,6 +44,7 @@ class CharTokenizer:
 
     def __init__(self) -> None:
         self.added_special: list[bool] = []
+        self.longest_token_bytes = 4
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         self.added_special.append(add_special_tokens)
@@ -183,6 +188,12 @@ class Client:
         async with self._session.get(f"http://127.0.0.1:{self.port}{path}") as reply:
             return Reply(reply.status, dict(reply.headers), await reply.read())
 
+    async def send(self, method: str, path: str, headers: dict[str, str]) -> Reply:
+        """A request without a body."""
+        url = f"http://127.0.0.1:{self.port}{path}"
+        async with self._session.request(method, url, headers=headers) as reply:
+            return Reply(reply.status, dict(reply.headers), await reply.read())
+
     async def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Reply:
         """Send `body` as JSON, or as it is when it is bytes."""
         raw = body if isinstance(body, bytes) else orjson.dumps(body)
@@ -199,13 +210,15 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    engine: ServedEngine,
+    engine: EngineClient,
     *,
     role: Role = "both",
     handoff: HandoffInfo | None = INFO,
     progress_timeout_s: float = DEADLINE_S,
     shutdown_timeout_s: float = 2.0,
     timelines: Timelines | None = None,
+    trust: Trust = NO_TRUST,
+    settings: HttpSettings = DEFAULT_HTTP,
 ) -> AsyncIterator[Client]:
     """Serve `engine` on a free port."""
     app = make_app(
@@ -215,6 +228,8 @@ async def serving(
         handoff=handoff,
         progress_timeout_s=progress_timeout_s,
         timelines=timelines,
+        trust=trust,
+        settings=settings,
     )
     runner, port = await _listen(app, shutdown_timeout_s)
     try:

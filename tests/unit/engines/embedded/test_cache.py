@@ -35,7 +35,7 @@ def test_region_is_zero_page_aligned_and_whole() -> None:
     assert cache.data.shape == (3, 2, 5, 8, 2, 16)
     assert cache.data.flags.c_contiguous
     assert not cache.data.any()
-    assert cache.address % mmap.PAGESIZE == 0
+    assert cache.data.ctypes.data % mmap.PAGESIZE == 0
     assert cache.memory.nbytes == cache.data.nbytes == cache.layout().region_bytes
 
 

@@ -16,7 +16,7 @@ from engine_fakes import SOURCE, VOCABULARY, Answer, Bench, FakePort, alone, key
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.engine import Engine, EngineBusy, EngineSettings, EngineStopped
-from kvbaton.engines.embedded.model import Span, Written
+from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sampling, Sink, TokenOutput, ToTarget
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import BadRequest, ConfigError
@@ -63,7 +63,7 @@ def test_without_agents_there_are_no_handoffs(handoff: ToTarget | FromSource) ->
 def test_the_queue_is_bounded() -> None:
     bench = Bench(max_waiting=3, max_sequences=1)
     answers = [bench.submit([token]) for token in (1, 2, 3)]
-    with pytest.raises(EngineBusy, match="3 requests wait already and max_waiting is 3"):
+    with pytest.raises(EngineBusy, match="3 sequences wait already and max_waiting is 3"):
         bench.submit([4])
     bench.step()
     answers.append(bench.submit([4]))
@@ -101,7 +101,7 @@ def test_a_seed_repeats_an_answer_and_other_seeds_do_not() -> None:
 
 
 def test_every_output_draws_anew() -> None:
-    def flat(spans: Sequence[Span], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
+    def flat(spans: Sequence[TokenSpan], cache: PagedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
         return np.zeros((len(spans), VOCABULARY), np.float32)
 
     bench = Bench()
@@ -162,7 +162,7 @@ def test_a_request_cancelled_while_preempted_leaves_the_queue() -> None:
     bench.assert_empty()
 
 
-def test_a_second_request_of_the_same_name_is_told_so() -> None:
+def test_a_second_request_of_the_same_id_fails_with_the_reason() -> None:
     bench = Bench()
     first, second = bench.submit([1], name="r"), bench.submit([2], name="r")
     bench.run(first, second)
@@ -297,7 +297,7 @@ def test_closing_ends_what_lives_and_refuses_what_comes() -> None:
     for answer in (running, waiting, fresh):
         assert answer.last.finish_reason is FinishReason.CANCELLED
         assert answer.last.error == "the engine is stopping"
-    with pytest.raises(EngineStopped, match="comes too late"):
+    with pytest.raises(EngineStopped, match="is refused: the engine is stopping"):
         bench.submit([4])
     with pytest.raises(EngineStopped, match="starts once"):
         bench.engine.start()

@@ -64,7 +64,7 @@ def test_without_a_seed_both_sides_use_the_same_one() -> None:
     assert decode.token_ids == again.token_ids != other.token_ids
 
 
-def test_the_record_tells_what_happened() -> None:
+def test_the_record_reports_what_happened() -> None:
     prefill, decode = Pair().hand_off(PROMPT, "a")
     source, target = prefill.last.record, decode.last.record
     assert source is not None
@@ -84,7 +84,7 @@ def test_logprobs_of_the_first_token_travel() -> None:
     assert decode.outputs[0].logprob == prefill.outputs[0].logprob < 0
 
 
-def test_the_aux_record_has_a_logprob_even_if_nobody_asked() -> None:
+def test_the_aux_record_has_a_logprob_even_if_not_requested() -> None:
     bench = Bench(port=FakePort())
     offered(bench)
     assert bench.port.offers[KEY].aux.logprob < 0
@@ -327,7 +327,7 @@ def test_a_prefill_whose_target_gave_up_ends_while_it_waits() -> None:
     bench.assert_empty()
 
 
-def test_a_handoff_asked_for_twice_is_told_so() -> None:
+def test_a_second_request_for_a_handoff_fails_with_the_reason() -> None:
     bench = Bench(port=FakePort())
     offered(bench)
     second = bench.submit(PROMPT, handoff=ToTarget(KEY))

@@ -87,7 +87,7 @@ def test_both_pools_tiny_and_full() -> None:
         pair.wait_empty()
 
 
-def test_a_source_without_a_target_ends_after_its_patience() -> None:
+def test_a_source_without_a_target_ends_after_its_timeout() -> None:
     with EnginePair(Mode.PUSH, blocks=8, limits=Limits(transfer_timeout=0.5, defer_timeout=1.0, retry=0.2)) as pair:
         waiter = pair.prefill(prompt_of(3 * BLOCK_TOKENS), "t").wait()
         assert waiter.last.finish_reason is FinishReason.ERROR

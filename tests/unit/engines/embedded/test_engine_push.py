@@ -1,4 +1,4 @@
-"""Push in the engine, with a scripted port: what is told when, who may start without a grant, and who gives way."""
+"""Push in the engine, with a scripted port: what is announced when, what may start without a grant, what is preempted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECOMPUTE = HandoffSettings(mode=Mode.PUSH, on_failure=OnFailure.RECOMPUTE)
 
 
 def pusher(blocks: int = 64, context_tokens: int = 32, **settings: Any) -> Bench:
-    """A source that keeps 8 blocks free of work without a grant, unless told otherwise."""
+    """A source that keeps 8 blocks free of work without a grant, unless set otherwise."""
     return Bench(blocks=blocks, port=FakePort(), context_tokens=context_tokens, handoff=PUSH, **settings)
 
 
@@ -29,16 +29,16 @@ def push(bench: Bench, name: str = "t", prompt: list[int] = PROMPT) -> Answer:
     return bench.submit(prompt, name=name, handoff=ToTarget(key_of(name)))
 
 
-def told(bench: Bench, key: HandoffKey = KEY) -> list[tuple[int, int, int, int, int]]:
+def announced(bench: Bench, key: HandoffKey = KEY) -> list[tuple[int, int, int, int, int]]:
     spans = bench.port.spans.get(key, [])
     return [(span.number, span.first_token, span.end_token, span.first_layer, span.end_layer) for span in spans]
 
 
-def test_every_layer_of_every_chunk_is_told_once_it_is_computed() -> None:
+def test_every_layer_of_every_chunk_is_announced_once_it_is_computed() -> None:
     bench = pusher(step_tokens=10)
     answer = push(bench)
     bench.run(answer)
-    assert told(bench) == [
+    assert announced(bench) == [
         (0, 0, 10, 0, 1),
         (1, 0, 10, 1, 2),
         (2, 10, 20, 0, 1),
@@ -52,7 +52,7 @@ def test_every_layer_of_every_chunk_is_told_once_it_is_computed() -> None:
     assert answer.token_ids == alone(PROMPT).token_ids[:1]
 
 
-def test_a_layer_is_told_before_the_next_one_is_written() -> None:
+def test_a_layer_is_announced_before_the_next_one_is_written() -> None:
     bench = pusher()
     seen: list[tuple[int, int]] = []
 
@@ -64,22 +64,22 @@ def test_a_layer_is_told_before_the_next_one_is_written() -> None:
     assert set(seen) == {(0, 0), (1, 1)}
 
 
-def test_what_the_prefix_cache_has_is_told_once_with_all_layers() -> None:
+def test_what_the_prefix_cache_has_is_announced_once_with_all_layers() -> None:
     bench = pusher()
     bench.run(bench.submit(PROMPT[:9], max_tokens=1))
     answer = push(bench)
     bench.run(answer)
-    assert told(bench) == [(0, 0, 8, 0, 2), (1, 8, 23, 0, 1), (2, 8, 23, 1, 2)]
+    assert announced(bench) == [(0, 0, 8, 0, 2), (1, 8, 23, 0, 1), (2, 8, 23, 1, 2)]
     assert answer.token_ids == alone(PROMPT).token_ids[:1]
 
 
-def test_in_pull_nothing_is_told_before_the_offer() -> None:
+def test_in_pull_nothing_is_announced_before_the_offer() -> None:
     bench = Bench(port=FakePort(), step_tokens=8)
     bench.run(bench.submit(PROMPT, handoff=ToTarget(KEY)))
     assert bench.port.calls == [("offer", KEY)]
 
 
-def test_one_call_tells_a_layer_of_every_source_in_the_step() -> None:
+def test_one_call_announces_a_layer_of_every_source_in_the_step() -> None:
     batches: list[int] = []
 
     class CountingPort(FakePort):
@@ -113,7 +113,7 @@ class TestGrants:
         bench = Bench(blocks=16, port=FakePort(), context_tokens=32)
         bench.run(push(bench, "a", [1] * 30), push(bench, "b", [2] * 30))
 
-    def test_who_waits_for_a_grant_keeps_nobody_waiting(self) -> None:
+    def test_a_source_that_waits_for_a_grant_delays_no_other_request(self) -> None:
         bench = pusher(blocks=8)
         ungranted = [push(bench, f"u{i}", [i] * 8) for i in range(3)]
         granted, plain = push(bench, "g", [7] * 8), bench.submit([8] * 4, max_tokens=2)
@@ -218,7 +218,7 @@ class TestGivingWay:
         bench, old, source = crowded()
         bench.port.drain(KEY)
         bench.run(old, source)
-        assert told(bench)[0][0] == 0
+        assert announced(bench)[0][0] == 0
         assert span_problem(bench.port.spans[KEY], Span(0, 0, 27, 0, 2)) == ""
         assert source.token_ids == alone(LONG).token_ids[:1]
         bench.port.end_source(KEY)
@@ -247,7 +247,7 @@ class TestGivingWay:
         assert source.last.error == "the target is gone"
         bench.assert_empty()
 
-    def test_nobody_new_takes_the_block_that_was_waited_for(self) -> None:
+    def test_no_new_request_takes_the_block_that_was_waited_for(self) -> None:
         bench, old, _ = crowded()
         newcomer = bench.submit([5] * 20, max_tokens=1)
         bench.step()
@@ -258,7 +258,7 @@ class TestGivingWay:
         bench.run(old)
         assert not newcomer.outputs
 
-    def test_a_source_of_which_nothing_was_told_gives_way_at_once(self) -> None:
+    def test_a_source_of_which_nothing_was_announced_is_preempted_at_once(self) -> None:
         bench = Bench(blocks=8, port=FakePort(), context_tokens=64, step_tokens=4)
         old = bench.submit([60, 61, 62], max_tokens=20)
         bench.step()
@@ -287,7 +287,7 @@ class TestGivingWay:
 
 
 class TestEnds:
-    """Blocks of which something was told come back only with the end of the hand-off."""
+    """Blocks that were announced come back only with the end of the hand-off."""
 
     def test_cancelled_in_mid_prefill_its_blocks_wait_for_the_end(self) -> None:
         bench = pusher(step_tokens=8)
@@ -302,7 +302,7 @@ class TestEnds:
         bench.step()
         bench.assert_empty()
 
-    def test_a_cancel_that_the_agents_do_not_take_is_told_again(self) -> None:
+    def test_a_cancel_that_the_agents_do_not_take_is_sent_again(self) -> None:
         class FullPort(FakePort):
             is_full = True
 
@@ -329,7 +329,7 @@ class TestEnds:
         bench.assert_empty()
         assert bench.port.cancelled == [key_of("a")]
 
-    def test_a_failing_model_keeps_told_blocks_until_the_end(self) -> None:
+    def test_a_failing_model_keeps_announced_blocks_until_the_end(self) -> None:
         bench = pusher(step_tokens=8)
         answer = push(bench)
         bench.step()
@@ -367,7 +367,7 @@ class TestRecompute:
         bench = Bench(port=FakePort(), handoff=settings, poison=True)
         answer = bench.submit(PROMPT, name="t", handoff=FromSource(KEY, SOURCE), **sampling)
         bench.step()
-        assert bench.port.pulls[KEY].wanted.mode is settings.mode
+        assert bench.port.pulls[KEY].request.mode is settings.mode
         return bench, answer
 
     @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.EXPIRED])
@@ -461,7 +461,7 @@ class TestDeclined:
         assert bench.port.declined == []
 
 
-def test_notes_tell_both_sides() -> None:
+def test_notes_cover_both_sides() -> None:
     source = pusher(step_tokens=16)
     source.run(push(source))
     stages = [(note.side, note.stage, note.first_token, note.end_token, note.end_layer) for note in source.notes]

@@ -1,4 +1,4 @@
-"""Push and pull under any order of events, in pools of any small size: nothing announced is written, nobody is left over."""
+"""Push and pull under any order of events, in small pools: nothing announced is written, no request is left over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTLED_STEPS = 600
 
 
 class WatchedPort(FakePort):
-    """Knows every cell that a peer may read or write, and that nobody here may write meanwhile.
+    """Knows every cell that a peer may read or write, and that this engine must not write meanwhile.
 
     The engine catches what a port raises, so whatever is wrong is kept in `violations`.
     """
@@ -39,8 +39,8 @@ class WatchedPort(FakePort):
         self.bench: Bench
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self._demand(key not in self.retracted, f"{key} is told of while it is retracted")
-        self._demand(key not in self.offers, f"{key} is told of after its offer")
+        self._demand(key not in self.retracted, f"{key} is announced while it is retracted")
+        self._demand(key not in self.offers, f"{key} is announced after its offer")
         self._demand(self.span_blocks.setdefault(key, blocks) == blocks, f"{key} has other blocks than before")
         known = self.spans.setdefault(key, [])
         for span in spans:
@@ -64,7 +64,7 @@ class WatchedPort(FakePort):
         self.cancelled.append(key)
 
     def forget(self, key: HandoffKey, event: EngineEvent) -> None:
-        """The peer is through with this; the engine hears of it."""
+        """The peer is done with this; the engine gets the event."""
         self.cells.pop(key, None)
         self.news.append(event)
 
@@ -137,7 +137,7 @@ class Run:
         assert not self.port.violations
 
     def settle(self) -> None:
-        """Everything that is owed happens; then everybody must end."""
+        """Everything that is owed happens; then every request must end."""
         for _ in range(SETTLED_STEPS):
             for key in tuple(self.sources):
                 if key in self.port.cancelled or key in self.port.offers:
@@ -155,7 +155,7 @@ class Run:
             if all(answer.is_finished for answer, _ in self.answers.values()) and not (self.sources or self.targets):
                 break
         else:
-            raise AssertionError(f"somebody never ends: {self.bench.engine.stats()}")
+            raise AssertionError(f"a request never ends: {self.bench.engine.stats()}")
         self.step()
         self.bench.assert_empty()
 

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.config import HandoffSettings, Limits, Trust
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, Limits, Trust, http_token
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.discovery.advertise import advertised_host, numeric_host
@@ -33,6 +33,7 @@ T = TypeVar("T")
 DEADLINE_S = 60.0
 TRIES = 3
 KEY = Trust(key=b"k" * 32)
+TOKEN = http_token(b"k" * 32)
 PROMPT = list(range(3, 60))
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 
@@ -64,7 +65,7 @@ HOSTS = [
 
 
 def run(test: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Like `asyncio.run`, and once more where somebody else took a port between its choice and its use."""
+    """Like `asyncio.run`, and once more where another process took a port between its choice and its use."""
     for left in reversed(range(TRIES)):
         try:
             return asyncio.run(test())
@@ -79,7 +80,7 @@ class Setup:
 
     def __init__(self, host: Host, mode: Mode, transport: str = "tcp", *, drop_writes: bool = False) -> None:
         self.ports = PortPicker()
-        self.router = RouterSettings(port=self.ports.pick(), discovery_port=self.ports.pick())
+        self.router = RouterSettings(port=self.ports.pick(), discovery_port=self.ports.pick(), instance_api_key=TOKEN)
         self.tasks: list[asyncio.Task[None]] = []
         self.said: list[str] = []
         self._host = host
@@ -143,7 +144,7 @@ async def setup(host: Host, mode: Mode, transport: str = "tcp", **more: Any) -> 
 
 async def complete(session: aiohttp.ClientSession, address: str, **fields: Any) -> tuple[int, dict[str, Any]]:
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
-    async with session.post(f"http://{address}/v1/completions", json=body) as answer:
+    async with session.post(f"http://{address}/v1/completions", json=body, headers={HTTP_KEY_HEADER: TOKEN}) as answer:
         return answer.status, await answer.json()
 
 
@@ -207,7 +208,7 @@ async def _is_the_same(host: Host, mode: Mode, transport: str, *, drop_writes: b
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.host)
-def test_sglang_row_28_a_cache_is_handed_over_whatever_the_address_looks_like(host: Host, mode: Mode) -> None:
+def test_a_cache_is_handed_over_whatever_the_address_looks_like(host: Host, mode: Mode) -> None:
     assert run(partial(_is_the_same, host, mode, "tcp"))
 
 
@@ -219,7 +220,7 @@ def test_the_control_that_moves_nothing_is_found_out(transport: str, mode: Mode)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("source", ["nobody listens there", "a source that knows nothing of it"])
+@pytest.mark.parametrize("source", ["no listener there", "a source that knows nothing of it"])
 def test_a_target_without_a_source_fails_in_bounded_time_and_says_whom_it_waited_for(source: str, mode: Mode) -> None:
     impatient = Limits(transfer_timeout=1.0, defer_timeout=1.5, stop_timeout=0.3, retry=0.1)
 
@@ -241,7 +242,7 @@ def test_a_target_without_a_source_fails_in_bounded_time_and_says_whom_it_waited
 
 @asynccontextmanager
 async def refusing_prefill(system: Setup, refuse_when: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """A prefill instance that says 400 once `refuse_when` is over, and whose control port nobody listens on."""
+    """A prefill instance that says 400 once `refuse_when` is over, and whose control port has no listener."""
 
     async def refuse(request: web.Request) -> web.Response:
         await refuse_when()
@@ -266,7 +267,7 @@ async def refusing_prefill(system: Setup, refuse_when: Callable[[], Awaitable[No
         await runner.cleanup()
 
 
-def test_a_prefill_that_fails_frees_the_target_long_before_its_patience_ends() -> None:
+def test_a_prefill_that_fails_frees_the_target_long_before_its_timeout() -> None:
     patient = Limits(transfer_timeout=10 * DEADLINE_S, defer_timeout=20 * DEADLINE_S)
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""Cards that leave something out: what is left of them, and that nobody takes it for a whole instance."""
+"""Cards that leave something out: what is left of them, and that no peer accepts it as a whole instance."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.engines.embedded.lacks import check_lacks, without
 from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
 from kvbaton.engines.embedded.shaped.cut import Cut
-from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError
 
 
 def _cards() -> list[RankCard]:
     caches = [ShapedCache(BLUEPRINTS["tiny-mamba"], 2, 4, cut) for cut in Cut(0, 2, 0, 2).all()]
-    return [RankCard(number, layout_of(cache), ()) for number, cache in enumerate(caches)]
+    return [RankCard(number, cache.layout(), ()) for number, cache in enumerate(caches)]
 
 
 @pytest.mark.parametrize(

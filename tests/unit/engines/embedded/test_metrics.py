@@ -46,7 +46,7 @@ def _agent(dropped: Counter[str]) -> AgentStats:
     )
 
 
-def test_what_the_agents_have_counted_is_told() -> None:
+def test_what_the_agents_have_counted_is_reported() -> None:
     text = metrics_text(make_registry(_stats, lambda: _agent(Counter()))).decode()
     for line in (
         'kvbaton_handoffs_live{side="source"} 3.0',

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.tokenizer import TextStream
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
 
@@ -37,18 +37,18 @@ def test_dimensions(smollm2: LoadedModel) -> None:
 def test_the_capital_of_france_is_paris(smollm2: LoadedModel) -> None:
     ids = np.array(smollm2.tokenizer.encode("The capital of France is"), np.int32)
     cache = PagedCache(smollm2.config, 4, 4)
-    logits = smollm2.model.forward([Span(ids, 0, np.array([2, 0], np.int32))], cache)
+    logits = smollm2.model.forward([TokenSpan(ids, 0, np.array([2, 0], np.int32))], cache)
     assert smollm2.tokenizer.decode([int(logits[0].argmax())]) == " Paris"
 
 
 def test_chunks_and_scattered_blocks_change_nothing(smollm2: LoadedModel) -> None:
     ids = np.array(smollm2.tokenizer.encode("Once upon a time there was a small engine that " * 4), np.int32)
     cache, order = PagedCache(smollm2.config, 24, 4), np.random.default_rng(0).permutation(24).astype(np.int32)
-    whole = smollm2.model.forward([Span(ids, 0, np.arange(24, dtype=np.int32))], cache)[0]
+    whole = smollm2.model.forward([TokenSpan(ids, 0, np.arange(24, dtype=np.int32))], cache)[0]
     cache.poison(range(24))
-    smollm2.model.forward([Span(ids[:17], 0, order)], cache)
-    smollm2.model.forward([Span(ids[17:-1], 17, order)], cache)
-    chunked = smollm2.model.forward([Span(ids[-1:], len(ids) - 1, order)], cache)[0]
+    smollm2.model.forward([TokenSpan(ids[:17], 0, order)], cache)
+    smollm2.model.forward([TokenSpan(ids[17:-1], 17, order)], cache)
+    chunked = smollm2.model.forward([TokenSpan(ids[-1:], len(ids) - 1, order)], cache)[0]
     np.testing.assert_allclose(chunked, whole, atol=1e-3)
 
 

@@ -14,14 +14,14 @@ from kvbaton.engines.embedded.openai import (
     ApiRequest,
     ChatBody,
     CompletionBody,
-    ModelLimits,
+    RequestLimits,
     chat_request,
     completion_request,
     decode_body,
 )
 from kvbaton.errors import BadRequest
 
-LIMITS = ModelLimits("tiny", CONTEXT, VOCAB)
+LIMITS = RequestLimits("tiny", CONTEXT, VOCAB, prompt_bytes=4 * CONTEXT, request_bytes=16 * CONTEXT, sequences=256)
 SCALARS = st.none() | st.booleans() | st.integers(-3, 70) | st.floats(-2, 3) | st.text(max_size=5)
 PROMPTS = SCALARS | st.lists(SCALARS | st.lists(st.integers(-1, 300), max_size=4), max_size=4)
 COMMON = dict.fromkeys(("n", "max_tokens", "temperature", "top_p", "seed", "stream", "ignore_eos", "logprobs", "echo"), SCALARS)

@@ -61,7 +61,7 @@ def test_many_small_runs_make_one_allocation() -> None:
 
 
 def test_more_than_is_free_is_a_bug() -> None:
-    with pytest.raises(Bug, match="3 blocks asked for with 2 free"):
+    with pytest.raises(Bug, match="3 blocks requested with 2 free"):
         BlockPool(2, 2).allocate(3)
 
 

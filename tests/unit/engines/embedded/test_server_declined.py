@@ -1,4 +1,4 @@
-"""Requests that a target refuses at the door: their sources are let go, whatever was wrong with them."""
+"""Requests that a target refuses: their sources are notified, whatever was wrong with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def declined_keys(engine: ScriptedEngine) -> list[tuple[int, int]]:
         {"temperature": -1},
     ],
 )
-def test_a_bad_request_lets_its_source_go(wrong: dict[str, Any]) -> None:
+def test_the_source_of_a_bad_request_is_notified(wrong: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     reply = posted(engine, {"prompt": "hi", "kv_transfer_params": PARAMS, **wrong})
     assert reply.status in (400, 404)
@@ -59,24 +59,24 @@ def test_prompt_logprobs_are_refused_by_name() -> None:
     assert (reply.status, reply.error["param"]) == (400, "prompt_logprobs")
 
 
-def test_every_choice_is_let_go() -> None:
+def test_every_choice_is_declined() -> None:
     engine = ScriptedEngine()
     posted(engine, {"prompt": ["a", "b"], "n": 2, "max_tokens": 0, "kv_transfer_params": PARAMS})
     assert declined_keys(engine) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_chat_is_let_go() -> None:
+def test_a_chat_is_declined() -> None:
     engine = ScriptedEngine()
     posted(engine, {"messages": [], "kv_transfer_params": PARAMS}, "/v1/chat/completions")
     assert declined_keys(engine) == [(0, 0)]
 
 
-def test_a_full_queue_lets_go_of_what_it_does_not_take() -> None:
-    """The choices that were taken are cancelled, which lets their sources go too."""
+def test_a_full_queue_declines_what_it_does_not_take() -> None:
+    """The choices that were taken are cancelled, which notifies their sources too."""
     engine = ScriptedEngine(None, refuse=EngineBusy("full"))
     engine.refuse_after = 1
     reply = posted(engine, {"prompt": "hi", "n": 3, "kv_transfer_params": PARAMS})
-    assert reply.status == 503
+    assert reply.status == 429
     assert declined_keys(engine) == [(0, 1), (0, 2)]
     assert engine.cancelled == [engine.submitted[0].request_id]
     assert all(request.prompt_ids for request, _ in engine.declined)
@@ -91,7 +91,7 @@ def test_a_full_queue_lets_go_of_what_it_does_not_take() -> None:
         {"prompt": "hi", "kv_transfer_params": {**PARAMS, "remote_port": "x"}},
     ],
 )
-def test_without_a_source_there_is_nobody_to_tell(fields: dict[str, Any]) -> None:
+def test_without_a_source_nothing_is_declined(fields: dict[str, Any]) -> None:
     engine = ScriptedEngine()
     assert posted(engine, fields).status == 400
     assert engine.declined == []
@@ -99,9 +99,9 @@ def test_without_a_source_there_is_nobody_to_tell(fields: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"kv_transfer_params": 7}', b"[" * 100_000])
 def test_what_is_no_body_stands_for_nothing(raw: bytes) -> None:
-    assert declined_requests(raw, None) == []
+    assert declined_requests(raw, None, 256) == []
 
 
 def test_no_body_stands_for_too_many() -> None:
     body = {"prompt": ["x"] * 2000, "n": 10**9, "kv_transfer_params": PARAMS}
-    assert len(declined_requests(orjson.dumps(body), None)) == 1024
+    assert len(declined_requests(orjson.dumps(body), None, 256)) == 256

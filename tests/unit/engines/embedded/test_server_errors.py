@@ -180,10 +180,12 @@ def test_body_over_the_limit_is_413() -> None:
     assert reply.error["type"] == "invalid_request_error"
 
 
-def test_large_body_below_the_limit_is_judged_by_its_tokens() -> None:
-    reply = replied(ScriptedEngine(), COMPLETIONS, {"prompt": "x" * 200_000})
+def test_large_body_below_the_limit_is_judged_before_it_is_tokenized() -> None:
+    engine = ScriptedEngine()
+    reply = replied(engine, COMPLETIONS, {"prompt": "x" * 200_000})
     assert reply.status == 400
-    assert "200000 tokens" in reply.error["message"]
+    assert "200000 bytes" in reply.error["message"]
+    assert engine.loaded.tokenizer.added_special == []
 
 
 @pytest.mark.parametrize(

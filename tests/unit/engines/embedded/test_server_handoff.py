@@ -98,12 +98,12 @@ def test_target_understands_what_a_source_answers() -> None:
     assert engine.submitted[0].handoff == FromSource(HandoffKey(TransferId("tx")), P, Incarnation("inc-p"))
 
 
-@pytest.mark.parametrize(("told", "is_odd"), [(None, False), (1, False), (2, True), (0, True)])
-def test_a_size_that_a_router_made_up_is_told_and_harms_nobody(
-    told: int | None, is_odd: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("size", "is_odd"), [(None, False), (1, False), (2, True), (0, True)])
+def test_a_wrong_size_of_a_router_is_logged_and_does_no_harm(
+    size: int | None, is_odd: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ScriptedEngine()
-    params = {"do_remote_prefill": True, "transfer_id": "tx", "remote_dp_size": told}
+    params = {"do_remote_prefill": True, "transfer_id": "tx", "remote_dp_size": size}
     assert replied(engine, params, REQUEST_ID).status == 200
     assert ("--intra-node-data-parallel-size 1" in caplog.text) is is_odd
 

@@ -1,4 +1,4 @@
-"""The HTTP face tells of hand-offs: a list of the newest, the notes of one, and what to do when there are none."""
+"""The HTTP server reports hand-offs: a list of the newest, the notes of one, and what to do when there are none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from served import ScriptedEngine, run, serving
 
 from kvbaton.core.handoff import HandoffKey, Outcome, TransferId
 from kvbaton.core.timeline import Note, Side, Stage
-from kvbaton.observe.records import About, InstanceRecord
+from kvbaton.observe.records import InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
 
 
 def noted(*transfers: str) -> Timelines:
-    timelines = Timelines(About("decode", "127.0.0.1:1", "inc-d"))
+    timelines = Timelines(InstanceInfo("decode", "127.0.0.1:1", "inc-d"))
     for number, transfer in enumerate(transfers):
         key = HandoffKey(TransferId(transfer))
         timelines.note(Note(key, Side.TARGET, Stage.ARRIVED, 100.0 + number))
@@ -20,7 +20,7 @@ def noted(*transfers: str) -> Timelines:
     return timelines
 
 
-def test_a_transfer_is_told_as_durations() -> None:
+def test_a_transfer_is_reported_in_durations() -> None:
     async def test() -> None:
         async with serving(ScriptedEngine(), timelines=noted("tx-1")) as client:
             reply = await client.get("/handoffs/tx-1")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
 from kvbaton.errors import ModelError
@@ -20,7 +20,7 @@ def greedy(loaded: LoadedModel, text: str, count: int) -> list[int]:
     cache, blocks = PagedCache(loaded.config, 16, 16), np.arange(16, dtype=np.int32)
     ids, start, answer = np.array(loaded.tokenizer.encode(text), np.int32), 0, []
     for _ in range(count):
-        answer.append(int(loaded.model.forward([Span(ids, start, blocks)], cache)[0].argmax()))
+        answer.append(int(loaded.model.forward([TokenSpan(ids, start, blocks)], cache)[0].argmax()))
         start += len(ids)
         ids = np.array(answer[-1:], np.int32)
     return answer
@@ -81,7 +81,7 @@ def test_written_by_many_at_once_is_one_whole_model(tmp_path: Path) -> None:
     assert load_model(str(target), cache_dir=tmp_path / "cache").config.layers == 1
 
 
-def test_no_room_is_told(tmp_path: Path) -> None:
+def test_no_room_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot write the tiny model"):
         write_tiny_model(tmp_path / "file" / "tiny")

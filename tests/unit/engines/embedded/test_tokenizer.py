@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.engines.embedded.gguf_tokenizer import tokenizer_from_gguf
-from kvbaton.engines.embedded.safetensors_dir import SafetensorsDir
+from kvbaton.engines.embedded.model_files import SafetensorsDir
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer, TokenizerFiles
 from kvbaton.errors import BadRequest, ModelError
@@ -109,7 +109,7 @@ def test_chat_template_opens_the_answer(tokenizer: Tokenizer) -> None:
     assert tokenizer.apply_chat_template([USER]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_template_refusal_is_told_in_its_own_words(files: TokenizerFiles) -> None:
+def test_a_template_refusal_keeps_its_text(files: TokenizerFiles) -> None:
     tokenizer = with_template(files, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRequest, match="roles must alternate") as caught:
         tokenizer.apply_chat_template([USER])

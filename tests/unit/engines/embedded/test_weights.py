@@ -15,7 +15,7 @@ from gguf_files import write_gguf
 from safetensors.numpy import load_file, save_file
 
 from kvbaton.engines.embedded.cache import PagedCache
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import LoadedModel, default_cache_dir, load_model
 from kvbaton.errors import ModelError
@@ -38,7 +38,7 @@ def load(tmp_path: Path) -> Callable[..., LoadedModel]:
 
 def logits(loaded: LoadedModel) -> npt.NDArray[np.float32]:
     cache = PagedCache(loaded.config, 3, 16)
-    row: npt.NDArray[np.float32] = loaded.model.forward([Span(IDS, 0, np.arange(3, dtype=np.int32))], cache)[0]
+    row: npt.NDArray[np.float32] = loaded.model.forward([TokenSpan(IDS, 0, np.arange(3, dtype=np.int32))], cache)[0]
     return row
 
 
@@ -126,7 +126,7 @@ def test_changed_weights_are_prepared_anew(directory: Path, load: Callable[..., 
     assert load(directory).fingerprint != before
 
 
-def test_unwritable_cache_is_told(tmp_path: Path, directory: Path) -> None:
+def test_unwritable_cache_is_reported(tmp_path: Path, directory: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="set KVBATON_CACHE"):
         load_model(str(directory), cache_dir=tmp_path / "file")
@@ -198,7 +198,7 @@ def _write_bfloat16(path: Path, tensors: dict[str, npt.NDArray[np.float32]]) -> 
         ({"num_key_value_heads": 4}, "6 heads do not divide into 4 KV heads"),
         ({"head_dim": 15}, "head size 15 is odd"),
         ({"num_hidden_layers": 1 << 30}, "1073741824 layers; more than 10000 are not supported"),
-        ({"hidden_size": 32}, r"model.embed_tokens.weight has the shape \(259, 64\), .* asks for \(259, 32\)"),
+        ({"hidden_size": 32}, r"model.embed_tokens.weight has the shape \(259, 64\), .* requires \(259, 32\)"),
         ({"num_hidden_layers": 4}, "tensor model.layers.3.self_attn.q_proj.weight is in none of 1 shards"),
         ({"num_hidden_layers": 2}, r"tensor model.layers.2.\S+ is not part of a plain Llama"),
     ],
@@ -212,7 +212,7 @@ def test_unsupported_config_is_refused_by_name(
     assert str(directory) in str(caught.value)
 
 
-def test_tensor_nobody_reads_is_refused(directory: Path, load: Callable[..., LoadedModel]) -> None:
+def test_a_tensor_that_is_not_read_is_refused(directory: Path, load: Callable[..., LoadedModel]) -> None:
     change_tensors(
         directory, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(96, np.float32)})
     )

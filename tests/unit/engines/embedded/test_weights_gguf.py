@@ -11,7 +11,7 @@ from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.engines.embedded.gguf_file import GgufFile
+from kvbaton.engines.embedded.model_files import GgufFile
 from kvbaton.engines.embedded.tiny import write_tiny_model
 from kvbaton.engines.embedded.weights import load_model
 from kvbaton.errors import ModelError
@@ -61,12 +61,12 @@ def test_any_damage_to_the_header_loads_or_is_a_model_error(
 ) -> None:
     path = scratch / "damaged.gguf"
     path.write_bytes(raw[:position] + bytes([value]) * count + raw[position + count :])
-    told = ""
+    reported = ""
     try:
         load_model(str(path), cache_dir=scratch / "cache")
     except ModelError as error:
-        told = str(error)
-    assert not told or "damaged.gguf" in told
+        reported = str(error)
+    assert not reported or "damaged.gguf" in reported
     for cached in (scratch / "cache").glob("*.weights"):
         cached.unlink()
 

@@ -59,7 +59,7 @@ def test_a_target_asks_once_and_goes_on_when_it_has_landed() -> None:
     assert rig.port.names() == ["expect_source", "allocated"]
     wanted, pull = (argument for _, argument in rig.port.calls)
     assert (wanted.key, wanted.source.handshake, wanted.mode) == (key_of(), 7001, Mode.PUSH)
-    assert (pull.wanted, pull.blocks, pull.tokens, pull.cached_tokens) == (wanted, BLOCKS, 10, 0)
+    assert (pull.request, pull.blocks, pull.tokens, pull.cached_tokens) == (wanted, BLOCKS, 10, 0)
     rig.port.push(LANDED)
     finished = rig.step()
     assert (finished.receiving, finished.failed) == ({request.request_id}, set())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceWanted, SpansReady
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceRequest, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.core.timeline import Note, Side
@@ -137,17 +137,17 @@ class ScriptedPort:
         """Remember."""
         self._call("offer", offer)
 
-    def expect_source(self, wanted: SourceWanted) -> None:
+    def expect_source(self, request: SourceRequest) -> None:
         """Remember."""
-        self._call("expect_source", wanted)
+        self._call("expect_source", request)
 
     def allocated(self, allocation: Allocation) -> None:
         """Remember."""
         self._call("allocated", allocation)
 
-    def decline(self, wanted: SourceWanted, reason: str) -> None:
+    def decline(self, request: SourceRequest, reason: str) -> None:
         """Remember."""
-        self._call("decline", (wanted, reason))
+        self._call("decline", (request, reason))
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """Remember."""

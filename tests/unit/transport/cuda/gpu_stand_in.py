@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.cuda import DeviceRegion
-from kvbaton.transport.cuda.driver import HANDLE_BYTES, Allocation
+from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation
 from kvbaton.transport.cuda.tables import Launch
 
 __all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch"]
@@ -52,17 +52,17 @@ class HostTensor:
 
 
 class HostDriver:
-    """Allocations are told to it; a handle is the address of one, written out. Counts what is open."""
+    """Allocations are given to it; a handle is the address of one, written out. Counts what is open."""
 
     def __init__(self, *allocations: npt.NDArray[np.uint8]) -> None:
-        self._allocations = [Allocation(int(one.ctypes.data), one.nbytes) for one in allocations]
+        self._allocations = [GpuAllocation(int(one.ctypes.data), one.nbytes) for one in allocations]
         self.opened: Counter[int] = Counter()
         self.closed = False
 
     def gpu_id(self) -> str:
         return "ab" * 16
 
-    def allocation(self, address: int) -> Allocation:
+    def allocation(self, address: int) -> GpuAllocation:
         for one in self._allocations:
             if one.address <= address < one.address + one.allocated_bytes:
                 return one
@@ -71,7 +71,7 @@ class HostDriver:
     def share(self, address: int) -> bytes:
         return str(self.allocation(address).address).encode().ljust(HANDLE_BYTES)
 
-    def open(self, handle: bytes) -> Allocation:
+    def open(self, handle: bytes) -> GpuAllocation:
         found = self.allocation(int(handle))
         self.opened[found.address] += 1
         return found

@@ -23,7 +23,7 @@ class Kind(enum.StrEnum):
 
 
 class Blueprint(msgspec.Struct, frozen=True):
-    """All dimensions of one model. Every layer mixes tokens in the way of its kind and then has a gated feed-forward part.
+    """All dimensions of one model. Every layer mixes tokens as its kind does and then has a gated feed-forward part.
 
     `window` counts the tokens that a sliding layer sees, the newest included. `index_top` is how many tokens a sparse layer
     looks at. Mamba heads are `head_size` wide and share their B and C in `mamba_groups`.

@@ -31,13 +31,8 @@ class Cut:
         return tuple(Cut(pp, self.pp_size, tp, self.tp_size) for pp, tp in ranks)
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank looks tokens up."""
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
-        """Whether what this rank computes are the logits."""
+        """Whether this rank computes logits."""
         return self.pp_rank == self.pp_size - 1
 
     def layers(self, total: int) -> range:

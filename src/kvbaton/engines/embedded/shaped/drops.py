@@ -1,7 +1,7 @@
-"""Controls: leaves one thing of a hand-off out, on the side that reads, and reports it as moved all the same.
+"""Controls: the reading side leaves one thing out of every hand-off, and reports it as moved all the same.
 
-What is left out is named `KIND` (conv, ssm, sliding, index, mla, full), `layer:N`, `head:N` or `all`; a target whose blocks
-were poisoned then answers wrongly, or verify is worth nothing.
+What is left out is named `KIND` (conv, ssm, sliding, index, mla, full), `layer:N`, `head:N` or `all`. A target whose blocks
+were poisoned must then give a wrong answer; if it does not, `kvbaton verify` proves nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.plan import Runs
+from kvbaton.engines.embedded.cache import RegionCache
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE
 from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec, group_specs
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError
-from kvbaton.transport.base import Region, Transport
+from kvbaton.transport.base import Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
 __all__ = ["check_drop", "check_has", "drop_filter", "dropping"]
@@ -26,7 +27,7 @@ _KINDS = ("full", "sliding", "mla", "index", "conv", "ssm")
 
 
 def check_drop(drop: str) -> None:
-    """Raise ConfigError for what is no name of something to leave out."""
+    """Raise ConfigError unless `drop` names something that can be left out."""
     what, _, number = drop.partition(":")
     is_known = drop in ("", "all", *_KINDS) or (what in ("layer", "head") and number.isascii() and number.isdigit())
     if not is_known:
@@ -34,7 +35,7 @@ def check_drop(drop: str) -> None:
 
 
 def check_has(blueprint: Blueprint, drop: str) -> None:
-    """Raise ConfigError for something to leave out that the model does not have: such a control would prove nothing."""
+    """Raise ConfigError when the model has nothing of that name: such a control would prove nothing."""
     groups = group_specs(blueprint, WHOLE)
     heads = max(plane.total_heads for group in groups for plane in group.planes)
     what, _, number = drop.partition(":")
@@ -46,14 +47,13 @@ def check_has(blueprint: Blueprint, drop: str) -> None:
         raise ConfigError(f"--drop {drop}: {blueprint.name} has nothing of that kind; it has {', '.join(kinds)}")
 
 
-def dropping(transport: Transport, cache: ShapedCache, drop: str) -> Transport:
-    """`transport`, which moves nothing of what `drop` names."""
+def dropping(transport: Transport, cache: RegionCache, drop: str) -> Transport:
+    """`transport`, which moves nothing of what `drop` names; nothing at all for a cache that has only one kind of memory."""
     if not drop:
         return transport
-    region = Region.of(cache.memory)
-    if drop == "all":
-        return FaultyTransport(transport, region, Faults(drop_writes=True))
-    return FaultyTransport(transport, region, Faults(drop=drop_filter(cache, drop)))
+    if drop == "all" or not isinstance(cache, ShapedCache):
+        return FaultyTransport(transport, cache.region, Faults(drop_writes=True))
+    return FaultyTransport(transport, cache.region, Faults(drop=drop_filter(cache, drop)))
 
 
 def drop_filter(cache: ShapedCache, drop: str) -> Callable[[Runs], Runs]:

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists
-from kvbaton.engines.embedded.cache import POISON_BYTE, cache_memory
+from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane
+from kvbaton.engines.embedded.cache import POISON_BYTE, RegionCache
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec, group_specs
 from kvbaton.errors import ConfigError
-from kvbaton.transport.base import Region
 
 __all__ = ["CACHE_DTYPES", "ShapedCache", "Values", "check_dtype", "lists_of"]
 
@@ -33,8 +33,8 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"cache dtype {dtype!r} is not known; give {' or '.join(CACHE_DTYPES)}")
 
 
-class ShapedCache:
-    """The planes of one rank. All groups use the same block numbers; the state of a request lies under that of its first block.
+class ShapedCache(RegionCache):
+    """The planes of one rank. All groups use the same block numbers; a state lies under that of its request's first block.
 
     A plane of tokens has the shape (layers, blocks, block_tokens, heads, ...), one of a state (layers, blocks, heads, ...).
     """
@@ -43,43 +43,21 @@ class ShapedCache:
         self, blueprint: Blueprint, blocks: int, block_tokens: int, cut: Cut = WHOLE, dtype: str = CACHE_DTYPES[0]
     ) -> None:
         check_dtype(dtype)
-        if blocks < 1 or block_tokens < 1:
-            raise ConfigError(f"a cache of {blocks} blocks of {block_tokens} tokens cannot be made; both must be at least 1")
-        self.blocks = blocks
-        self.block_tokens = block_tokens
+        super().__init__(blocks, block_tokens)
         self.groups = group_specs(blueprint, cut)
-        self._shares_prefixes = blueprint.shares_prefixes
+        self.shares_prefixes = blueprint.shares_prefixes
         shapes = [(group, plane, self._shape(group, plane)) for group in self.groups for plane in group.planes]
         self.element_bytes = np.dtype(dtype).itemsize
         counts = [int(np.prod(shape, dtype=np.int64)) for _, _, shape in shapes]
         sizes = [-(-count * self.element_bytes // _ALIGNED) * _ALIGNED for count in counts]
-        self._shared = cache_memory(max(sum(sizes), _ALIGNED), blocks)
+        memory = self._allocate(max(sum(sizes), _ALIGNED))
+        self.region_bytes = memory.nbytes
         self._planes: dict[tuple[str, str], Values] = {}
         at = 0
         for (group, plane, shape), count, size in zip(shapes, counts, sizes, strict=True):
-            values: Values = np.frombuffer(self._shared.array, dtype, count, at)
+            values: Values = np.frombuffer(memory, dtype, count, at)
             self._planes[group.kind, plane.name] = values.reshape(shape)
             at += size
-
-    @property
-    def memory(self) -> memoryview:
-        """The whole region as writable bytes."""
-        return self.region.view
-
-    @property
-    def region(self) -> Region:
-        """The same for a transport: memory that other processes of this host can map and read."""
-        return self._shared.region
-
-    @property
-    def region_bytes(self) -> int:
-        """The size of the region."""
-        return self._shared.array.nbytes
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether full blocks may serve other prompts with the same beginning."""
-        return self._shares_prefixes
 
     def plane(self, kind: str, name: str) -> Values:
         """All layers of one plane."""
@@ -97,7 +75,7 @@ class ShapedCache:
         return values
 
     def block_lists(self, blocks: Sequence[int]) -> BlockLists:
-        """The blocks of one sequence as agents want them: one list per group."""
+        """The blocks of one sequence: one list per group of the layout."""
         return lists_of(self.groups, blocks)
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -105,6 +83,40 @@ class ShapedCache:
         chosen = np.asarray(blocks, np.intp)
         for plane in self._planes.values():
             plane[:, chosen] = np.frombuffer(bytes([POISON_BYTE] * self.element_bytes), plane.dtype)[0]
+
+    def layout(self) -> Layout:
+        """Every plane by its own strides."""
+        groups = tuple(
+            Group(
+                kind=group.kind,
+                layers=group.layers,
+                blocks=self.blocks,
+                block_tokens=0 if group.is_state else self.block_tokens,
+                page_tokens=0 if group.is_state else self.block_tokens,
+                planes=tuple(self._plane_layout(group, plane) for plane in group.planes),
+                window=group.window,
+            )
+            for group in self.groups
+        )
+        return Layout(region_bytes=self.region_bytes, groups=groups)
+
+    def _plane_layout(self, group: GroupSpec, plane: PlaneSpec) -> Plane:
+        values, start = self.plane(group.kind, plane.name), self.offset(group.kind, plane.name)
+        layer_stride, block_stride, *inner = values.strides
+        token_stride, head_stride, *channels = [0, *inner] if group.is_state else inner
+        return Plane(
+            name=plane.name,
+            dtype=str(values.dtype),
+            element_bytes=values.itemsize,
+            heads=tuple(HeadRange(each.start, len(each)) for each in plane.heads),
+            total_heads=plane.total_heads,
+            channels=tuple(Axis(count, stride) for count, stride in zip(plane.head_shape, channels, strict=True)),
+            layer_offsets=tuple(start + place * layer_stride for place in range(len(group.layers))),
+            block_stride=block_stride,
+            page_stride=0,
+            token_stride=token_stride,
+            head_stride=head_stride,
+        )
 
     def _shape(self, group: GroupSpec, plane: PlaneSpec) -> tuple[int, ...]:
         tokens = () if group.is_state else (self.block_tokens,)

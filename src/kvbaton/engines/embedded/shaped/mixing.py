@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint, Kind
 from kvbaton.engines.embedded.shaped.cut import Cut
 from kvbaton.engines.embedded.shaped.memory import ShapedCache, Values
 from kvbaton.engines.embedded.shaped.weights import Array
 
-__all__ = ["Mixer", "Place", "make_mixer", "rms_normed", "rows_of", "silu"]
+__all__ = ["Attention", "Mixer", "Mla", "Place", "rms_normed", "rows_of", "silu"]
 
 _TILE = 64
 _HIDDEN = -np.inf
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
     first: int
     stop: int
-    span: Span
+    span: TokenSpan
 
     @property
     def end(self) -> int:
@@ -48,23 +48,10 @@ class Place(NamedTuple):
 
 
 class Mixer(Protocol):
-    """One layer's way to mix tokens."""
+    """How one layer mixes tokens."""
 
     def mix(self, rows: Array, places: list[Place], cache: ShapedCache) -> Array:
         """Write what is to be remembered of `rows` into the cache, and return this rank's part of what is added to them."""
-
-
-def make_mixer(blueprint: Blueprint, layer: int, weights: dict[str, Array], cut: Cut) -> Mixer:
-    """The mixer of one layer on one rank."""
-    from kvbaton.engines.embedded.shaped.mamba import Mamba
-
-    match blueprint.kinds[layer]:
-        case Kind.MLA:
-            return _Mla(blueprint, layer, weights, cut)
-        case Kind.MAMBA:
-            return Mamba(blueprint, layer, weights, cut)
-        case _:
-            return _Attention(blueprint, layer, weights, cut)
 
 
 def rows_of(weights: Array, heads: range, size: int) -> Array:
@@ -84,7 +71,7 @@ def silu(values: Array) -> Array:
     return gated
 
 
-class _Attention:
+class Attention:
     """Grouped-query attention: to all tokens, to those in a window, or to the few that an index chooses."""
 
     def __init__(self, blueprint: Blueprint, layer: int, weights: dict[str, Array], cut: Cut) -> None:
@@ -162,7 +149,7 @@ class _Index:
         return chosen
 
 
-class _Mla:
+class Mla:
     """Latent attention: keys and values of all heads are made of one small vector per token, and only that is remembered."""
 
     def __init__(self, blueprint: Blueprint, layer: int, weights: dict[str, Array], cut: Cut) -> None:

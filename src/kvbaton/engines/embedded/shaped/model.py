@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.engines.embedded.config import ModelConfig
-from kvbaton.engines.embedded.model import Span, Written
+from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.seams import StepModel
-from kvbaton.engines.embedded.shaped.blueprint import Blueprint, find_blueprint
+from kvbaton.engines.embedded.shaped.blueprint import Blueprint, Kind, find_blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
+from kvbaton.engines.embedded.shaped.mamba import Mamba
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
-from kvbaton.engines.embedded.shaped.mixing import Place, make_mixer, rms_normed, rows_of, silu
+from kvbaton.engines.embedded.shaped.mixing import Attention, Mixer, Mla, Place, rms_normed, rows_of, silu
 from kvbaton.engines.embedded.shaped.weights import Array, ShapedWeights, make_weights, weights_fingerprint
 from kvbaton.engines.embedded.tiny import byte_tokenizer
 from kvbaton.engines.embedded.tokenizer import Tokenizer
@@ -42,20 +43,22 @@ class ShapedModel:
         self._layers = [
             (
                 layer,
-                make_mixer(blueprint, layer, weights.layers[layer].mixing, cut),
+                _mixer(blueprint, layer, weights.layers[layer].mixing, cut),
                 _FeedForward(weights.layers[layer].ffn, cut),
             )
             for layer in cut.layers(blueprint.layers)
         ]
 
-    def forward(self, spans: Sequence[Span], cache: ShapedCache, written: Written | None = None) -> npt.NDArray[np.float32]:
+    def forward(
+        self, spans: Sequence[TokenSpan], cache: ShapedCache, written: Written | None = None
+    ) -> npt.NDArray[np.float32]:
         """Run every token of `spans` through all layers, and return the logits that follow each span; for an uncut model.
 
-        `written` is told of each layer as soon as what it remembers is in the cache.
+        `written` is called for each layer as soon as what it remembers is in the cache.
         """
         return self.logits(self.run(self.embed(spans), spans, cache, written), spans)
 
-    def embed(self, spans: Sequence[Span]) -> Array:
+    def embed(self, spans: Sequence[TokenSpan]) -> Array:
         """The rows with which the first stage begins."""
         token_ids = np.concatenate([span.token_ids for span in spans])
         lowest, highest = int(token_ids.min()), int(token_ids.max())
@@ -64,7 +67,7 @@ class ShapedModel:
         rows: Array = self._embedding[token_ids]
         return rows
 
-    def run(self, hidden: Array, spans: Sequence[Span], cache: ShapedCache, written: Written | None = None) -> Array:
+    def run(self, hidden: Array, spans: Sequence[TokenSpan], cache: ShapedCache, written: Written | None = None) -> Array:
         """The rows after the layers of this rank's stage; the same on every rank of it."""
         places = _places(spans, cache)
         epsilon = self.blueprint.norm_epsilon
@@ -76,10 +79,15 @@ class ShapedModel:
             hidden = hidden + self._reduce(feed_forward.run(rms_normed(hidden, epsilon)))
         return hidden
 
-    def logits(self, hidden: Array, spans: Sequence[Span]) -> npt.NDArray[np.float32]:
+    def logits(self, hidden: Array, spans: Sequence[TokenSpan]) -> npt.NDArray[np.float32]:
         """What follows each span, from the rows after the last stage."""
         last = np.cumsum([len(span.token_ids) for span in spans]) - 1
         return (rms_normed(hidden[last], self.blueprint.norm_epsilon) @ self._head.T).astype(np.float32)
+
+
+def _mixer(blueprint: Blueprint, layer: int, weights: dict[str, Array], cut: Cut) -> Mixer:
+    kinds: dict[Kind, type[Attention | Mla | Mamba]] = {Kind.MLA: Mla, Kind.MAMBA: Mamba}
+    return kinds.get(blueprint.kinds[layer], Attention)(blueprint, layer, weights, cut)
 
 
 class _FeedForward:
@@ -93,7 +101,7 @@ class _FeedForward:
         return added
 
 
-def _places(spans: Sequence[Span], cache: ShapedCache) -> list[Place]:
+def _places(spans: Sequence[TokenSpan], cache: ShapedCache) -> list[Place]:
     places, first = [], 0
     for span in spans:
         stop = first + len(span.token_ids)

@@ -1,4 +1,4 @@
-"""The leader's side of an instance in several processes: starts its ranks, runs steps on them, and notices when one dies."""
+"""The leader's side of an instance in several processes: starts its ranks, runs steps on them, and detects when one dies."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ import numpy.typing as npt
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck, channel_pair
 from kvbaton.core.handoff import BlockLists
-from kvbaton.engines.embedded.model import Span, Written
+from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.groups import group_specs
-from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, lists_of
-from kvbaton.engines.embedded.shaped.setup import Links, RankSetup, RankTransport, rank_name
-from kvbaton.engines.embedded.shaped.step_messages import (
-    Answer,
+from kvbaton.engines.embedded.shaped.memory import lists_of
+from kvbaton.engines.embedded.shaped.rank_messages import (
+    GroupSettings,
     LayerWritten,
+    Links,
     Poison,
     Poisoned,
     RankReady,
-    StepAsk,
+    RankReply,
+    RankSetup,
+    RunStep,
     StepDone,
     StepFailed,
-    decode_answer,
+    decode_reply,
+    rank_name,
     to_wire,
 )
 from kvbaton.errors import Bug, LocalError
 
-__all__ = ["GroupSettings", "RankGroup", "RankLost", "RemoteCache", "RemoteModel"]
+__all__ = ["RankGroup", "RankLost", "RemoteCache", "RemoteModel"]
 
 log = logging.getLogger(__name__)
 
@@ -53,25 +56,7 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM
 
 
 class RankLost(LocalError):
-    """A rank of this instance has died, failed or does not answer; the instance cannot go on."""
-
-
-class GroupSettings(msgspec.Struct, frozen=True):
-    """What all ranks of an instance have in common."""
-
-    model: str
-    pp_size: int
-    tp_size: int
-    blocks: int
-    block_tokens: int
-    transport: RankTransport
-    step_s: float = 60.0
-    dtype: str = CACHE_DTYPES[0]
-
-    @property
-    def cuts(self) -> tuple[Cut, ...]:
-        """Every rank, by its number."""
-        return Cut(0, self.pp_size, 0, self.tp_size).all()
+    """A rank of this instance has died, failed or does not reply; the instance cannot go on."""
 
 
 class _Rank:
@@ -84,18 +69,18 @@ class _Rank:
         self.steps = steps
         self.agent = agent
 
-    def receive(self, until: float) -> Answer:
-        """The next thing it says. Raises RankLost when it says nothing until then, or is gone."""
+    def receive(self, until: float) -> RankReply:
+        """Its next reply. Raises RankLost when none arrives until then, or the process is gone."""
         try:
             frame = self.steps.receive(until - time.monotonic())
         except (ChannelClosed, ChannelStuck) as error:
             raise RankLost(f"{self.name} (process {self.process.pid}) is lost: {error}") from error
         if frame is None:
-            raise RankLost(f"{self.name} (process {self.process.pid}) does not answer")
-        return decode_answer(frame)
+            raise RankLost(f"{self.name} (process {self.process.pid}) does not reply")
+        return decode_reply(frame)
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        """Say something to it. Raises RankLost."""
+        """Send an order to it. Raises RankLost."""
         try:
             self.steps.send(frame, timeout_s)
         except (ChannelClosed, ChannelStuck) as error:
@@ -103,7 +88,7 @@ class _Rank:
 
 
 class RankGroup:
-    """All rank processes of one instance. `lost` is told once, from a thread of the group, when one of them has died."""
+    """All rank processes of one instance. `lost` is called once, from a thread of the group, when one of them has died."""
 
     def __init__(self, settings: GroupSettings, lost: Callable[[str], None], cluster_key: bytes = b"") -> None:
         self.settings = settings
@@ -126,22 +111,22 @@ class RankGroup:
         """The channels to the rank agents, by the number of the rank."""
         return [rank.agent for rank in self.ranks]
 
-    def run(self, spans: Sequence[Span], written: Written | None) -> npt.NDArray[np.float32]:
-        """Run one step on all ranks; `written` is told of a layer when all ranks of its stage have written it.
+    def run(self, spans: Sequence[TokenSpan], written: Written | None) -> npt.NDArray[np.float32]:
+        """Run one step on all ranks; `written` is called for a layer when all ranks of its stage have written it.
 
         Raises RankLost, and from then on always.
         """
-        ask = StepAsk(tuple(to_wire(span) for span in spans), written is not None)
-        step = _Step(self.settings, written)
-        self._ask_all(msgspec.msgpack.encode(ask), step.take)
-        return np.frombuffer(step.logits, np.float32).reshape(len(spans), -1)
+        order = RunStep(tuple(to_wire(span) for span in spans), written is not None)
+        replies = _StepReplies(self.settings, written)
+        self._order_all(msgspec.msgpack.encode(order), replies.take)
+        return np.frombuffer(replies.logits, np.float32).reshape(len(spans), -1)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Have every rank poison these blocks, and wait until it is done. Raises RankLost."""
-        self._ask_all(msgspec.msgpack.encode(Poison(tuple(blocks))), lambda _, answer: isinstance(answer, Poisoned))
+        """Poison these blocks on every rank, and wait until that is done. Raises RankLost."""
+        self._order_all(msgspec.msgpack.encode(Poison(tuple(blocks))), lambda _, reply: isinstance(reply, Poisoned))
 
     def close(self) -> None:
-        """End every rank, politely first, and wait a bounded time until they are gone. Idempotent."""
+        """Close the channels, wait a bounded time for the ranks to end, and kill the rest. Idempotent."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -156,8 +141,8 @@ class RankGroup:
             _end(rank.process, until)
         os.close(self._close_fd)
 
-    def _ask_all(self, frame: bytes, take: Callable[[_Rank, Answer], bool]) -> None:
-        """Say the same to every rank, and take what they answer until `take` has said of each that it is done."""
+    def _order_all(self, frame: bytes, take: Callable[[_Rank, RankReply], bool]) -> None:
+        """Send an order to every rank, and take replies until `take` has returned true for each rank."""
         if self._problem:
             raise RankLost(self._problem)
         try:
@@ -169,7 +154,7 @@ class RankGroup:
             self._problem = str(error)
             raise
 
-    def _take_all(self, take: Callable[[_Rank, Answer], bool], until: float) -> None:
+    def _take_all(self, take: Callable[[_Rank, RankReply], bool], until: float) -> None:
         waiting = {rank.steps.fileno(): rank for rank in self.ranks}
         poll = select.poll()
         for number in waiting:
@@ -178,21 +163,21 @@ class RankGroup:
             ready = poll.poll(max(0.0, min(_TURN_S, until - time.monotonic())) * 1000)
             if not ready and time.monotonic() >= until:
                 names = ", ".join(rank.name for rank in waiting.values())
-                raise RankLost(f"no answer to a step in {self.settings.step_s:g} s from {names}; the instance cannot go on")
+                raise RankLost(f"no reply to a step in {self.settings.step_s:g} s from {names}; the instance cannot go on")
             for number, _ in ready:
                 rank = waiting[number]
-                answer = rank.receive(until)
-                if isinstance(answer, StepFailed):
-                    raise RankLost(f"{rank.name} (process {rank.process.pid}) failed in a step: {answer.reason}")
-                if take(rank, answer):
+                reply = rank.receive(until)
+                if isinstance(reply, StepFailed):
+                    raise RankLost(f"{rank.name} (process {rank.process.pid}) failed in a step: {reply.reason}")
+                if take(rank, reply):
                     del waiting[number]
                     poll.unregister(number)
 
     def _wait_ready(self, rank: _Rank, until: float) -> RankReady:
-        answer = rank.receive(until)
-        if not isinstance(answer, RankReady):
-            raise Bug(f"{rank.name} says {type(answer).__name__} before it is ready")
-        return answer
+        reply = rank.receive(until)
+        if not isinstance(reply, RankReady):
+            raise Bug(f"{rank.name} sends {type(reply).__name__} before it is ready")
+        return reply
 
     def _watch(self) -> None:
         """Wait until a rank dies, or the group is closed."""
@@ -208,11 +193,11 @@ class RankGroup:
             while not self._is_closing.is_set():
                 dead = [ranks[number] for number, _ in poll.poll(_TURN_S * 1000) if number in ranks]
                 if dead and not self._is_closing.is_set():
-                    self._tell_lost(dead[0])
+                    self._report_lost(dead[0])
                     return
 
-    def _tell_lost(self, first: _Rank) -> None:
-        """Tell of the rank that died of itself: its neighbours end too, with exit code 0, because it is gone."""
+    def _report_lost(self, first: _Rank) -> None:
+        """Report the rank that failed first: its neighbours end too, with exit code 0, because it is gone."""
         until = time.monotonic() + _CULPRIT_S
         while not (culprits := [rank for rank in self.ranks if rank.process.poll()]) and time.monotonic() < until:
             self._is_closing.wait(_CULPRIT_S / 20)
@@ -223,8 +208,8 @@ class RankGroup:
         self._lost(self._problem)
 
 
-class _Step:
-    """What has come back of one step."""
+class _StepReplies:
+    """The replies to one step."""
 
     def __init__(self, settings: GroupSettings, written: Written | None) -> None:
         self.logits = b""
@@ -232,35 +217,35 @@ class _Step:
         self._written = written
         self._writers: Counter[int] = Counter()
 
-    def take(self, rank: _Rank, answer: Answer) -> bool:
-        """Take one answer of a rank; whether that was its last."""
-        match answer:
+    def take(self, rank: _Rank, reply: RankReply) -> bool:
+        """Take one reply of a rank; true when it was the last one."""
+        match reply:
             case LayerWritten():
-                self._writers[answer.layer] += 1
-                if self._written is not None and self._writers[answer.layer] == self._settings.tp_size:
-                    self._written(answer.layer)
+                self._writers[reply.layer] += 1
+                if self._written is not None and self._writers[reply.layer] == self._settings.tp_size:
+                    self._written(reply.layer)
                 return False
             case StepDone():
-                self.logits = answer.logits or self.logits
+                self.logits = reply.logits or self.logits
                 return True
             case _:
-                raise Bug(f"{rank.name} answers a step with {type(answer).__name__}")
+                raise Bug(f"{rank.name} replies to a step with {type(reply).__name__}")
 
 
 class RemoteModel:
-    """The model of an instance whose ranks are processes: as a model that lives here."""
+    """The model of an instance whose ranks are processes, with the interface of a local model."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
 
-    def forward(self, spans: Sequence[Span], cache: object, written: Written | None = None) -> npt.NDArray[np.float32]:
+    def forward(self, spans: Sequence[TokenSpan], cache: object, written: Written | None = None) -> npt.NDArray[np.float32]:
         """Run a step on all ranks, over their own caches. Raises RankLost."""
         del cache
         return self._group.run(spans, written)
 
 
 class RemoteCache:
-    """The cache of an instance whose ranks are processes, as its books see it: all ranks use the same block numbers."""
+    """The cache of an instance whose ranks are processes, as the scheduler sees it: all ranks use the same block numbers."""
 
     def __init__(self, blueprint: Blueprint, group: RankGroup) -> None:
         self._group = group
@@ -270,7 +255,7 @@ class RemoteCache:
         self.block_tokens = group.settings.block_tokens
 
     def block_lists(self, blocks: Sequence[int]) -> BlockLists:
-        """The blocks of one sequence as agents want them: one list per group."""
+        """The blocks of one sequence: one list per group of the layout."""
         return lists_of(self._specs, blocks)
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -279,7 +264,7 @@ class RemoteCache:
 
 
 def _start_ranks(settings: GroupSettings, cluster_key: bytes) -> list[_Rank]:
-    """Start one process per rank, each with its ends of the sockets; ends of others are closed here."""
+    """Start one process per rank, each with its ends of the sockets; the leader closes its copies of those ends."""
     cuts = settings.cuts
     sockets: dict[int, dict[str, list[socket.socket]]] = {cut.rank: {} for cut in cuts}
     leader = {cut.rank: [_link(sockets, cut.rank, name) for name in ("steps", "agent")] for cut in cuts}
@@ -328,28 +313,19 @@ def _start_rank(
         before=next(iter(numbers.get("before", ())), None),
         after=next(iter(numbers.get("after", ())), None),
     )
-    setup = RankSetup(
-        model=settings.model,
-        cut=cut,
-        blocks=settings.blocks,
-        block_tokens=settings.block_tokens,
-        dtype=settings.dtype,
-        transport=settings.transport,
-        links=links,
-        step_s=settings.step_s,
-    )
+    setup = msgspec.json.encode(RankSetup(settings, cut, links)).decode()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvbaton.engines.embedded.shaped.rank_process", msgspec.json.encode(setup).decode()],
+        [sys.executable, "-m", "kvbaton.engines.embedded.shaped.rank_process", setup],
         stdin=subprocess.PIPE,
         env={**os.environ, **_ONE_THREAD},
         pass_fds=links.numbers(),
     )
-    _tell_key(process, cluster_key)
+    _send_key(process, cluster_key)
     return process
 
 
-def _tell_key(process: subprocess.Popen[bytes], cluster_key: bytes) -> None:
-    """Write the key where only the process sees it; it is far smaller than a pipe. One that died already is noticed later."""
+def _send_key(process: subprocess.Popen[bytes], cluster_key: bytes) -> None:
+    """Write the key to a pipe that only the process reads; it fits the buffer. The watcher reports a dead process."""
     assert process.stdin is not None  # noqa: S101
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(cluster_key)

@@ -1,6 +1,7 @@
 """One rank of an instance, in a process of its own: runs its part of every step, and moves its part of every hand-off.
 
-It ends when its leader or a neighbour is gone, and when a step of its own fails: half an instance is worth nothing.
+It ends when its leader or a neighbour is gone, and when a step of its own fails: an instance with a missing rank cannot run
+a step.
 """
 
 from __future__ import annotations
@@ -15,23 +16,30 @@ import msgspec
 import numpy as np
 
 from kvbaton.agent.channel import Channel, ChannelClosed
+from kvbaton.agent.rank_loop import RankLoop
+from kvbaton.core.layout import Layout
 from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
+from kvbaton.engines.embedded.shaped.collectives import RankCollectives
 from kvbaton.engines.embedded.shaped.cut import Cut
-from kvbaton.engines.embedded.shaped.exchange import Exchange
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.engines.embedded.shaped.model import ShapedModel
-from kvbaton.engines.embedded.shaped.setup import Links, RankSetup, rank_name
-from kvbaton.engines.embedded.shaped.step_messages import (
-    Answer,
+from kvbaton.engines.embedded.shaped.rank_messages import (
+    GroupSettings,
     LayerWritten,
+    Links,
     Poison,
     Poisoned,
-    StepAsk,
+    RankReady,
+    RankReply,
+    RankSetup,
+    RunStep,
     StepDone,
     StepFailed,
-    decode_ask,
+    decode_order,
     from_wire,
+    rank_name,
 )
+from kvbaton.engines.embedded.shaped.rank_transport import open_rank_transport
 from kvbaton.engines.embedded.shaped.weights import make_weights, weights_fingerprint
 
 __all__ = ["RankWorker", "main"]
@@ -43,93 +51,107 @@ _LEADER = "the leader"
 
 
 class RankWorker:
-    """Obeys the leader, step by step, until it is gone."""
+    """Executes the orders of the leader until the leader is gone."""
 
-    def __init__(self, model: ShapedModel, cache: ShapedCache, steps: Channel, exchange: Exchange, timeout_s: float) -> None:
+    def __init__(
+        self, model: ShapedModel, cache: ShapedCache, steps: Channel, collectives: RankCollectives, timeout_s: float
+    ) -> None:
         self._model = model
         self._cache = cache
         self._steps = steps
-        self._exchange = exchange
+        self._collectives = collectives
         self._timeout_s = timeout_s
 
-    def say(self, answer: Answer) -> None:
-        """Tell the leader."""
-        self._steps.send(msgspec.msgpack.encode(answer), self._timeout_s)
+    def send(self, reply: RankReply) -> None:
+        """Send a reply to the leader."""
+        self._steps.send(msgspec.msgpack.encode(reply), self._timeout_s)
 
     def run(self) -> None:
-        """Work until the leader closes its end; raises what a step raised, after the leader was told of it."""
+        """Work until the leader closes its end; raises what a step raised, after the failure was sent to the leader."""
         try:
             while True:
                 frame = self._steps.receive(_IDLE_S)
                 if frame is not None:
-                    self._obey(frame)
+                    self._execute(frame)
         except ChannelClosed as error:
             log.info("%s ends: %s", rank_name(self._model.cut), error)
 
-    def _obey(self, frame: bytearray) -> None:
-        ask = decode_ask(frame)
-        if isinstance(ask, Poison):
-            self._cache.poison(ask.blocks)
-            self.say(Poisoned())
+    def _execute(self, frame: bytearray) -> None:
+        order = decode_order(frame)
+        if isinstance(order, Poison):
+            self._cache.poison(order.blocks)
+            self.send(Poisoned())
             return
         try:
-            self.say(StepDone(self._step(ask)))
+            self.send(StepDone(self._step(order)))
         except ChannelClosed:
             raise
         except Exception as error:
-            self.say(StepFailed(f"{type(error).__name__}: {error}"))
+            self.send(StepFailed(f"{type(error).__name__}: {error}"))
             raise
 
-    def _step(self, ask: StepAsk) -> bytes:
-        model, spans = self._model, [from_wire(span) for span in ask.spans]
+    def _step(self, order: RunStep) -> bytes:
+        model, spans = self._model, [from_wire(span) for span in order.spans]
         rows = sum(len(span.token_ids) for span in spans)
-        hidden = self._exchange.take_over((rows, model.blueprint.hidden_size))
+        hidden = self._collectives.receive_rows((rows, model.blueprint.hidden_size))
         hidden = model.embed(spans) if hidden is None else hidden
-        hidden = model.run(hidden, spans, self._cache, self._tell_layer if ask.tells_layers else None)
-        self._exchange.hand_on(hidden)
+        hidden = model.run(hidden, spans, self._cache, self._report_layer if order.reports_layers else None)
+        self._collectives.send_rows(hidden)
         if not (model.cut.is_last_stage and model.cut.tp_rank == 0):
             return b""
         return np.ascontiguousarray(model.logits(hidden, spans)).tobytes()
 
-    def _tell_layer(self, layer: int) -> None:
-        self.say(LayerWritten(layer))
+    def _report_layer(self, layer: int) -> None:
+        self.send(LayerWritten(layer))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rank that the only argument, a `RankSetup` as JSON, describes. Returns the exit code.
 
-    Standard input carries the cluster key, which nobody may read off a command line.
+    The cluster key arrives on standard input, because every user of the machine can read a command line.
     """
-    from kvbaton.engines.embedded.shaped.rank_agents import RankAgents
-
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = msgspec.json.decode(arguments[0], type=RankSetup)
+    group, cut, links = setup.group, setup.cut, setup.links
     cluster_key = sys.stdin.buffer.read()
-    blueprint = find_blueprint(setup.model)
+    blueprint = find_blueprint(group.model)
     weights = make_weights(blueprint)
-    exchange = _exchange(setup.links, setup.cut, setup.step_s)
-    steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (setup.links.steps, setup.links.agent))
-    cache = ShapedCache(blueprint, setup.blocks, setup.block_tokens, setup.cut, setup.dtype)
-    worker = RankWorker(
-        ShapedModel(blueprint, weights, setup.cut, exchange.reduce), cache, steps, exchange, timeout_s=setup.step_s
+    collectives = _collectives(links, cut, group.step_s)
+    steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (links.steps, links.agent))
+    cache = ShapedCache(blueprint, group.blocks, group.block_tokens, cut, group.dtype)
+    model = ShapedModel(blueprint, weights, cut, collectives.reduce)
+    worker = RankWorker(model, cache, steps, collectives, timeout_s=group.step_s)
+    layout, transport = cache.layout(), open_rank_transport(group.transport, cache, cluster_key)
+    loop = RankLoop(
+        cut.rank,
+        [layout if each == cut else _outline(group, each) for each in cut.all()],
+        transport,
+        agent,
+        group.transport.timeout_s,
+        cache.memory,
+        unfenced_writes=group.transport.unfenced_writes,
     )
-    agents = RankAgents(setup, cache, agent, cluster_key)
-    agents.start()
+    loop.start()
     try:
-        worker.say(agents.ready(weights_fingerprint(blueprint, weights)))
+        worker.send(RankReady(layout, transport.endpoint(), loop.agent.executor, weights_fingerprint(blueprint, weights)))
         worker.run()
     finally:
-        agents.close()
+        loop.close()
     return 0
 
 
-def _exchange(links: Links, cut: Cut, timeout_s: float) -> Exchange:
+def _outline(group: GroupSettings, cut: Cut) -> Layout:
+    """The layout of another rank of this instance, of one block: peers need its heads and layers, not its size."""
+    return ShapedCache(find_blueprint(group.model), 1, group.block_tokens, cut, group.dtype).layout()
+
+
+def _collectives(links: Links, cut: Cut, timeout_s: float) -> RankCollectives:
     def channel(number: int, pp_rank: int, tp_rank: int) -> Channel:
         return Channel(socket.socket(fileno=number), rank_name(Cut(pp_rank, cut.pp_size, tp_rank, cut.tp_size)))
 
     ranks = range(1, cut.tp_size) if cut.tp_rank == 0 else (0,)
-    return Exchange(
+    return RankCollectives(
         [channel(number, cut.pp_rank, rank) for number, rank in zip(links.stage, ranks, strict=True)] if links.stage else [],
         adds_up=cut.tp_rank == 0,
         before=None if links.before is None else channel(links.before, cut.pp_rank - 1, cut.tp_rank),

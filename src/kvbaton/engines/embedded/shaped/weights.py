@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint, Kind
 from kvbaton.engines.embedded.tiny import readable_tokens
 
-__all__ = ["Array", "LayerWeights", "ShapedWeights", "make_weights", "weights_fingerprint"]
+__all__ = ["Array", "ShapedLayerWeights", "ShapedWeights", "make_weights", "weights_fingerprint"]
 
 Array = npt.NDArray[np.float64]
 
@@ -20,7 +20,7 @@ _RARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class ShapedLayerWeights:
     """The matrices of one layer by name, each (outputs, inputs), of the whole model."""
 
     mixing: dict[str, Array]
@@ -33,7 +33,7 @@ class ShapedWeights:
 
     embedding: Array
     head: Array
-    layers: tuple[LayerWeights, ...] = field(default=())
+    layers: tuple[ShapedLayerWeights, ...] = field(default=())
 
 
 class _Draw:
@@ -57,7 +57,7 @@ def make_weights(blueprint: Blueprint) -> ShapedWeights:
     draw, readable = _Draw(blueprint), readable_tokens()
     embedding = draw.matrix(len(readable), blueprint.hidden_size, np.sqrt(blueprint.hidden_size))
     head = draw.matrix(len(readable), blueprint.hidden_size, 3.0) * np.where(readable, 1.0, _RARE)[:, None]
-    layers = tuple(LayerWeights(_mixing(blueprint, kind, draw), _ffn(blueprint, draw)) for kind in blueprint.kinds)
+    layers = tuple(ShapedLayerWeights(_mixing(blueprint, kind, draw), _ffn(blueprint, draw)) for kind in blueprint.kinds)
     return ShapedWeights(embedding, head, layers)
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.engines.embedded.model import Span
+from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
 from kvbaton.engines.embedded.shaped.cut import Cut
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
@@ -30,8 +30,8 @@ def model_of(name: str) -> LoadedShaped:
     return load_shaped(name)
 
 
-def span(tokens: tuple[int, ...], start: int, table: npt.NDArray[np.int32] = TABLE) -> Span:
-    return Span(np.array(tokens, np.int32), start, table)
+def span(tokens: tuple[int, ...], start: int, table: npt.NDArray[np.int32] = TABLE) -> TokenSpan:
+    return TokenSpan(np.array(tokens, np.int32), start, table)
 
 
 def fresh_cache(loaded: LoadedShaped, dtype: str = "float32") -> ShapedCache:
@@ -69,7 +69,7 @@ class Ranks:
         self.caches = [ShapedCache(blueprint, BLOCKS, BLOCK_TOKENS, cut) for cut in self.cuts]
         self._models = [ShapedModel(blueprint, weights, cut, self._reduce(cut)) for cut in self.cuts]
 
-    def forward(self, spans: list[Span]) -> Logits:
+    def forward(self, spans: list[TokenSpan]) -> Logits:
         hidden = self._models[0].embed(spans)
         for first in range(0, len(self.cuts), self._tp):
             stage = list(zip(self._models, self.caches, strict=True))[first : first + self._tp]

@@ -1,4 +1,4 @@
-"""Controls of verify: what is named is not moved, everything else is, and nobody is told."""
+"""Controls of verify: what is named is not moved, everything else is, and no error is reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kvbaton.core.plan import plan_runs
 from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
 from kvbaton.engines.embedded.shaped.cut import Cut
 from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, drop_filter
-from kvbaton.engines.embedded.shaped.layouts import layout_of
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError
 
@@ -23,7 +22,7 @@ def copied(drop: str) -> tuple[ShapedCache, ShapedCache]:
     """A source, and a target that has got what is left of a hand-off."""
     source, target = (ShapedCache(BLUEPRINTS["tiny-mamba"], BLOCKS, BLOCK_TOKENS, Cut(0, 1, 1, 2)) for _ in range(2))
     source.memory[:] = np.random.default_rng(1).integers(1, 255, source.region_bytes, np.uint8).tobytes()
-    pair = pair_layouts(layout_of(source), layout_of(target))
+    pair = pair_layouts(source.layout(), target.layout())
     for at, to, size in drop_filter(target, drop)(plan_runs(pair, LISTS, LISTS, 0, TOKENS)).tolist():
         target.memory[to : to + size] = source.memory[at : at + size]
     return source, target

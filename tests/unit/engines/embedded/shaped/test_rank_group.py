@@ -12,8 +12,8 @@ from shaped_rig import BLOCK_TOKENS, BLOCKS, PROMPT, fresh_cache, model_of, span
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape, instance_problem
-from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RankLost, RemoteCache, RemoteModel
-from kvbaton.engines.embedded.shaped.setup import RankTransport
+from kvbaton.engines.embedded.shaped.rank_group import RankGroup, RankLost, RemoteCache, RemoteModel
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport
 from watching import command_line
@@ -24,11 +24,11 @@ WAIT_S = 60.0
 class Lost:
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self.told = threading.Event()
+        self.called = threading.Event()
 
     def __call__(self, problem: str) -> None:
         self.problems.append(problem)
-        self.told.set()
+        self.called.set()
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def test_the_ranks_are_the_model(group: RankGroup, lost: Lost) -> None:
     assert {ready.fingerprint for ready in group.ready} == {loaded.fingerprint}
     cache, model, memory = RemoteCache(loaded.blueprint, group), RemoteModel(group), fresh_cache(loaded)
     cache.poison(range(BLOCKS))
-    told: list[int] = []
+    written: list[int] = []
     for start in range(0, len(PROMPT), 40):
         part = span(PROMPT[start : start + 40], start)
-        rows = model.forward([part], cache, told.append)
+        rows = model.forward([part], cache, written.append)
         np.testing.assert_allclose(rows, loaded.model.forward([part], memory), atol=1e-4)
-    assert told == [0, 1, 2, 3] * 2
+    assert written == [0, 1, 2, 3] * 2
     assert cache.block_lists([7, 8, 9]) == ((7, 8, 9), (7,), (7,))
     assert not lost.problems
 
@@ -78,7 +78,7 @@ def test_a_rank_that_dies_takes_the_instance_down_by_name(group: RankGroup, lost
     cache, model = RemoteCache(loaded.blueprint, group), RemoteModel(group)
     model.forward([span(PROMPT, 0)], cache)
     group.ranks[3].process.kill()
-    assert lost.told.wait(WAIT_S)
+    assert lost.called.wait(WAIT_S)
     assert "rank pp1,tp1" in lost.problems[0]
     for _ in range(2):
         with pytest.raises(RankLost, match="rank pp1,tp1"):
@@ -90,10 +90,10 @@ def test_a_rank_that_fails_in_a_step_is_named(group: RankGroup, lost: Lost) -> N
     cache, model = RemoteCache(loaded.blueprint, group), RemoteModel(group)
     with pytest.raises(RankLost, match=r"rank pp.,tp. .* failed in a step: .*vocabulary"):
         model.forward([span((10_000,), 0)], cache)
-    assert lost.told.wait(WAIT_S)
+    assert lost.called.wait(WAIT_S)
 
 
-def test_every_rank_asks_readers_for_the_cluster_key_and_nobody_reads_it_off_a_command_line(lost: Lost) -> None:
+def test_every_rank_asks_readers_for_the_cluster_key_and_no_command_line_shows_it(lost: Lost) -> None:
     settings = RankTransport("tcp", Incarnation("leader"), 5.0, "127.0.0.1", "127.0.0.1")
     key = b"0123456789abcdef"
     group = RankGroup(GroupSettings("tiny-mamba", 1, 2, BLOCKS, BLOCK_TOKENS, settings, step_s=WAIT_S), lost, key)

@@ -1,0 +1,143 @@
+"""Decline notices: a target notifies sources that a request for their hand-off is over, although no grant ever reached them.
+
+Without one, a source would keep its blocks for a target that never fetches them. A notice is `Stop` without a grant. It needs
+the source's card first (a handshake), and is repeated until it is answered or `transfer_timeout` has passed; after that the
+source's own lease frees the blocks. A hand-off that had a grant needs no notice: its `Stop` is sent by the state machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvbaton.agent.engine_port import SourceRequest
+from kvbaton.agent.ports import Clock, Control
+from kvbaton.agent.timers import Backoff, Timers
+from kvbaton.config import Limits
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.bounded import BoundedMap
+from kvbaton.core.card import Card
+from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
+from kvbaton.core.messages import MAX_REASON, Stop
+
+__all__ = ["DeclineNotices"]
+
+
+@dataclass(slots=True)
+class _Notice:
+    request: SourceRequest
+    outcome: Outcome
+    reason: str
+    source: Incarnation | None
+    give_up_at: float
+    retry: Backoff
+
+
+class DeclineNotices:
+    """At most `limit` notices that have no answer yet; beyond that the oldest is given up, and counted."""
+
+    def __init__(
+        self, limits: Limits, clock: Clock, control: Control, dial: Callable[[ControlAddress], None], limit: int = 4096
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._control = control
+        self._dial = dial
+        self._waiting: BoundedMap[HandoffKey, _Notice] = BoundedMap(limit, self._on_given_up)
+        self._timers = Timers(limits, clock, self._look_at)
+        self.given_up_total = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def send(self, request: SourceRequest, outcome: Outcome, reason: str, source: Incarnation | None) -> None:
+        """Notify the source of `request`, at once if it is known as `source`; a later notice about the same key replaces this.
+
+        Without a prompt a notice is about every hand-off of the transfer id; a later one that is about one prompt must not
+        narrow that, or the other prompts of the request would be held until their lease ends.
+        """
+        earlier = self._waiting.get(request.key)
+        if earlier is not None and not earlier.request.prompt:
+            request = replace(request, prompt="")
+        now = self._clock()
+        self.forget(request.key)
+        notice = _Notice(
+            request=request,
+            outcome=outcome,
+            reason=reason[:MAX_REASON],
+            source=source,
+            give_up_at=now + self._limits.transfer_timeout,
+            retry=Backoff.start(self._limits, now),
+        )
+        self._waiting[request.key] = notice
+        self._timers.set(request.key, notice.retry.at)
+        self._transmit(notice)
+
+    def forget(self, key: HandoffKey) -> None:
+        """Send no more about `key`: the notice was answered, or the key is in use again."""
+        self._waiting.pop(key, None)
+        self._timers.drop(key)
+
+    def on_card(self, card: Card, address: ControlAddress) -> None:
+        """A peer has shown its card at `address`: notify it, unless another incarnation was meant, which is gone."""
+        for notice in [each for each in self._waiting.values() if each.source is None and each.request.source == address]:
+            if notice.request.source_incarnation not in (None, card.incarnation):
+                self.forget(notice.request.key)
+            else:
+                notice.source = card.incarnation
+                self._transmit(notice)
+
+    def resend_to(self, source: Incarnation) -> None:
+        """A source asks for our card: it has dropped what was sent before as coming from an unknown peer."""
+        for notice in [each for each in self._waiting.values() if each.source == source]:
+            self._transmit(notice)
+
+    def on_refused_peer(self, address: ControlAddress) -> None:
+        """The peer at `address` is not one of ours: no source is left to notify."""
+        for key in [key for key, each in self._waiting.items() if each.source is None and each.request.source == address]:
+            self.forget(key)
+
+    def on_peer_gone(self, source: Incarnation) -> None:
+        """A source is gone, and its blocks with it."""
+        for key in [key for key, each in self._waiting.items() if each.source == source]:
+            self.forget(key)
+
+    def on_stopped(self, sender: Incarnation, key: HandoffKey) -> bool:
+        """A source has answered; whether a notice to it was waiting for that."""
+        notice = self._waiting.get(key)
+        if notice is None or notice.source != sender:
+            return False
+        self.forget(key)
+        return True
+
+    def tick(self) -> None:
+        """Repeat what has no answer, and give up what had none for too long."""
+        self._timers.tick()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` next has something to do."""
+        return self._timers.next_deadline()
+
+    def _look_at(self, key: HandoffKey, now: float) -> None:
+        notice = self._waiting[key]
+        if notice.give_up_at <= now:
+            self._on_given_up(key, self._waiting.pop(key))
+            return
+        if is_due := notice.retry.at <= now:
+            notice.retry.double(now)
+        self._timers.set(key, min(notice.retry.at, notice.give_up_at))
+        if is_due:
+            self._transmit(notice)
+
+    def _on_given_up(self, key: HandoffKey, notice: _Notice) -> None:
+        del notice
+        self.given_up_total += 1
+        self._timers.drop(key)
+
+    def _transmit(self, notice: _Notice) -> None:
+        request = notice.request
+        if notice.source is None:
+            self._dial(request.source)
+        else:
+            stop = Stop(key=request.key, grant=0, outcome=notice.outcome, reason=notice.reason, prompt=request.prompt)
+            self._control.send(notice.source, stop)

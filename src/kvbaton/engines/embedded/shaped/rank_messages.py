@@ -1,0 +1,177 @@
+"""What the leader of an instance and its rank processes exchange: the setup of a rank, orders to it, and its replies."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from kvbaton.core.card import Endpoint
+from kvbaton.core.handoff import Executor, Incarnation
+from kvbaton.core.layout import Layout
+from kvbaton.engines.embedded.model import TokenSpan
+from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
+
+__all__ = [
+    "GroupSettings",
+    "LayerWritten",
+    "LeaderOrder",
+    "Links",
+    "Poison",
+    "Poisoned",
+    "RankReady",
+    "RankReply",
+    "RankSetup",
+    "RankTransport",
+    "RunStep",
+    "StepDone",
+    "StepFailed",
+    "WireSpan",
+    "decode_order",
+    "decode_reply",
+    "from_wire",
+    "rank_name",
+    "to_wire",
+]
+
+
+class Links(msgspec.Struct, frozen=True):
+    """File descriptors of one rank's sockets: two to its leader, the others within its stage and to the stages beside it."""
+
+    steps: int
+    agent: int
+    stage: tuple[int, ...] = ()
+    before: int | None = None
+    after: int | None = None
+
+    def numbers(self) -> tuple[int, ...]:
+        """All of them."""
+        beside = (number for number in (self.before, self.after) if number is not None)
+        return (self.steps, self.agent, *self.stage, *beside)
+
+
+class RankTransport(msgspec.Struct, frozen=True):
+    """The transport of a rank. `drop` names what a control leaves out; see `drops.py`.
+
+    `unfenced_writes` allows peers to write into its memory, and this rank into theirs.
+    """
+
+    name: str
+    incarnation: Incarnation
+    timeout_s: float
+    host: str
+    advertise_host: str
+    drop: str = ""
+    unfenced_writes: bool = False
+
+
+class GroupSettings(msgspec.Struct, frozen=True):
+    """What all ranks of an instance have in common."""
+
+    model: str
+    pp_size: int
+    tp_size: int
+    blocks: int
+    block_tokens: int
+    transport: RankTransport
+    step_s: float = 60.0
+    dtype: str = CACHE_DTYPES[0]
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Every rank, by its number."""
+        return Cut(0, self.pp_size, 0, self.tp_size).all()
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """One rank: what it shares with the others, its part of the model, and its links."""
+
+    group: GroupSettings
+    cut: Cut
+    links: Links
+
+
+def rank_name(cut: Cut) -> str:
+    """The name of a rank in messages: its coordinates."""
+    return f"rank pp{cut.pp_rank},tp{cut.tp_rank}"
+
+
+class WireSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A `TokenSpan` on the wire."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+
+
+class RunStep(msgspec.Struct, frozen=True, tag=True):
+    """Run these spans. With `reports_layers`, send `LayerWritten` when what a layer remembers is in the cache."""
+
+    spans: tuple[WireSpan, ...]
+    reports_layers: bool
+
+
+class Poison(msgspec.Struct, frozen=True, tag=True):
+    """Fill these blocks with the poison pattern."""
+
+    blocks: tuple[int, ...]
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """A rank has its weights and its cache, and its transport can be reached."""
+
+    layout: Layout
+    endpoint: Endpoint
+    executor: Executor
+    fingerprint: str
+
+
+class LayerWritten(msgspec.Struct, frozen=True, tag=True):
+    """This rank's part of a layer is in its cache."""
+
+    layer: int
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """A rank has run a step; `logits` (float32, span after span) come from the first rank of the last stage only."""
+
+    logits: bytes = b""
+
+
+class StepFailed(msgspec.Struct, frozen=True, tag=True):
+    """A rank could not run a step, and ends."""
+
+    reason: str
+
+
+class Poisoned(msgspec.Struct, frozen=True, tag=True):
+    """The blocks are filled."""
+
+
+LeaderOrder = RunStep | Poison
+RankReply = RankReady | LayerWritten | StepDone | StepFailed | Poisoned
+
+_order_decoder = msgspec.msgpack.Decoder(LeaderOrder)
+_reply_decoder = msgspec.msgpack.Decoder(RankReply)
+
+
+def decode_order(frame: bytes | bytearray) -> LeaderOrder:
+    """Read an order of the leader."""
+    order: LeaderOrder = _order_decoder.decode(frame)
+    return order
+
+
+def decode_reply(frame: bytes | bytearray) -> RankReply:
+    """Read a reply of a rank."""
+    reply: RankReply = _reply_decoder.decode(frame)
+    return reply
+
+
+def to_wire(span: TokenSpan) -> WireSpan:
+    """A span for the wire."""
+    return WireSpan(tuple(span.token_ids.tolist()), span.start, tuple(span.blocks.tolist()))
+
+
+def from_wire(span: WireSpan) -> TokenSpan:
+    """A span from the wire."""
+    return TokenSpan(np.array(span.token_ids, np.int32), span.start, np.array(span.blocks, np.int32))

@@ -1,0 +1,99 @@
+"""What all requests to one pair of instances have in common, as bytes: made once per pair, because it is the same each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvbaton.config import HTTP_KEY_HEADER, http_token
+from kvbaton.core.addresses import ControlAddress, make_request_id
+from kvbaton.discovery.messages import TransferMode
+from kvbaton.discovery.registry import Instance
+from kvbaton.router.http.messages import head_lines
+from kvbaton.router.settings import RouterSettings
+
+__all__ = ["PairTemplate", "Params", "instance_lines"]
+
+_DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
+_PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
+
+
+class Params(msgspec.Struct, frozen=True):
+    """A `kv_transfer_params` object that lacks its transfer id."""
+
+    start: bytes
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Params:
+        """The object with these values."""
+        return cls(msgspec.json.encode(values)[:-1])
+
+    def under(self, transfer_id: str) -> bytes:
+        """The object with an id, which is one of ours and needs no escapes."""
+        return b'%b,"transfer_id":"%b"}' % (self.start, transfer_id.encode())
+
+
+class PairTemplate:
+    """The bytes for one pair: heads, ids and parameters. Without `prefill`, decode does it all."""
+
+    __slots__ = (
+        "_request_id", "answer_lines", "decode_head", "prefill_head", "prefill_params", "push_params", "source_dp_size",
+    )  # fmt: skip
+
+    def __init__(self, prefill: Instance | None, decode: Instance, prefill_rank: int | None, decode_rank: int | None) -> None:
+        self.decode_head = _head(decode, decode_rank)
+        self.answer_lines = _answer_lines(prefill, decode)
+        self.prefill_head = b""
+        self.prefill_params = self.push_params = Params(b"")
+        self.source_dp_size = 1
+        self._request_id = b"X-Request-Id: "
+        if prefill is not None:
+            in_push = decode.transfer_mode is TransferMode.WRITE
+            self.prefill_head = _head(prefill, prefill_rank)
+            self.prefill_params = Params.of(_peer_params(_DECODES_ELSEWHERE, decode, prefill_rank, with_tp_size=in_push))
+            self.push_params = Params.of(_source_params(prefill, prefill_rank))
+            self.source_dp_size = prefill.registration.dp_size
+            self._request_id += make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
+
+    def request_id_line(self, tail: str) -> bytes:
+        """The header that names both control addresses; `tail` is 32 lowercase hex digits that make the id unique."""
+        return b"%b%b\r\n" % (self._request_id, tail.encode())
+
+
+def instance_lines(settings: RouterSettings) -> bytes:
+    """The headers of every request to an instance: its API key, and the proof that this router has the cluster key."""
+    headers = {}
+    if settings.instance_api_key is not None:
+        headers["Authorization"] = f"Bearer {settings.instance_api_key}"
+    if settings.cluster_key is not None:
+        headers[HTTP_KEY_HEADER] = http_token(settings.cluster_key)
+    return head_lines(headers)
+
+
+def _head(instance: Instance, dp_rank: int | None) -> bytes:
+    lines = f"Host: {instance.http_address}\r\nAccept-Encoding: identity\r\nContent-Type: application/json\r\n"
+    return (lines if dp_rank is None else f"{lines}X-Data-Parallel-Rank: {dp_rank}\r\n").encode()
+
+
+def _answer_lines(prefill: Instance | None, decode: Instance) -> bytes:
+    source = "" if prefill is None else f"X-KVBaton-Prefill: {prefill.http_address}\r\n"
+    mode = "local" if prefill is None else decode.transfer_mode.mode
+    return f"{source}X-KVBaton-Decode: {decode.http_address}\r\nX-KVBaton-Mode: {mode}\r\n".encode()
+
+
+def _source_params(prefill: Instance, prefill_rank: int | None) -> dict[str, Any]:
+    """What decode is params of its source in push: also where it listens, for engines that forget the request id."""
+    address = ControlAddress.parse(prefill.zmq_address)
+    params = _peer_params(_PREFILLS_ELSEWHERE, prefill, prefill_rank, with_tp_size=True)
+    return {**params, "remote_host": address.host, "remote_port": address.handshake}
+
+
+def _peer_params(sides: dict[str, bool], peer: Instance, prefill_rank: int | None, *, with_tp_size: bool) -> dict[str, Any]:
+    params: dict[str, Any] = {**sides, "remote_engine_id": None, "remote_block_ids": None}
+    params["remote_dp_size"] = peer.registration.dp_size
+    if with_tp_size:
+        params["remote_tp_size"] = peer.registration.tp_size
+        if prefill_rank is not None:
+            params["remote_dp_rank"] = prefill_rank
+    return params

@@ -1,0 +1,93 @@
+"""What the contract suite runs against: every variant of every transport in the table, and what is only for tests.
+
+A transport is added by its entry in the table (or an entry point) alone; there is nothing to add here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+
+from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.choose import open_entry
+from kvbaton.transport.entry import Direction, Reference, TransportEntry, TransportVariant, load
+from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.table import AUTO, transport_entries, transport_entry
+
+__all__ = ["HOST_KINDS", "READ_KINDS", "WRITE_KINDS", "ContractKind", "find_kind", "params"]
+
+_HUB = MemoryHub()
+
+
+@dataclass(frozen=True)
+class ContractKind:
+    """One transport with one kind of memory; `in_process` opens it where both ends are in one process."""
+
+    entry: TransportEntry
+    variant: TransportVariant
+    in_process: Reference = ""
+    is_faulty: bool = False
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether each side is a process of its own."""
+        return not self.in_process
+
+    def open(self, region: Region, settings: TransportSettings, faults: Faults | None = None) -> Transport:
+        """A transport over `region`, with faults where there are some."""
+        opener = load(self.in_process) if self.in_process else functools.partial(open_entry, self.entry)
+        inner: Transport = opener(region, settings)
+        return FaultyTransport(inner, region, faults or Faults()) if faults or self.is_faulty else inner
+
+    def why_skipped(self) -> str:
+        """Why it cannot be tested here."""
+        return "" if self.in_process else self.entry.why_not_here()
+
+
+def _open_in_memory(region: Region, settings: TransportSettings) -> Transport:
+    return MemoryTransport(region, _HUB, settings)
+
+
+def _kind_of(entry: TransportEntry, variant: TransportVariant) -> ContractKind:
+    return ContractKind(entry, variant, entry.stand_in if entry.stand_in and entry.why_not_here() else "")
+
+
+def _for_tests_only() -> list[ContractKind]:
+    memory, faulty = (TransportEntry(name=name, opener=_open_in_memory) for name in ("memory", "faulty"))
+    return [
+        ContractKind(memory, TransportVariant("memory"), _open_in_memory),
+        ContractKind(faulty, TransportVariant("faulty"), _open_in_memory, is_faulty=True),
+        ContractKind(transport_entry(AUTO), TransportVariant("auto")),
+    ]
+
+
+def _faulty_writer(kinds: list[ContractKind]) -> list[ContractKind]:
+    """Faults around a transport that writes, on the first of them that needs no other process."""
+    inner = next(kind for kind in kinds if not kind.has_processes)
+    return [ContractKind(inner.entry, TransportVariant("faulty"), inner.in_process, is_faulty=True)]
+
+
+_FROM_TABLE = [_kind_of(entry, variant) for entry in transport_entries() for variant in entry.variants]
+_WRITERS = [kind for kind in _FROM_TABLE if Direction.WRITE in kind.entry.promises]
+
+READ_KINDS = [*_for_tests_only(), *_FROM_TABLE]
+WRITE_KINDS = [*_WRITERS, *_faulty_writer(_WRITERS)]
+HOST_KINDS = [kind for kind in _FROM_TABLE if kind.entry.crosses_hosts and kind.has_processes]
+
+
+def find_kind(name: str) -> ContractKind:
+    """The kind of the read suite that is called `name`."""
+    return next(kind for kind in READ_KINDS if kind.variant.kind == name)
+
+
+def params(kinds: list[ContractKind]) -> list[object]:
+    """The kinds as parameters of a fixture; those that cannot run here are skipped, with the reason."""
+    made: list[object] = []
+    for kind in kinds:
+        why = kind.why_skipped()
+        marks = [pytest.mark.skip(reason=f"{why}; see make test-compat")] if why else []
+        made.append(pytest.param(kind, id=kind.variant.kind, marks=marks))
+    return made

@@ -1,0 +1,432 @@
+"""Attacks on the ports that peers reach, each against a process of its own: it stays small, and serves key holders in turn.
+
+`KVBATON_ATTACK_FRAMES` is how many frames of each class are sent: 25,000 by default, so that a port gets 10^5 in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvbaton.core.auth import Seal
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.messages import Heartbeat, decode, encode
+from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent, RouterEventKind
+from kvbaton.discovery.messages import Freshness, InstanceType, Registration, TransferMode, encode_registration
+from kvbaton.launch.ports import PortPicker
+from kvbaton.wire.zmtp import encode_frame
+from wire_peer import GREETING, READY, WirePeer, keyed_ready
+
+KEY = "the key of this cluster"
+SPARE_BYTES = 64 << 20
+FRAMES = int(os.environ.get("KVBATON_ATTACK_FRAMES", "25000"))
+BEAT = encode(Incarnation("peer"), "", Heartbeat(True, ()))
+ME = Registration(
+    type=InstanceType.DECODE,
+    http_address="127.0.0.1:8201",
+    zmq_address="host:127.0.0.1,handshake:6301,notify:6301",
+    transfer_mode=TransferMode.READ,
+    incarnation="good",
+)
+_SCRIPT = Path(__file__).with_name("guarded_port.py")
+_numbers = itertools.count(1)
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class GuardedPort:
+    """A process that serves one port."""
+
+    kind: str
+    key: str
+    port: int
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def secret(self) -> bytes | None:
+        return self.key.encode() or None
+
+    def rss(self) -> int:
+        """Bytes of memory that it has now."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE
+
+    def files(self) -> int:
+        """Descriptors that it has open now."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208
+
+    def open(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def assert_serves(self, within_s: float = 10.0) -> None:
+        """A key holder that comes now is served."""
+        assert self.process.poll() is None, self.lines
+        if self.kind == "discovery":
+            self._assert_registers(within_s)
+            return
+        until = time.monotonic() + within_s
+        while True:
+            # A flood may take its place before its handshake is done: it connects again, as every dialler of ours does.
+            with contextlib.suppress(EOFError, ConnectionError), WirePeer.dial(self.port, self.secret) as peer:
+                peer.send(BEAT)
+                assert isinstance(decode(peer.receive()).message, Heartbeat)
+                return
+            assert time.monotonic() < until, "no key holder was served"
+
+    def _assert_registers(self, within_s: float) -> None:
+        events: list[RouterEvent] = []
+        began = time.monotonic()
+        # An instance of its own each time: without a key, any sender may have replaced the one before.
+        number = next(_numbers)
+        fresh = msgspec.structs.replace(ME, http_address=f"127.0.0.2:{number}", incarnation=f"fresh-{number}")
+        announcement = Announcement(fresh, (f"127.0.0.1:{self.port}",), 0.2, self.secret)
+        with Heartbeats(announcement, events.append, began) as beats:
+            while not any(each.kind is RouterEventKind.WELCOME for each in events):
+                beats.turn(time.monotonic())
+                time.sleep(0.01)
+                assert time.monotonic() < began + within_s, events
+
+
+@contextmanager
+def guarded(kind: str, key: str = KEY, files: int = 0) -> Iterator[GuardedPort]:
+    port = PortPicker().pick()
+    process = subprocess.Popen(
+        [sys.executable, str(_SCRIPT), kind, str(port), key, str(files)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    served = GuardedPort(kind, key, port, process)
+    reader = threading.Thread(target=lambda: served.lines.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        assert process.stdout.readline() == "ready\n", served.lines
+        served.assert_serves()
+        yield served
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+@contextmanager
+def holds_its_size(served: GuardedPort) -> Iterator[None]:
+    """At its largest, a process has at most 64 MB more than before, and serves at the end."""
+    before, largest, stopping = served.rss(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stopping.wait(0.02):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                largest[0] = max(largest[0], served.rss())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+        served.assert_serves()
+    finally:
+        stopping.set()
+        watcher.join()
+    assert largest[0] - before < SPARE_BYTES, f"{(largest[0] - before) >> 20} MiB more"
+
+
+PORTS = [("control", KEY), ("control", ""), ("discovery", KEY), ("discovery", "")]
+each_port = pytest.mark.parametrize(("kind", "key"), PORTS, ids=lambda value: (value and value.partition(" ")[0]) or "no key")
+
+
+def pour(served: GuardedPort, before: bytes, piece: bytes, total_bytes: int) -> None:
+    """Send a piece over and over on one connection, until it is ended or enough was sent."""
+    with contextlib.suppress(OSError), served.open() as sock:
+        sock.settimeout(5)
+        sock.sendall(before)
+        for _ in range(0, total_bytes, len(piece)):
+            sock.sendall(piece)
+
+
+ENDLESS = {
+    "empty parts": (GREETING + READY, b"\x01\x00" * 32768),
+    "parts of 200 bytes": (GREETING + READY, (b"\x01\xc8" + bytes(200)) * 300),
+    "one frame without an end": (GREETING + READY + b"\x02" + (1 << 40).to_bytes(8, "big"), bytes(65536)),
+    "a frame of the largest size": (GREETING + READY + b"\x02" + (4 << 20).to_bytes(8, "big"), bytes(65536)),
+    "a handshake without an end": (GREETING + b"\x06" + (1 << 30).to_bytes(8, "big"), bytes(65536)),
+    "pings": (GREETING + READY, b"\x04\x0c\x04PING\x00\x10hello" * 5000),
+    "properties": (GREETING, (b"\x04\xf8\x05READY" + b"\x01x\x00\x00\x00\x00" * 40 + bytes(2)) * 200),
+    "a claim to the key, then garbage": (keyed_ready(), b"\x00\x10" + bytes(16) + b"\x00\xff" + bytes(255) * 200),
+    "messages that are none": (GREETING + READY, b"\x00\x04\xc1\xc1\xc1\xc1" * 5000),
+}
+
+
+@each_port
+def test_what_has_no_end_fills_no_memory(kind: str, key: str) -> None:
+    with guarded(kind, key) as served:
+        for name, attack in ENDLESS.items():
+            with holds_its_size(served):
+                senders = [threading.Thread(target=pour, args=(served, *attack, 48 << 20)) for _ in range(3)]
+                for sender in senders:
+                    sender.start()
+                served.assert_serves()
+                for sender in senders:
+                    sender.join(60)
+                    assert not sender.is_alive(), name
+
+
+@each_port
+def test_unfinished_frames_of_many_connections_share_one_budget(kind: str, key: str) -> None:
+    start = GREETING + READY + b"\x02" + (3 << 20).to_bytes(8, "big") + bytes(2 << 20)
+    with guarded(kind, key) as served, holds_its_size(served), ExitStack() as open_sockets:
+        for _ in range(60):
+            with contextlib.suppress(OSError):
+                sock = open_sockets.enter_context(served.open())
+                sock.settimeout(0.5)
+                sock.sendall(start)
+
+
+def test_unfinished_frames_of_a_key_holder_share_one_budget() -> None:
+    with guarded("control") as served, holds_its_size(served), ExitStack() as peers:
+        for _ in range(40):
+            peer = peers.enter_context(WirePeer.dial(served.port, served.secret))
+            peer.sock.settimeout(0.5)
+            with contextlib.suppress(OSError):
+                peer.send_bytes(b"\x02" + (4 << 20).to_bytes(8, "big") + bytes(3 << 20))
+
+
+@each_port
+def test_idle_connections_leave_descriptors_for_key_holders(kind: str, key: str) -> None:
+    """At a limit of 256 descriptors, 700 connections come and send nothing, or the handshake and nothing more."""
+    with guarded(kind, key, files=256) as served, ExitStack() as idle:
+        for number in range(700):
+            sock = idle.enter_context(served.open())
+            if number % 2:
+                sock.sendall(GREETING + READY)
+            if number % 100 == 99:
+                served.assert_serves()
+        served.assert_serves()
+        assert served.files() < 200
+        assert not any("Traceback" in line for line in served.lines)
+
+
+@each_port
+def test_a_peer_that_was_there_before_is_served_through_a_flood_of_connections(kind: str, key: str) -> None:
+    with guarded(kind, key, files=256) as served:
+        stopping = threading.Event()
+
+        def flood() -> None:
+            while not stopping.is_set():
+                with contextlib.suppress(OSError), ExitStack() as some:
+                    for _ in range(20):
+                        some.enter_context(served.open()).sendall(GREETING)
+
+        floods = [threading.Thread(target=flood) for _ in range(3)]
+        with WirePeer.dial(served.port, served.secret if kind == "control" else None) as peer:
+            if kind == "control":
+                peer.send(BEAT)
+                peer.receive()
+            for each in floods:
+                each.start()
+            try:
+                for _ in range(20 if kind == "control" else 0):
+                    peer.send(BEAT)
+                    peer.receive()
+                served.assert_serves(30.0)
+            finally:
+                stopping.set()
+                for each in floods:
+                    each.join(20)
+        served.assert_serves()
+
+
+@pytest.mark.parametrize("kind", ["control", "discovery"])
+def test_a_byte_now_and_then_buys_no_time(kind: str) -> None:
+    """Whatever it sends, a peer that has not authenticated is ended a few seconds after it has connected."""
+    slow = GREETING + READY + b"\x00\xff" + bytes(255)
+    with guarded(kind) as served, ExitStack() as sockets:
+        dribbling = [sockets.enter_context(served.open()) for _ in range(30)]
+        began, at = time.monotonic(), 0
+        while dribbling and time.monotonic() - began < 20:
+            for sock in list(dribbling):
+                try:
+                    sock.sendall(slow[at : at + 1])
+                except OSError:
+                    dribbling.remove(sock)
+            at += 1
+            time.sleep(0.1)
+        assert not dribbling
+        assert time.monotonic() - began < 12
+        served.assert_serves()
+
+
+def mutated(dice: random.Random, frame: bytes) -> bytes:
+    changed = bytearray(frame)
+    for _ in range(dice.randrange(1, 4)):
+        changed[dice.randrange(len(changed))] = dice.randrange(256)
+    return bytes(changed)
+
+
+def in_batches(served: GuardedPort, head: bytes, make: Callable[[int], bytes]) -> None:
+    """Send frames, 500 per connection: most connections are ended by their first."""
+    for start in range(0, FRAMES, 500):
+        with contextlib.suppress(OSError), served.open() as sock:
+            sock.settimeout(2)
+            sock.sendall(head + b"".join(make(number) for number in range(start, start + 500)))
+
+
+@each_port
+def test_a_hundred_thousand_frames_of_every_class(kind: str, key: str) -> None:
+    dice = random.Random(15)
+    true = BEAT if kind == "control" else encode_registration(ME)
+    with guarded(kind, key) as served, holds_its_size(served):
+        began = time.monotonic()
+        in_batches(served, GREETING + READY, lambda _n: encode_frame(dice.randbytes(dice.randrange(60))))
+        served.assert_serves()
+        in_batches(served, b"", lambda _n: mutated(dice, GREETING + READY + encode_frame(true)))
+        served.assert_serves()
+        as_key_holder(served, dice)
+        served.assert_serves()
+        replays(served)
+        took_s = time.monotonic() - began
+    skipped = [line for line in served.lines if "dropped" in line or "skipped" in line]
+    assert len(skipped) <= 12 * (took_s + 2), f"{len(skipped)} lines in {took_s:.0f} s"
+
+
+def as_key_holder(served: GuardedPort, dice: random.Random) -> None:
+    """Frames that open and are no messages, or messages with changed bytes."""
+    if served.kind == "discovery":
+        seal = Seal(served.secret)
+        frame = encode_registration(ME, seal, Freshness.stamp(bytes(16), 1))
+        in_batches(served, GREETING + READY, lambda _n: encode_frame(mutated(dice, frame)))
+        return
+    with WirePeer.dial(served.port, served.secret) as peer:
+        peer.send(BEAT)
+        peer.receive()
+        drain = threading.Thread(target=peer.is_ended, args=(3.0,))
+        drain.start()
+        for number in range(FRAMES):
+            peer.send(mutated(dice, BEAT) if number % 2 else dice.randbytes(dice.randrange(80)))
+        drain.join(60)
+        assert not drain.is_alive()
+
+
+def replays(served: GuardedPort) -> None:
+    """All that a true peer has sent, on new connections."""
+    if served.kind == "discovery":
+        frame = encode_frame(encode_registration(ME, Seal(served.secret), Freshness.stamp(bytes(16), 1)))
+        in_batches(served, GREETING + READY, lambda _n: frame)
+        return
+    with WirePeer.dial(served.port, served.secret) as peer:
+        for _ in range(500):
+            peer.send(BEAT)
+        peer.receive()
+        recorded = peer.sent
+    for _ in range(0, FRAMES, 500):
+        with contextlib.suppress(OSError), served.open() as sock:
+            sock.settimeout(2)
+            sock.sendall(recorded)
+
+
+# What a recorded frame is worth.
+
+
+def taken_by(peer: WirePeer) -> int:
+    """How many messages were taken so far, with the one that asks."""
+    peer.send(encode(Incarnation("auditor"), "", Heartbeat(True, ())))
+    message = decode(peer.receive()).message
+    assert isinstance(message, Heartbeat)
+    return message.live[0][1]
+
+
+def test_a_recorded_session_is_worth_nothing_on_another_connection() -> None:
+    with guarded("control") as served, ExitStack() as peers:
+        auditor, peer = (peers.enter_context(WirePeer.dial(served.port, served.secret)) for _ in range(2))
+        for _ in range(10):
+            peer.send(BEAT)
+            peer.receive()
+        taken = taken_by(auditor)
+        for recorded in (peer.sent, GREETING + READY + peer.sent[-300:]):
+            answer = b""
+            with served.open() as attacker, contextlib.suppress(ConnectionError):
+                attacker.sendall(recorded)
+                while data := attacker.recv(65536):
+                    answer += data
+            assert b"ERROR" in answer
+        assert taken_by(auditor) == taken + 1, "nothing of it was taken"
+        peer.send(BEAT)
+        assert isinstance(decode(peer.receive()).message, Heartbeat), "the peer's route is where it was"
+
+
+def test_a_frame_is_taken_once_on_its_own_connection() -> None:
+    """An attacker on the path repeats, leaves out or swaps frames: the connection ends, and nothing is taken twice."""
+    with guarded("control") as served, WirePeer.dial(served.port, served.secret) as auditor:
+        for order in ([0, 0], [1], [0, 2], [0, 1, 0]):
+            with WirePeer.dial(served.port, served.secret) as peer:
+                assert peer.session is not None
+                frames = [peer.session.seal(BEAT) for _ in range(3)]
+                taken = taken_by(auditor)
+                for number in order:
+                    peer.send_frame(frames[number])
+                assert peer.is_ended()
+                assert "wrong key" in peer.reason
+                assert taken_by(auditor) == taken + len(order)
+
+
+def test_what_the_port_has_sent_cannot_be_sent_back_to_it() -> None:
+    with guarded("control") as served, WirePeer.dial(served.port, served.secret) as auditor:
+        taken = taken_by(auditor)
+        with WirePeer.dial(served.port, served.secret) as peer:
+            peer.send(BEAT)
+            peer.receive()
+            peer.send_bytes(peer.received[-100:])
+            assert peer.is_ended()
+        assert taken_by(auditor) == taken + 2
+
+
+@pytest.mark.parametrize("key", [b"the key of another cluster", None], ids=["another key", "no key"])
+def test_a_peer_without_the_key_is_sent_the_reason(key: bytes | None) -> None:
+    with guarded("control") as served:
+        with WirePeer.dial(served.port, key) as peer:
+            with contextlib.suppress(ConnectionError):
+                peer.send(BEAT)
+            assert peer.is_ended()
+            assert "set the same" in peer.reason
+        served.assert_serves()
+
+
+def test_a_sealed_registration_counts_once_on_its_connection_too() -> None:
+    with guarded("discovery") as served, WirePeer.dial(served.port) as peer:
+        seal = Seal(served.secret)
+        peer.send(encode_registration(ME, seal))
+        nonce = _answer(peer)["nonce"]
+        assert isinstance(nonce, bytes)
+        asking = msgspec.structs.replace(ME, answer=True)
+        first = encode_registration(asking, seal, Freshness.stamp(nonce, 1))
+        peer.send(first)
+        assert _answer(peer)["type"] == "welcome"
+        peer.send(first)
+        assert _answer(peer)["type"] == "challenge"
+        peer.send(encode_registration(asking, seal, Freshness.stamp(nonce, 2)))
+        assert _answer(peer)["type"] == "welcome"
+        with WirePeer.dial(served.port) as other:
+            other.send(encode_registration(asking, seal, Freshness.stamp(nonce, 3)))
+            assert _answer(other)["type"] == "challenge"
+
+
+def _answer(peer: WirePeer) -> dict[str, object]:
+    answer: dict[str, object] = msgspec.msgpack.decode(peer.receive())
+    return answer

@@ -1,0 +1,126 @@
+"""Turn JUnit files of a full suite into the log that is kept: `python tools/suite_log.py [options] SUITE JUNIT... LOG`.
+
+The log has the results and durations of every test, versions and hardware of the newest run, and one line per earlier run in
+`history`: commit, counts, seconds. A run of over an hour may be done in parts: several JUnit files make one run that names
+every part with its commit and time. For a test that was run in several parts the last result counts; the earlier ones stay in
+the log. `--expected FILE` holds the lines of `pytest --collect-only`, so that tests that no part has run are listed too;
+`--note TEXT` adds what a reader has to know. Exit code 1 when a test failed or was not run, 2 when none was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import kvbaton
+from kvbaton.bench.report import describe_hardware
+from kvbaton.engines.vllm.setup.environment import VLLM_VERSION
+
+__all__ = ["log_of", "main"]
+
+_ENDS = ("failure", "error", "skipped")
+_SUMMARY = ("began", "commit", "ok", "seconds", "counts")
+_HISTORY = 50
+
+
+def log_of(suite: str, junits: list[str], expected: list[str], notes: list[str]) -> dict[str, Any]:
+    """The log of these results, and of the tests that should have been run."""
+    roots = [ElementTree.fromstring(junit) for junit in junits]  # noqa: S314 - written by our own pytest
+    tests = _joined([[_test(case) for case in root.iter("testcase")] for root in roots])
+    parts = [_part(root) for root in roots]
+    not_run = sorted({_short(line) for line in expected} - {test["test"] for test in tests})
+    counts = {end: sum(test["result"] == end for test in tests) for end in ("passed", *_ENDS)}
+    return {
+        "suite": suite,
+        "command": f"make test-{suite}",
+        "began": parts[-1]["began"],
+        "commit": parts[-1]["commit"],
+        "ok": bool(counts["passed"]) and not (counts["failure"] or counts["error"] or not_run),
+        "seconds": round(sum(test["seconds"] for test in tests), 1),
+        "counts": {**counts, "not run": len(not_run)},
+        "version": kvbaton.__version__,
+        "vllm": VLLM_VERSION,
+        "hardware": describe_hardware(),
+        "notes": notes,
+        "parts": parts,
+        "failures": [test for test in tests if test["result"] in ("failure", "error")],
+        "not_run": not_run,
+        "tests": tests,
+    }
+
+
+def _joined(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every test once, as its last part has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, part in enumerate(parts):
+        for test in part:
+            before = found.pop(test["test"], None)
+            found[test["test"]] = test | {"part": number}
+            if before is not None:
+                earlier = {key: before[key] for key in ("part", "result", "message") if key in before}
+                found[test["test"]]["earlier"] = [*before.get("earlier", ()), earlier]
+    return list(found.values())
+
+
+def _part(root: ElementTree.Element) -> dict[str, Any]:
+    """One run: when, at which commit, and its counts."""
+    suite = root.find("testsuite")
+    began = "" if suite is None else suite.get("timestamp", "")
+    commits = [each.get("value", "") for each in root.iter("property") if each.get("name") == "commit"]
+    counts = Counter(_test(case)["result"] for case in root.iter("testcase"))
+    return {"began": began, "commit": commits[0] if commits else "", "counts": dict(counts)}
+
+
+def _short(name: str) -> str:
+    """A test by its file's name, without directories."""
+    path, _, test = name.strip().partition("::")
+    return f"{Path(path).stem}::{test}"
+
+
+def _test(case: ElementTree.Element) -> dict[str, Any]:
+    end = next((name for name in _ENDS if case.find(name) is not None), "passed")
+    found = case.find(end)
+    name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+    entry: dict[str, Any] = {"test": name, "result": end, "seconds": round(float(case.get("time", 0)), 1)}
+    if found is not None:
+        entry["message"] = (found.get("message") or "")[:500]
+    return entry
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """One line for each run that the log has so far, newest first. A log that cannot be read is an error, not an empty past."""
+    if not path.exists():
+        return []
+    before = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    last = {key: before[key] for key in _SUMMARY if key in before}
+    return [last, *before.get("history", [])][:_HISTORY]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the log, and print a line that sums it up."""
+    parser = argparse.ArgumentParser(description="turn JUnit files of a full suite into the log that is kept")
+    parser.add_argument("--expected", type=Path, help="what pytest --collect-only printed for the suite")
+    parser.add_argument("--note", action="append", default=[], help="what a reader has to know; may be given several times")
+    parser.add_argument("suite", help="vllm-full for make test-vllm-full")
+    parser.add_argument("junit", type=Path, nargs="+")
+    parser.add_argument("log", type=Path)
+    given = parser.parse_args(arguments)
+    lines = given.expected.read_text().splitlines() if given.expected else []
+    junits = [path.read_text() for path in given.junit]
+    content = log_of(given.suite, junits, [line for line in lines if "::" in line], given.note)
+    content["history"] = _history(given.log)
+    given.log.parent.mkdir(parents=True, exist_ok=True)
+    given.log.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    counts = ", ".join(f"{count} {name}" for name, count in content["counts"].items() if count)
+    sys.stdout.write(f"{given.log}: {counts or 'no test was run'}, {content['seconds']:g} s\n")
+    return 0 if content["ok"] else 1 if content["tests"] else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
