@@ -6,12 +6,10 @@ about defaults, so an engine now gives the facts, and nothing else.
 
 from __future__ import annotations
 
-import http.client
 import logging
 import secrets
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, Announcer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.launch.fleet import answers_ok
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
@@ -51,13 +50,9 @@ ONE_RANK = Shape()
 """An instance that is not cut."""
 
 _LOOK_S = 0.5
-_ANSWER_S = 2.0
 _JOIN_S = 5.0
 _ADVISE_S = 300.0
 """An engine that serves a large model may need minutes until its API answers; after this long the user gets a warning."""
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks this host itself, whatever proxy the environment names for the world outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +188,7 @@ def announcer_of(
 
 def answers(http_address: str) -> bool:
     """Whether the API at this address answers that it is healthy."""
-    try:
-        with _DIRECT.open(f"http://{http_address}/health", timeout=_ANSWER_S) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException, ValueError):
-        return False
+    return answers_ok(f"http://{http_address}/health")
 
 
 class LateAnnouncer:
