@@ -23,7 +23,7 @@ __all__ = ["RankLoop"]
 log = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
-_SEND_S = 30.0
+_REPORT_S = 30.0
 _STOP_S = 10.0
 _ORDERS_PER_TURN = 256
 
@@ -109,7 +109,7 @@ class RankLoop:
         if self._reports:
             frame_out = encode_reports(Reports(self.agent.runs_total, self._reports))
             self._reports.clear()
-            self._channel.send(frame_out, _SEND_S)
+            self._channel.send(frame_out, _REPORT_S)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """One failing order never stops the thread; a copy that needed it fails when it moves something."""
