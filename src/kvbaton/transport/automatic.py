@@ -73,6 +73,8 @@ class _PostedInner:
 class AutoTransport:
     """Owns `inner`. `left_out` has why others are not used. `order` has what should be, fastest first; by default `inner`."""
 
+    name = "auto"
+
     def __init__(
         self,
         region: Region,
@@ -99,11 +101,6 @@ class AutoTransport:
         self._wakeup = select.epoll()
         for fd in (self._has_early.fd, *(transport.wakeup_fd for transport in self._inner.values())):
             self._wakeup.register(fd, select.EPOLLIN)
-
-    @property
-    def name(self) -> str:
-        """`auto`."""
-        return "auto"
 
     @property
     def late_writes(self) -> LateWrites:

@@ -113,12 +113,6 @@ class Ledger(Generic[L]):
             known = self._peers.get(peer)
             return known.endpoint if known else None
 
-    def link_of(self, peer: PeerRank) -> L | None:
-        """What the mover keeps for `peer`, if it is known."""
-        with self._lock:
-            known = self._peers.get(peer)
-            return known.link if known else None
-
     def links(self) -> list[L]:
         """What the mover keeps for the peers that are known now."""
         with self._lock:

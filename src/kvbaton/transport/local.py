@@ -141,6 +141,8 @@ def _check_there(link: _Process) -> None:
 class LocalTransport(QueuedTransport[_Process]):
     """Reads from processes of the same host and user; lets them read this rank's region."""
 
+    name = "local"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._memory = ProcessMemory()
         if region.memory_fd < 0:
@@ -155,11 +157,6 @@ class LocalTransport(QueuedTransport[_Process]):
         ledger: Ledger[_Process] = Ledger(region, settings)
         mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
-
-    @property
-    def name(self) -> str:
-        """`local`."""
-        return "local"
 
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""

@@ -72,16 +72,13 @@ class _HubReach:
 class MemoryTransport(QueuedTransport[_Seat]):
     """Reads from ranks that share `hub`; closing it is this rank's death as far as its peers can see."""
 
+    name = "memory"
+
     def __init__(self, region: Region, hub: MemoryHub, settings: TransportSettings) -> None:
         ledger: Ledger[_Seat] = Ledger(region, settings)
         super().__init__(region, settings, ledger, SliceMover("memory", ledger, settings, _HubReach(region, hub)))
         self._hub = hub
         self._seat = hub.join(region)
-
-    @property
-    def name(self) -> str:
-        """`memory`."""
-        return "memory"
 
     def _details(self) -> dict[str, str | int]:
         return {"seat": self._seat}

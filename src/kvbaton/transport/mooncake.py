@@ -173,6 +173,8 @@ def _limit_transfers(timeout_s: float) -> None:
 class MooncakeTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other Mooncake engines."""
 
+    name = "mooncake"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         marks, ends_in_s = Marks(settings.max_peers), stop_s(settings)
         if settings.unfenced_writes:
@@ -180,11 +182,6 @@ class MooncakeTransport(LibraryTransport):
         serving = MooncakeEngine(settings, (region, marks.region))
         self._serving_name = serving.name
         super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=ends_in_s)
-
-    @property
-    def name(self) -> str:
-        """`mooncake`."""
-        return "mooncake"
 
     def _details(self) -> dict[str, str | int]:
         return {"engine": self._serving_name, **self._place_details()}

@@ -285,6 +285,8 @@ def _keep_quiet() -> None:
 class NixlTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other NIXL agents."""
 
+    name = "nixl"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         lanes = settings.of_library("nixl_lanes", int)
         marks = Marks(settings.max_peers, lanes)
@@ -302,11 +304,6 @@ class NixlTransport(LibraryTransport):
             shared_bytes=_WORTH_SHARING * settings.slice_bytes,
             may_add_lane=has_many_files_left,
         )
-
-    @property
-    def name(self) -> str:
-        """`nixl`."""
-        return "nixl"
 
     def _details(self) -> dict[str, str | int]:
         return {"metadata": self._metadata.hex(), **self._place_details()}

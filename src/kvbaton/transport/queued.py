@@ -32,6 +32,12 @@ T = TypeVar("T", int, str)
 class QueuedTransport(abc.ABC, Generic[L]):
     """A transport whose mover fills this side's memory by reading; no peer ever writes there, unless a subclass allows it."""
 
+    name: str
+    late_writes = LateWrites.IMPOSSIBLE
+    directions = frozenset({Direction.READ})
+    _alternative = "the side that holds the target has to read"
+    """What to do instead of a batch whose direction is not accepted."""
+
     def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover[L]) -> None:
         self._region = region
         self._settings = settings
@@ -40,21 +46,6 @@ class QueuedTransport(abc.ABC, Generic[L]):
         self._connecting = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The name users choose it by."""
-
-    @property
-    def late_writes(self) -> LateWrites:
-        """Impossible: this side's own mover executes every copy into its memory."""
-        return LateWrites.IMPOSSIBLE
-
-    @property
-    def directions(self) -> frozenset[Direction]:
-        """Reads only."""
-        return frozenset({Direction.READ})
 
     @property
     def wakeup_fd(self) -> int:
@@ -107,11 +98,6 @@ class QueuedTransport(abc.ABC, Generic[L]):
             self._ledger.finish_all()
             self._ledger.close()
             self._closed = True
-
-    @property
-    def _alternative(self) -> str:
-        """What to do instead of a batch whose direction is not accepted."""
-        return "the side that holds the target has to read"
 
     @property
     def _closing_s(self) -> float:

@@ -104,6 +104,8 @@ class _GpuReach:
 class CudaTransport(QueuedTransport[_PeerMemory]):
     """Reads from GPU memory of processes of this host; lets them read this rank's region. Needs `kvbaton[cuda]`."""
 
+    name = "cuda"
+
     def __init__(
         self, region: Region, settings: TransportSettings, driver: MemoryDriver | None = None, copier: Copier | None = None
     ) -> None:
@@ -124,11 +126,6 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check)
         mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
         super().__init__(region, settings, ledger, mover)
-
-    @property
-    def name(self) -> str:
-        """`cuda`."""
-        return "cuda"
 
     def _details(self) -> dict[str, str | int]:
         return {**self._neighbour.details(), "gpu": self._driver.gpu_id(), "parts": write_parts(self._parts)}
