@@ -29,9 +29,7 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.lanes import LaneSlice, LibraryPeer, Marks, PeerFlights, ServingEngine
-from kvbaton.transport.ledger import BatchJob, Ledger, describe
-from kvbaton.transport.mover import REVOKED, Mover
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import REVOKED, BatchJob, Ledger, Mover, QueuedTransport, describe, detail
 
 __all__ = ["FlightMover", "LibraryTransport", "MemoryPlace"]
 

@@ -26,9 +26,7 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, PeerRefused, ProtocolError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.ledger import BatchJob, Ledger
-from kvbaton.transport.mover import IDLE_S, REVOKED, Mover
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, detail
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
 from kvbaton.transport.tcp.wire import (
