@@ -20,10 +20,9 @@ from contextlib import ExitStack
 
 from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.cuda.copier import Copier, GpuCopier
+from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, Segment, launches_for
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
-from kvbaton.transport.cuda.tables import Placement, Segment, launches_for
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
