@@ -14,9 +14,8 @@ from typing import Protocol
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
 from kvbaton.agent.ports import Ranks
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank import RankAgent, RegionMemory
 from kvbaton.agent.rank_orders import RankOrder, RankReport, Reports, decode_order, decode_reports, encode_order, encode_reports
-from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.handoff import Executor
 from kvbaton.core.layout import Layout
 from kvbaton.errors import KVBatonError
