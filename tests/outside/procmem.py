@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
 from kvbaton.transport.table import LibrarySetting, TransportEntry, TransportVariant
 

@@ -20,8 +20,7 @@ from kvbaton.agent import coordinator as coordinator_module
 from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
 from kvbaton.agent import timers
-from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.peers import Peers
+from kvbaton.agent.coordinator import Coordinator, Peers
 from kvbaton.agent.source import SourceSide
 from kvbaton.config import Limits, parse_limits
 from kvbaton.core.grants import GrantWindows

@@ -26,7 +26,12 @@ _MAX_PEERS = 2048
 
 
 class Alarms(Generic[KeyT]):
-    """At most one alarm per key. Times are those of the caller's clock."""
+    """At most one alarm per key: which of thousands are due, and when the next one is, without a scan over all of them.
+
+    An alarm may ring early, never late: setting a later time for a key that has an earlier one changes nothing. Every heartbeat
+    renews every deadline of a peer, so renewing has to be free; the owner of a key that rings checks its real deadline, and
+    sets the alarm again if that lies ahead. Times are those of the caller's clock.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, KeyT]] = []
@@ -65,8 +70,8 @@ class Alarms(Generic[KeyT]):
                 del self._set[key]
                 yield key
 
-    def next(self) -> float | None:
-        """When the next alarm rings; None when there is none."""
+    def next_deadline(self) -> float | None:
+        """When the next alarm rings; None when there is none. May be early, never late."""
         while self._heap and self._set.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -99,26 +104,14 @@ class Backoff:
         self.at = now + self.wait_s
 
 
-class Timers:
+class Timers(Alarms[HandoffKey]):
     """One alarm per live hand-off. `look_at(key, now)` is called when one rings; it sets the alarm again if that is needed."""
 
     def __init__(self, limits: Limits, clock: Clock, look_at: Callable[[HandoffKey, float], None]) -> None:
+        super().__init__()
         self._limits = limits
         self._clock = clock
         self._look_at = look_at
-        self._alarms: Alarms[HandoffKey] = Alarms()
-
-    def set(self, key: HandoffKey, when: float) -> None:
-        """Ring for `key` at `when` at the latest."""
-        self._alarms.set(key, when)
-
-    def drop(self, key: HandoffKey) -> None:
-        """Do not ring for `key` any more: it is over."""
-        self._alarms.drop(key)
-
-    def next_deadline(self) -> float | None:
-        """When `tick` next has something to do; may be early, never late."""
-        return self._alarms.next()
 
     def tick(self) -> None:
         """Look at every hand-off whose time has come.
@@ -127,11 +120,11 @@ class Timers:
         looked at again, and blocks that wait for a deadline would stay away for ever: so it rings again, after `retry`.
         """
         now = self._clock()
-        for key in self._alarms.ring(now):
+        for key in self.ring(now):
             try:
                 self._look_at(key, now)
             except BaseException:
-                self._alarms.set(key, now + self._limits.retry)
+                self.set(key, now + self._limits.retry)
                 raise
 
 

@@ -29,9 +29,7 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.lanes import LaneSlice, LibraryPeer, Marks, PeerFlights, ServingEngine
-from kvbaton.transport.ledger import BatchJob, Ledger, describe
-from kvbaton.transport.mover import REVOKED, Mover
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import REVOKED, BatchJob, Ledger, Mover, QueuedTransport, describe, detail
 
 __all__ = ["FlightMover", "LibraryTransport", "MemoryPlace"]
 
@@ -275,33 +273,30 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
     What the libraries differ in are the named arguments of `PeerFlights`.
     """
 
+    _alternative = (
+        "the side that holds the target has to read, or set unfenced_writes (--unfenced-writes) on both sides, which lets "
+        "peers write without a fence"
+    )
+
     def __init__(
         self, region: Region, settings: TransportSettings, marks: Marks, serving: ServingEngine, **differences: Any
     ) -> None:
+        if settings.unfenced_writes:
+            self.late_writes, self.directions = LateWrites.UNFENCED, frozenset(Direction)
         self._marks = marks
         ledger: Ledger[LibraryPeer] = Ledger(region, settings)
         self._flights = PeerFlights(self.name, serving, marks, settings, ledger.work.set, **differences)
         super().__init__(region, settings, ledger, FlightMover(self.name, ledger, settings, self._flights))
 
-    @property
-    def late_writes(self) -> LateWrites:
-        """Impossible while peers only read; unfenced where they may write."""
-        return LateWrites.UNFENCED if self._settings.unfenced_writes else LateWrites.IMPOSSIBLE
-
-    @property
-    def directions(self) -> frozenset[Direction]:
-        """Reads; writes too, where that was chosen."""
-        return frozenset(Direction) if self._settings.unfenced_writes else frozenset({Direction.READ})
-
     def endpoint(self) -> Endpoint:
         """Describe this rank's region for its card, and whether it may be written to."""
         endpoint = super().endpoint()
-        if not self._takes_writes:
+        if not self._settings.unfenced_writes:
             return endpoint
         return Endpoint(endpoint.transport, endpoint.region_bytes, endpoint.details | {_TAKES_WRITES: 1})
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        if batch.direction is Direction.WRITE and self._takes_writes:
+        if batch.direction is Direction.WRITE and self._settings.unfenced_writes:
             endpoint = self._ledger.endpoint_of(batch.peer)
             if endpoint is not None and not endpoint.details.get(_TAKES_WRITES):
                 raise TransportError(
@@ -314,17 +309,6 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         super()._check(peer, endpoint)
         if _TAKES_WRITES in endpoint.details:
             detail(endpoint, _TAKES_WRITES, int)
-
-    @property
-    def _takes_writes(self) -> bool:
-        return Direction.WRITE in self.directions
-
-    @property
-    def _alternative(self) -> str:
-        return (
-            "the side that holds the target has to read, or set unfenced_writes (--unfenced-writes) on both sides, which lets "
-            "peers write without a fence"
-        )
 
     def _place_details(self) -> dict[str, str | int]:
         """What a library that moves bytes by address needs to know of this side."""

@@ -16,10 +16,8 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there, usable_processors
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
 
@@ -141,6 +139,8 @@ def _check_there(link: _Process) -> None:
 class LocalTransport(QueuedTransport[_Process]):
     """Reads from processes of the same host and user; lets them read this rank's region."""
 
+    name = "local"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._memory = ProcessMemory()
         if region.memory_fd < 0:
@@ -155,11 +155,6 @@ class LocalTransport(QueuedTransport[_Process]):
         ledger: Ledger[_Process] = Ledger(region, settings)
         mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
-
-    @property
-    def name(self) -> str:
-        """`local`."""
-        return "local"
 
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.mover import SliceMover
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
 
 __all__ = ["MemoryHub", "MemoryTransport"]
@@ -72,16 +70,13 @@ class _HubReach:
 class MemoryTransport(QueuedTransport[_Seat]):
     """Reads from ranks that share `hub`; closing it is this rank's death as far as its peers can see."""
 
+    name = "memory"
+
     def __init__(self, region: Region, hub: MemoryHub, settings: TransportSettings) -> None:
         ledger: Ledger[_Seat] = Ledger(region, settings)
         super().__init__(region, settings, ledger, SliceMover("memory", ledger, settings, _HubReach(region, hub)))
         self._hub = hub
         self._seat = hub.join(region)
-
-    @property
-    def name(self) -> str:
-        """`memory`."""
-        return "memory"
 
     def _details(self) -> dict[str, str | int]:
         return {"seat": self._seat}

@@ -57,36 +57,20 @@ class MooncakeEngine:
         _limit_transfers(settings.timeout_s)
         host = settings.advertise_host or settings.host
         protocol, devices = settings.of_library("mooncake_protocol", str), settings.of_library("mooncake_devices", str)
-        self._engine: Any = api.TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+        self.engine: Any = api.TransferEngine()
+        if self.engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
             raise ConfigError(f"transport mooncake cannot start on {host} with protocol {protocol!r} and devices {devices!r}")
         for region in regions:
-            if self._engine.register_memory(region.address, region.region_bytes):
+            if self.engine.register_memory(region.address, region.region_bytes):
                 raise ConfigError(f"mooncake does not register {region.region_bytes} bytes at {region.address:#x}")
-        self.name = f"[{host}]:{self._engine.get_rpc_port()}" if ":" in host else f"{host}:{self._engine.get_rpc_port()}"
-
-    def open(self, peer: str) -> None:
-        """Open a session with the engine `peer`; may wait for up to a minute. Raises PeerLost. Nothing is moved."""
-        if self._engine.batch_transfer_sync_read(peer, [], [], []):
-            raise PeerLost(f"mooncake does not reach {peer}")
-
-    def move(self, direction: Direction, peer: str, places: Runs) -> None:
-        """Move pieces of memory, given by address at `peer`, address here, and bytes, and wait for the last.
-
-        Raises PeerLost when one fails.
-        """
-        there, here, lengths = places.T.tolist()
-        reads = direction is Direction.READ
-        call = self._engine.batch_transfer_sync_read if reads else self._engine.batch_transfer_sync_write
-        if call(peer, here, there, lengths):
-            raise PeerLost(f"mooncake reports that a transfer {'from' if reads else 'to'} {peer} failed")
+        self.name = f"[{host}]:{self.engine.get_rpc_port()}" if ":" in host else f"{host}:{self.engine.get_rpc_port()}"
 
     def progress(self) -> None:
         """Nothing: the library's own threads serve peers."""
 
     def close(self) -> None:
         """End the engine and its threads; afterwards nothing moves."""
-        self._engine = None
+        self.engine = None
 
 
 class MooncakePeer:
@@ -104,15 +88,16 @@ class MooncakePeer:
         self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
-        self._engine.open(self._peer)
+        if self._engine.engine.batch_transfer_sync_read(self._peer, [], [], []):
+            raise PeerLost(f"mooncake does not reach {self._peer}")
 
     def start(self, direction: Direction, runs: Runs) -> None:
         """Move `runs` between this side's region and the peer's, and wait: Mooncake's other call reports the first run only."""
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
-        self._engine.move(direction, self._peer, offsets + self._region)
+        self._move(direction, offsets + self._region)
 
     def start_mark(self, runs: Runs) -> None:
-        self._engine.move(Direction.READ, self._peer, runs + self._mark)
+        self._move(Direction.READ, runs + self._mark)
 
     def is_done(self) -> bool:
         """True: `start` has waited."""
@@ -120,6 +105,14 @@ class MooncakePeer:
 
     def close(self) -> None:
         self._engine.close()
+
+    def _move(self, direction: Direction, places: Runs) -> None:
+        """Move pieces of memory, given by address at the peer, address here, and bytes, and wait for the last."""
+        there, here, lengths = places.T.tolist()
+        engine, reads = self._engine.engine, direction is Direction.READ
+        call = engine.batch_transfer_sync_read if reads else engine.batch_transfer_sync_write
+        if call(self._peer, here, there, lengths):
+            raise PeerLost(f"mooncake reports that a transfer {'from' if reads else 'to'} {self._peer} failed")
 
 
 def is_over_tcp(settings: TransportSettings) -> bool:
@@ -173,6 +166,8 @@ def _limit_transfers(timeout_s: float) -> None:
 class MooncakeTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other Mooncake engines."""
 
+    name = "mooncake"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         marks, ends_in_s = Marks(settings.max_peers), stop_s(settings)
         if settings.unfenced_writes:
@@ -180,11 +175,6 @@ class MooncakeTransport(LibraryTransport):
         serving = MooncakeEngine(settings, (region, marks.region))
         self._serving_name = serving.name
         super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=ends_in_s)
-
-    @property
-    def name(self) -> str:
-        """`mooncake`."""
-        return "mooncake"
 
     def _details(self) -> dict[str, str | int]:
         return {"engine": self._serving_name, **self._place_details()}

@@ -164,6 +164,8 @@ def _words(error: Exception) -> str:
 class MoriTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other MoRI engines."""
 
+    name = "mori"
+
     def __init__(self, region: Region, settings: TransportSettings, api: MoriApi = None) -> None:
         """`api` is the module `mori.io`; None imports it."""
         self._api = load_mori() if api is None else api
@@ -172,11 +174,6 @@ class MoriTransport(LibraryTransport):
         self._described = serving.describe()
         stop_s = settings.timeout_s + _MARGIN_S
         super().__init__(region, settings, marks, serving, slice_runs=MAX_SLICE_RUNS, stop_s=stop_s, reads_marks=is_rdma)
-
-    @property
-    def name(self) -> str:
-        """`mori`."""
-        return "mori"
 
     def _details(self) -> dict[str, str | int]:
         return {**self._described, "backend": self._settings.of_library("mori_backend", str), "mark": self._marks.mark}

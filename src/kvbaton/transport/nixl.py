@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
@@ -28,8 +27,6 @@ from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
 
 __all__ = ["NixlTransport", "check_nixl", "why_not_offered"]
-
-Numbers = npt.NDArray[np.int32]
 
 _MEMORY = "DRAM"
 _OPERATIONS = {Direction.READ: "READ", Direction.WRITE: "WRITE"}
@@ -84,75 +81,23 @@ class NixlAgent:
         backends = settings.of_library("nixl_backends", str)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=backends.split(","))
         try:
-            self._agent: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
+            self.nixl: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
             described = [(region.address, region.region_bytes, 0, "") for region in regions]
-            self._registered = self._agent.register_memory(described, _MEMORY)
+            self._registered = self.nixl.register_memory(described, _MEMORY)
         except Exception as error:
             raise ConfigError(f"transport nixl cannot start with {backends}: {_words(error)}") from error
-        self.metadata: bytes = self._agent.get_agent_metadata()
-
-    def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known by its metadata; returns its name. May wait for it. Raises PeerLost."""
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:
-            raise PeerLost(f"NIXL cannot reach the peer, or its metadata is not usable: {_words(error)}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
-
-    def start(self, direction: Direction, name: str, places: Runs) -> Any:
-        """Begin to move pieces of memory, given by address at the agent `name`, address here, and bytes.
-
-        Raises PeerLost or TransportError.
-        """
-        with _nixl_errors():
-            here, there = (self._agent.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
-            transfer = self._agent.initialize_xfer(_OPERATIONS[direction], here, there, name)
-            self._agent.transfer(transfer)
-        return transfer
-
-    def prepare(self, name: str, places: Runs, column: int) -> Any:
-        """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be moved by number."""
-        with _nixl_errors():
-            described = self._agent.get_xfer_descs(_described(places, column), _MEMORY)
-            return self._agent.prep_xfer_dlist(name or _HERE, described)
-
-    def start_prepared(self, direction: Direction, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
-        """Begin to move prepared pieces, each into or out of one of ours. Raises PeerLost or TransportError."""
-        with _nixl_errors():
-            transfer = self._agent.make_prepped_xfer(_OPERATIONS[direction], here, numbers_here, there, numbers_there)
-            self._agent.transfer(transfer)
-        return transfer
-
-    def restart(self, transfer: Any) -> None:
-        """Begin a transfer that is done once more. Raises PeerLost or TransportError."""
-        with _nixl_errors():
-            self._agent.transfer(transfer)
-
-    def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has arrived, after a step of progress. Raises PeerLost or TransportError when it has failed."""
-        with _nixl_errors():
-            state = self._agent.check_xfer_state(transfer)
-        if state == "ERR":
-            raise PeerLost("NIXL reports that the transfer failed")
-        return bool(state == "DONE")
-
-    def release(self, transfer: Any) -> None:
-        """Release a transfer that is done. Raises TransportError."""
-        try:
-            self._agent.release_xfer_handle(transfer)
-        except Exception as error:
-            raise TransportError(f"NIXL does not release a transfer: {_words(error)}") from error
+        self.metadata: bytes = self.nixl.get_agent_metadata()
 
     def progress(self) -> None:
         """Serve the peers that read or write this side's memory, where UCX cannot do it without this process."""
         try:
-            self._agent.update_notifs()
+            self.nixl.update_notifs()
         except Exception as error:
             raise TransportError(f"NIXL does not serve peers any more: {_words(error)}") from error
 
     def close(self) -> None:
         """Withdraw the memory and end the agent; afterwards nothing moves. Raises TransportError."""
-        agent, self._agent = self._agent, None
+        agent, self.nixl = self.nixl, None
         if agent is None:
             return
         try:
@@ -182,32 +127,49 @@ class NixlPeer:
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        self._peer = self._agent.add_peer(self._metadata)
+        try:
+            name = self._agent.nixl.add_remote_agent(self._metadata)
+        except Exception as error:
+            raise PeerLost(f"NIXL cannot reach the peer, or its metadata is not usable: {_words(error)}") from error
+        self._peer = name.decode() if isinstance(name, bytes) else str(name)
 
     def start(self, direction: Direction, runs: Runs) -> None:
-        size = int(runs[0, 2])
+        size, nixl = int(runs[0, 2]), self._agent.nixl
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
-        if not self._are_pages(runs, size):
-            self._transfer = self._agent.start(direction, self._peer, offsets + self._region)
-            return
-        here, there = self._grid(size)
-        numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
-        self._transfer = self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy())
+        are_pages = self._are_pages(runs, size)
+        with _nixl_errors():
+            if are_pages:
+                here, there = self._grid(size)
+                numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
+                pages_here, pages_there = numbers[:, 1].copy(), numbers[:, 0].copy()
+                transfer = nixl.make_prepped_xfer(_OPERATIONS[direction], here, pages_here, there, pages_there)
+            else:
+                transfer = self._describe(direction, offsets + self._region)
+            nixl.transfer(transfer)
+        self._transfer = transfer
 
     def start_mark(self, runs: Runs) -> None:
         """Begin to read the peer's mark. `runs` are the same each time, so the transfer is kept and started again."""
-        if self._mark_transfer is None:
-            self._mark_transfer = self._agent.start(Direction.READ, self._peer, runs + self._marks)
-        else:
-            self._agent.restart(self._mark_transfer)
-        self._transfer = self._mark_transfer
+        with _nixl_errors():
+            transfer = self._mark_transfer
+            if transfer is None:
+                transfer = self._describe(Direction.READ, runs + self._marks)
+            self._agent.nixl.transfer(transfer)
+        self._transfer = self._mark_transfer = transfer
 
     def is_done(self) -> bool:
-        if not self._agent.is_done(self._transfer):
+        with _nixl_errors():
+            state = self._agent.nixl.check_xfer_state(self._transfer)
+        if state == "ERR":
+            raise PeerLost("NIXL reports that the transfer failed")
+        if state != "DONE":
             return False
         transfer, self._transfer = self._transfer, None
         if transfer is not self._mark_transfer:
-            self._agent.release(transfer)
+            try:
+                self._agent.nixl.release_xfer_handle(transfer)
+            except Exception as error:
+                raise TransportError(f"NIXL does not release a transfer: {_words(error)}") from error
         return True
 
     def close(self) -> None:
@@ -225,11 +187,19 @@ class NixlPeer:
             return False
         return bool((runs[:, 2] == np.uint64(size)).all()) and not (runs[:, :2] % np.uint64(size)).any()
 
+    def _describe(self, direction: Direction, places: Runs) -> Any:
+        """A transfer of pieces of memory, given by address at the peer, address here, and bytes."""
+        here, there = (self._agent.nixl.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
+        return self._agent.nixl.initialize_xfer(_OPERATIONS[direction], here, there, self._peer)
+
     def _grid(self, size: int) -> tuple[Any, Any]:
         """All pages of that size, here and there, as NIXL knows them."""
         if size not in self._prepared:
-            sides = (("", self._here), (self._peer, self._there))
-            here, there = (self._agent.prepare(name, _pages(side, size), 0) for name, side in sides)
+            nixl, sides = self._agent.nixl, ((_HERE, self._here), (self._peer, self._there))
+            here, there = (
+                nixl.prep_xfer_dlist(name, nixl.get_xfer_descs(_described(_pages(side, size), 0), _MEMORY))
+                for name, side in sides
+            )
             self._prepared[size] = (here, there)
         return self._prepared[size]
 
@@ -285,6 +255,8 @@ def _keep_quiet() -> None:
 class NixlTransport(LibraryTransport):
     """Moves bytes between this rank's region and those of other NIXL agents."""
 
+    name = "nixl"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         lanes = settings.of_library("nixl_lanes", int)
         marks = Marks(settings.max_peers, lanes)
@@ -302,11 +274,6 @@ class NixlTransport(LibraryTransport):
             shared_bytes=_WORTH_SHARING * settings.slice_bytes,
             may_add_lane=has_many_files_left,
         )
-
-    @property
-    def name(self) -> str:
-        """`nixl`."""
-        return "nixl"
 
     def _details(self) -> dict[str, str | int]:
         return {"metadata": self._metadata.hex(), **self._place_details()}

@@ -15,8 +15,8 @@ from kvbaton.errors import PeerLost, QueueFull, TransportError
 from kvbaton.transport import library_transport
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.lanes import LibraryPeer, PeerFlights
-from kvbaton.transport.ledger import Ledger
 from kvbaton.transport.library_transport import FlightMover
+from kvbaton.transport.queued import Ledger
 from watching import wait_until
 
 PEER = PeerRank(Incarnation("peer"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvbaton.transport.base import AfterEvent, Ticket
-from kvbaton.transport.ledger import BatchJob
-from kvbaton.transport.mover import IDLE_S, Schedule
+from kvbaton.transport.queued import IDLE_S, BatchJob, Schedule
 from kvbaton.transport.runs import RunCursor
 
 

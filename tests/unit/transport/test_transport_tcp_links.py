@@ -272,7 +272,7 @@ def test_a_reader_beyond_the_limit_is_refused_with_its_name() -> None:
         refused = read(target).error
         assert refused.startswith("PeerRefused")
         assert "settings max_peers (1) times streams (1)" in refused
-        wait_until(lambda: source.refused_total == 1, "the refusal is counted")
+        wait_until(lambda: source._server.refused_total == 1, "the refusal is counted")
     wait_until(lambda: not source._server._readers, "the first reader has left")
     assert read(target).error == ""
     target.close()
@@ -371,7 +371,7 @@ def test_a_connection_from_an_address_that_is_not_admitted_is_closed_at_once(cap
         for _ in range(3):
             with socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0)) as other:
                 assert take_all(other) == b""
-    wait_until(lambda: source.refused_total == 3, "the refusals are counted")
+    wait_until(lambda: source._server.refused_total == 3, "the refusals are counted")
     assert [record.getMessage() for record in caplog.records if "127.0.0.2" in record.getMessage()][1:] == []
     target = make("target")
     target.connect(SOURCE, source.endpoint())
@@ -424,5 +424,5 @@ def test_an_unknown_connection_does_not_renew_its_deadline_byte_by_byte() -> Non
                 break
         watcher.join(20)
         assert sent < HANDSHAKE_BYTES - 1
-    assert source.garbage_total == 0
+    assert source._server.garbage_total == 0
     source.close()

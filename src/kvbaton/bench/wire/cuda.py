@@ -32,10 +32,9 @@ from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
-from kvbaton.transport.cuda.copier import GpuCopier
+from kvbaton.transport.cuda.copier import GpuCopier, Launch, Placement, Segment, launches_for
 from kvbaton.transport.cuda.driver import CudaDriver
 from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
-from kvbaton.transport.cuda.tables import Launch, Placement, Segment, launches_for
 from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["PLANES", "TOKEN_BYTES", "CudaWireBench", "main", "measure_cuda", "patterns", "run_cuda_wire_bench"]

@@ -20,14 +20,11 @@ from contextlib import ExitStack
 
 from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.cuda.copier import Copier, GpuCopier
+from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, Segment, launches_for
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
-from kvbaton.transport.cuda.tables import Placement, Segment, launches_for
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
 
 __all__ = ["CudaTransport", "MAX_LAUNCH_RUNS"]
@@ -104,6 +101,8 @@ class _GpuReach:
 class CudaTransport(QueuedTransport[_PeerMemory]):
     """Reads from GPU memory of processes of this host; lets them read this rank's region. Needs `kvbaton[cuda]`."""
 
+    name = "cuda"
+
     def __init__(
         self, region: Region, settings: TransportSettings, driver: MemoryDriver | None = None, copier: Copier | None = None
     ) -> None:
@@ -124,11 +123,6 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check)
         mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
         super().__init__(region, settings, ledger, mover)
-
-    @property
-    def name(self) -> str:
-        """`cuda`."""
-        return "cuda"
 
     def _details(self) -> dict[str, str | int]:
         return {**self._neighbour.details(), "gpu": self._driver.gpu_id(), "parts": write_parts(self._parts)}

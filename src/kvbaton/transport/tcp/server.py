@@ -29,7 +29,7 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, ProtocolError, RangeError
 from kvbaton.transport.base import Region, Runs, TransportSettings
-from kvbaton.transport.mover import IDLE_S
+from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
 from kvbaton.transport.tcp.wire import (

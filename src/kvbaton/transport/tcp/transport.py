@@ -26,9 +26,7 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, PeerRefused, ProtocolError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.ledger import BatchJob, Ledger
-from kvbaton.transport.mover import IDLE_S, REVOKED, Mover
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, detail
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
 from kvbaton.transport.tcp.wire import (
@@ -495,26 +493,13 @@ def _lack_within(timeout_s: float, state: LinkState) -> str:
 class TcpTransport(QueuedTransport[TcpPeer]):
     """Listens on a port of its own for readers of this rank's region, and reads from other ranks' ports."""
 
+    name = "tcp"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._server = RegionServer(region, settings)
         self._calls = VectorCalls()
         ledger: Ledger[TcpPeer] = Ledger(region, settings)
         super().__init__(region, settings, ledger, TcpMover(ledger, region, settings))
-
-    @property
-    def name(self) -> str:
-        """`tcp`."""
-        return "tcp"
-
-    @property
-    def garbage_total(self) -> int:
-        """Connections that were closed because what came was no message of ours."""
-        return self._server.garbage_total
-
-    @property
-    def refused_total(self) -> int:
-        """Connections that were refused: a wrong token or incarnation, or too many at once."""
-        return self._server.refused_total
 
     def _details(self) -> dict[str, str | int]:
         host = self._settings.advertise_host or self._server.host

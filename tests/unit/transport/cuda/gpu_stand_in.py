@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.cuda import DeviceRegion
+from kvbaton.transport.cuda.copier import Launch
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation
-from kvbaton.transport.cuda.tables import Launch
 
 __all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch"]
 

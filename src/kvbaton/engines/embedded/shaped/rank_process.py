@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.agent.channel import Channel, ChannelClosed
-from kvbaton.agent.rank_loop import RankLoop
+from kvbaton.agent.rank_sets import RankLoop
 from kvbaton.core.layout import Layout
 from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
 from kvbaton.engines.embedded.shaped.collectives import RankCollectives
