@@ -15,8 +15,8 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import RangeError, TransportError
 from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs
-from kvbaton.transport.entry import PeerPart
 from kvbaton.transport.faulty import Faults
+from kvbaton.transport.table import PeerPart
 
 pytest_plugins = ["contract_fixtures"]
 

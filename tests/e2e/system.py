@@ -183,8 +183,8 @@ class Stand:
         self.client = Client(self.router_port)
 
     def __enter__(self) -> Self:
-        part = router_part("127.0.0.1", self.router_port, self.discovery_port, "/instances")
-        self._fleet("router").start(replace(part, command=[*part.command, *self.router_arguments]))
+        part = router_part("127.0.0.1", self.router_port, self.discovery_port, *self.router_arguments)
+        self._fleet("router").start(replace(part, health_url=f"http://127.0.0.1:{self.router_port}/instances"))
         self.fleets["router"].wait_healthy(_START_S)
         return self
 

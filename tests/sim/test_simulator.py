@@ -12,13 +12,12 @@ import msgspec
 import pytest
 
 from kvbaton.core.handoff import LEGAL_PAIRS, Outcome
-from kvbaton.sim.campaign import PARTS, run_exhaustive, run_seeds
+from kvbaton.sim.campaign import PARTS, run_exhaustive, run_seeds, shrink
+from kvbaton.sim.drills import script_of_seed
 from kvbaton.sim.exhaustive import FLOWS, flow_script, makes_difference
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, Script
-from kvbaton.sim.seeds import script_of_seed
-from kvbaton.sim.shrink import shrink
 
 SEEDS = 2000
 NEAR = {
@@ -37,7 +36,7 @@ TIMELINE = """
 import hashlib, logging, sys
 logging.disable(logging.CRITICAL)
 from kvbaton.sim.run import run_script
-from kvbaton.sim.seeds import script_of_seed
+from kvbaton.sim.drills import script_of_seed
 for seed in map(int, sys.argv[1:]):
     result = run_script(script_of_seed(seed), keep_timeline=True)
     print(hashlib.sha256(repr(result.timeline).encode()).hexdigest())

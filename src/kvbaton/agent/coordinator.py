@@ -105,19 +105,15 @@ class Coordinator:
     # Calls of the engine.
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        """A prefill for a hand-off was admitted."""
         self.source.expect(key, prompt)
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Spans are computed."""
         self.source.spans_ready(key, blocks, spans)
 
     def retract(self, key: HandoffKey) -> None:
-        """A prefill is preempted: what was reported about it is void."""
         self.source.retract(key)
 
     def offer(self, offer: Offer) -> None:
-        """A prefill is complete."""
         layers = self.card.layers
         self.source.offer(offer, lambda: Span(0, 0, offer.tokens, layers.start, layers.stop))
 
@@ -143,11 +139,9 @@ class Coordinator:
         return card
 
     def allocated(self, allocation: Allocation) -> None:
-        """There are blocks for a hand-off."""
         self.target.allocated(allocation)
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """The engine cancels a hand-off, on `side` or on whichever side it is."""
         if side is not Side.TARGET:
             self.source.cancel(key, "the request was cancelled at the source")
         if side is not Side.SOURCE:

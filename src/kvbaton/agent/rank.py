@@ -40,13 +40,15 @@ from kvbaton.agent.rank_orders import (
     StopCopy,
     SumSpans,
 )
-from kvbaton.agent.routes import Routes, find_routes
 from kvbaton.agent.summing import Summer
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
+from kvbaton.core.checks import LegPart
 from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
 from kvbaton.core.layout import Layout
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
+from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
@@ -56,6 +58,54 @@ __all__ = ["RankAgent"]
 
 _BATCH_BYTES = 4 << 20
 _MAX_UNREACHABLE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What this rank exchanges with one rank of a peer, in the leg of this number."""
+
+    leg: int
+    peer: PeerRank
+    pair: Pair
+    part: LegPart
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Every rank of a peer that this rank has a session with; from which it reads what, and to which it writes what."""
+
+    peers: tuple[PeerRank, ...]
+    reads: tuple[Route, ...]
+    writes: tuple[Route, ...]
+
+
+def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) -> Routes:
+    """The routes from one rank of an instance, with the layout `own`, to those of `card`; raises Incompatible.
+
+    First ranks always have a session with each other: aux records travel there.
+    """
+    theirs = [each.layout for each in card.ranks]
+    peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
+    reads = tuple(
+        Route(
+            leg.number,
+            peers[leg.source],
+            pair_layouts(theirs[leg.source], own, leg.share),
+            LegPart(leg.share, theirs[leg.source]),
+        )
+        for leg in assign_legs(theirs, instance).of_target(rank)
+    )
+    writes = tuple(
+        Route(
+            leg.number,
+            peers[leg.target],
+            pair_layouts(own, theirs[leg.target], leg.share),
+            LegPart(leg.share, theirs[leg.target]),
+        )
+        for leg in assign_legs(instance, theirs).of_source(rank)
+    )
+    met = {route.peer for route in (*reads, *writes)} | ({peers[0]} if rank == 0 else set())
+    return Routes(tuple(peer for peer in peers if peer in met), reads, writes)
 
 
 @dataclass(slots=True)

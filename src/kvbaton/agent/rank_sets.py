@@ -89,53 +89,42 @@ class LocalRanks:
 
     @property
     def transport_name(self) -> str:
-        """That of the transport."""
         return self._transport.name
 
     @property
     def runs_total(self) -> int:
-        """Those of the agent."""
         return self.agent.runs_total
 
     @property
     def wakeups(self) -> list[int]:
-        """That of the transport."""
         return [self._transport.wakeup_fd]
 
     @property
     def has_work(self) -> bool:
-        """Whether the agent has."""
         return self.agent.has_work
 
     def deadlines(self) -> list[float | None]:
-        """That of the agent."""
         return [self.agent.next_deadline()]
 
     def poll(self) -> None:
-        """Let the agent work."""
         self.agent.poll()
 
     def close(self) -> None:
-        """Close the transport."""
         self._transport.close()
 
     @property
     def executor(self) -> Executor:
-        """Which side copies into this rank's memory."""
         return self.agent.executor
 
     @property
     def holds_aux(self) -> bool:
-        """Whether the agent was given the memory."""
         return self.agent.holds_aux
 
     def send(self, rank: int, order: RankOrder) -> None:
-        """Have the agent carry it out."""
         del rank
         self.agent.handle(order)
 
     def send_all(self, order: RankOrder) -> None:
-        """Have the agent carry it out."""
         self.agent.handle(order)
 
 
@@ -164,7 +153,6 @@ class RemoteRanks:
 
     @property
     def wakeups(self) -> list[int]:
-        """The channels."""
         return [] if self._is_lost else [channel.fileno() for channel in self._channels]
 
     @property
@@ -177,7 +165,6 @@ class RemoteRanks:
         return []
 
     def poll(self) -> None:
-        """Take what the ranks have reported."""
         for channel in self._channels:
             for _ in range(_FRAMES_PER_TURN):
                 if self._is_lost or not self._take(channel):
@@ -204,7 +191,6 @@ class RemoteRanks:
                 self._lose(error)
 
     def send_all(self, order: RankOrder) -> None:
-        """Send the order to every process."""
         for rank in range(len(self._channels)):
             self.send(rank, order)
 

@@ -36,11 +36,9 @@ class RegionMemory:
         return value
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """A copy of these bytes."""
         return bytes(self._view[offset : offset + size_bytes])
 
     def write(self, offset: int, data: bytes) -> None:
-        """Overwrite the bytes from `offset` on with `data`."""
         self._view[offset : offset + len(data)] = data
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvbaton.bench.bare.instance import BareSettings, HandoffEnd, Task
 from kvbaton.bench.bare.pages import SMALL
 from kvbaton.bench.bare.process import BareProcess, Relay
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode, Outcome
 from kvbaton.errors import ConfigError, LocalError
@@ -51,9 +51,7 @@ class HandoffBench:
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1:
             raise ConfigError(f"--concurrency is {self.levels}; give numbers from 1 up, with commas between them")
-        for name in ("tokens", "handoffs", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one(self, "tokens", "handoffs", "rounds")
         if not 0 < self.idle_s < _ROUND_S:
             raise ConfigError(f"--idle is {self.idle_s:g}; it must be above 0 and below {_ROUND_S:g}")
 

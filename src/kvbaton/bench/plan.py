@@ -7,17 +7,21 @@ split heads stands beside SGLang's split of tokens-major ones, token by token. A
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvbaton.bench.plan_peers import PlanPeer
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
+from kvbaton.bench.child import LineProcess
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import Pair, pair_layouts
@@ -33,6 +37,9 @@ from kvbaton.launch.installing import default_cache_dir
 __all__ = ["PlanBench", "ensure_plan_peers", "run_plan_bench"]
 
 _BLOCKS, _BLOCK_TOKENS, _HEADS, _HEAD_SIZE, _ELEMENT_BYTES = 4096, 16, 8, 128, 2
+_SCRIPT = Path(__file__).parent / "peers" / "plan_peers.py"
+_IMPORT_S = 900.0
+_PLAN_S = 120.0
 _REPEATS = 5
 """Each subject makes each plan so often at a turn: the first one after others had the processor is slower."""
 
@@ -49,9 +56,7 @@ class PlanBench:
     sglang: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "layers", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one(self, "tokens", "layers", "rounds")
         most = _BLOCKS * _BLOCK_TOKENS
         if self.tokens > most:
             raise ConfigError(f"--tokens is {self.tokens}; the benchmark's caches hold {most}")
@@ -69,6 +74,70 @@ class PlanBench:
         return tuple(dice.sample(range(_BLOCKS), count)), tuple(dice.sample(range(_BLOCKS), count))
 
 
+class _PlanPeer:
+    """Planning code of others in its own environment, asked for one plan at a time: `plan_peers.py NAME` run in `python`.
+
+    Raises ConfigError with its last line when it does not answer.
+    """
+
+    def __init__(self, name: str, python: Path, ask: Mapping[str, object]) -> None:
+        self._script = f"{_SCRIPT.name} {name}"
+        self._python = python
+        self.runs: dict[str, int] = {}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            command = [str(python), str(_SCRIPT), name]
+            self._process = LineProcess(command, stderr=self._errors, env=_variables(python))
+        except OSError as error:
+            self._errors.close()
+            raise ConfigError(f"{python} cannot run {self._script}: {error}") from error
+        try:
+            about = self._question(json.dumps(ask), _IMPORT_S)
+            self.plans: list[str] = about["plans"]
+            self.version: str = about["version"]
+        except BaseException:
+            self.close()
+            raise
+
+    def make(self, plan: str) -> float:
+        """Let it make one plan; how long that took there, in seconds. How many runs it has is in `runs` afterwards."""
+        answer = self._question(plan, _PLAN_S)
+        self.runs[plan] = int(answer["runs"])
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._process.close()
+        self._errors.close()
+
+    def _question(self, line: str, timeout_s: float) -> dict[str, Any]:
+        try:
+            self._process.write(line)
+            found = self._process.read(timeout_s)
+        except TimeoutError:
+            raise ConfigError(f"{self._script} has not answered in {timeout_s:g} s in {self._python}; leave it out") from None
+        except OSError as error:
+            raise self._failed() from error
+        if not found:
+            raise self._failed()
+        answer: dict[str, Any] = json.loads(found)
+        return answer
+
+    def _failed(self) -> ConfigError:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+        return ConfigError(
+            f"{self._script} failed in {self._python}: {lines[-1]}; name an interpreter that has the package, or leave it out"
+        )
+
+
+def _variables(python: Path) -> dict[str, str]:
+    """Nothing of ours on the path; where `kvbaton` made the environment, what it put beside it."""
+    beside = python.parent.parent.parent / "path"
+    path = {"PYTHONPATH": str(beside)} if beside.is_dir() else {}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | path | {"HF_HUB_OFFLINE": "1"}
+
+
 def ensure_plan_peers(progress: Progress) -> tuple[Path, Path]:
     """The interpreters that have vLLM and SGLang, installed first if need be. Raises LocalError."""
     directory = default_cache_dir()
@@ -79,10 +148,11 @@ def run_plan_bench(bench: PlanBench, progress: Progress) -> BenchReport:
     """Measure our plans and those of the peers that are there, in turns; `progress` gets a line per step."""
     with ExitStack() as opened:
         peers = {}
-        for name, script, python in (("vLLM", "plan_vllm.py", bench.vllm), ("SGLang", "plan_sglang.py", bench.sglang)):
+        for name, python in (("vLLM", bench.vllm), ("SGLang", bench.sglang)):
             if python is not None:
                 progress(f"{name}: importing, this can take a minute")
-                peers[name] = opened.enter_context(PlanPeer(script, python, _question(bench)))
+                peers[name] = _PlanPeer(name.lower(), python, _question(bench))
+                opened.callback(peers[name].close)
         rounds, runs = _measure(bench, peers, progress)
     rows = []
     for title, kind, *_ in _CASES:
@@ -129,7 +199,7 @@ def _pair(bench: PlanBench, source_tp: int, target_tp: int, heads_major: bool) -
 
 
 def _measure(
-    bench: PlanBench, peers: Mapping[str, PlanPeer], progress: Progress
+    bench: PlanBench, peers: Mapping[str, _PlanPeer], progress: Progress
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every round, ours by title and the peers' by name and kind; and how many runs ours have."""
     pairs = {title: _pair(bench, source_tp, target_tp, heads_major) for title, _, source_tp, target_tp, heads_major in _CASES}

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvbaton.errors import ConfigError
 
-__all__ = ["BenchReport", "BenchRow", "Setting", "check_can_plot", "describe_hardware"]
+__all__ = ["BenchReport", "BenchRow", "Setting", "check_at_least_one", "check_can_plot", "describe_hardware", "ratio"]
 
 Setting = str | int | float
 """A value of the circumstances that a row or a report states."""
@@ -90,3 +90,15 @@ def check_can_plot() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'kvbaton[plot]'") from error
+
+
+def check_at_least_one(bench: object, *names: str) -> None:
+    """Raise ConfigError, with the option, for one of these settings that is below 1."""
+    for name in names:
+        if getattr(bench, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(bench, name)}; it must be at least 1")
+
+
+def ratio(value: float, other: float) -> float:
+    """`value` beside `other`; 0 where there is no other."""
+    return value / other if other else 0.0

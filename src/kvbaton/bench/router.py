@@ -7,24 +7,222 @@ what a router adds. CPU time per request shows what a router costs where other w
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
-from kvbaton.bench.report import BenchReport, describe_hardware
-from kvbaton.bench.router_contenders import Contender, Driven, LoadTool, RunningRouter, build_load_tool, running
-from kvbaton.bench.router_rows import MANY, LoadCase, RouterBench, Series, contenders_of, many_name, rows, series_name
-from kvbaton.discovery.messages import TransferMode
-from kvbaton.launch.router_peers import ensure_router_peers
+import msgspec
 
-__all__ = ["RouterBench", "run_router_bench"]
+from kvbaton.bench.processes import cpu_s
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware, ratio
+from kvbaton.discovery.announcer import ThreadAnnouncer
+from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.engines.base import Progress
+from kvbaton.errors import ConfigError, LocalError
+from kvbaton.launch.fleet import Fleet, FleetPart
+from kvbaton.launch.local import new_cluster_key, router_part
+from kvbaton.launch.ports import PortPicker
+from kvbaton.launch.router_peers import RouterPeers, ensure_router_peers, sglang_router_part, vllm_router_part
 
-Progress = Callable[[str], None]
+__all__ = [
+    "NO_ROUTER",
+    "Contender",
+    "Driven",
+    "LoadCase",
+    "LoadTool",
+    "RouterBench",
+    "RunningRouter",
+    "contenders_of",
+    "many_name",
+    "median_of",
+    "rows",
+    "run_router_bench",
+    "series_name",
+]
 
+Series = dict[str, list[float]]
+"""Every measurement, by name, in the order taken."""
+
+NO_ROUTER = "no router"
+"""The name of the contender that is an instance itself."""
+
+_VLLM_ROUTER = "vllm-router"
+"""The name of the contender that ours is compared with."""
+_SGLANG_ROUTER = "sglang-router"
+"""The name of the contender that gets its instances on the command line."""
+_PEERS = {TransferMode.WRITE: (_VLLM_ROUTER, _SGLANG_ROUTER), TransferMode.READ: (_VLLM_ROUTER,)}
+"""The other routers; sglang-router calls both instances at once, as in push."""
+_MANY = 2048
+"""So many streams at once are very many."""
+
+_FIGURES = (("per second", "1/s"), ("p50 ms", "ms"), ("p99 ms", "ms"), ("CPU us per request", "us"))
+_GOALS = {("json", TransferMode.WRITE): 1.0, ("json", TransferMode.READ): 0.9, ("stream", TransferMode.WRITE): 1.5}
+_STREAM_GOAL = 1.5
+_ADDED_GOAL_MS = 0.4
+_CLUSTER_KEY = new_cluster_key()
+_HEALTHY_S = 60.0
+_DRIVE_EXTRA_S = 60.0
+_COMPILE_S = 120.0
+_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 _WARM_S = 0.3
 _LOOK_S = 0.05
+
+
+class Driven(msgspec.Struct, frozen=True):
+    """What one run of the load generator saw."""
+
+    requests: int
+    errors: int
+    seconds: float
+    p50_us: float
+    p99_us: float
+    max_us: float
+
+    @property
+    def per_second(self) -> float:
+        """Requests per second."""
+        return self.requests / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTool:
+    """The compiled load generator."""
+
+    path: Path
+
+    def drive(self, port: int, clients: int, seconds: float, kind: str, prompt_bytes: int) -> Driven:
+        """Keep so many clients busy for so long. Raises LocalError when it cannot."""
+        command = [str(self.path), "drive", str(port), str(clients), str(seconds), kind, str(prompt_bytes)]
+        done = subprocess.run(command, capture_output=True, timeout=seconds + _DRIVE_EXTRA_S, check=False)
+        if done.returncode:
+            raise LocalError(f"the load generator failed: {done.stderr.decode(errors='replace').strip()}")
+        return msgspec.json.decode(done.stdout, type=Driven)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A router to measure: its name, the mode of its instances, and how many processes (0: another project's router)."""
+
+    name: str
+    transfer_mode: TransferMode
+    processes: int = 0
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is no router at all."""
+        return self.name == NO_ROUTER
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """A contender that runs: where, and as which process."""
+
+    contender: Contender
+    port: int
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used."""
+        return sum(_cpu_s(pid) for pid in _tree(self.pid))
+
+    def memory_kib(self) -> int:
+        """Resident memory of its processes."""
+        return sum(_memory_kib(pid) for pid in _tree(self.pid))
+
+
+def _build_load_tool(directory: Path) -> LoadTool:
+    """Compile the load generator into `directory`. Raises LocalError when there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise LocalError("no C compiler (cc or gcc) is found; the load generator needs one: apt-get install gcc")
+    source = resources.files("kvbaton.bench") / "router_load.c"
+    target = directory / "router_load"
+    with resources.as_file(source) as path:
+        command = [compiler, "-O2", "-o", str(target), str(path)]
+        done = subprocess.run(command, capture_output=True, timeout=_COMPILE_S, check=False)
+    if done.returncode:
+        raise LocalError(f"the load generator does not compile: {done.stderr.decode(errors='replace')[:500]}")
+    return LoadTool(target)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCase:
+    """One kind of load."""
+
+    kind: str
+    clients: int
+
+    def __str__(self) -> str:
+        return f"{'JSON' if self.kind == 'json' else 'streams'}, {self.clients} clients"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBench:
+    """What to measure: so many rounds of so many seconds each, with so many clients."""
+
+    clients: tuple[int, ...] = (1, 32, 256)
+    processes: tuple[int, ...] = (1, 2)
+    rounds: int = 5
+    seconds: float = 2.0
+    prompt_bytes: int = 64
+    peers: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "seconds", "prompt_bytes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
+        for name in ("clients", "processes"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ConfigError(f"--{name} needs at least one number, all above 0")
+
+    def described(self) -> dict[str, Setting]:
+        """The settings as a report shows them."""
+        return {name: value if isinstance(value := getattr(self, name), int | float) else str(value) for name in self.__slots__}
+
+    def cases(self) -> list[LoadCase]:
+        """Every kind of load."""
+        return [LoadCase(kind, clients) for kind in ("json", "stream") for clients in self.clients]
+
+
+def contenders_of(bench: RouterBench, mode: TransferMode) -> list[Contender]:
+    """The contenders of one mode."""
+    found = [*_ours(bench, mode), Contender(NO_ROUTER, mode)]
+    return found + [Contender(name, mode) for name in _PEERS[mode]] if bench.peers else found
+
+
+def _ours(bench: RouterBench, mode: TransferMode) -> list[Contender]:
+    """Our router, with each number of processes."""
+    return [Contender(f"kvbaton, {n} process{'es' * (n > 1)}", mode, n) for n in bench.processes]
+
+
+def series_name(case: LoadCase, contender: Contender) -> str:
+    """What the measurements of one contender under one load are called."""
+    return f"{case}, {contender.transfer_mode.mode}, {contender.name}"
+
+
+def many_name(contender: Contender) -> str:
+    """What the measurements under very many streams are called."""
+    return f"{_MANY} streams at once, {contender.transfer_mode.mode}, {contender.name}"
+
+
+def median_of(series: Series, name: str) -> float:
+    """The median of all rounds; 0 when there is none."""
+    return statistics.median(series[name]) if name in series else 0.0
+
+
+def _best_of_ours(bench: RouterBench, case: LoadCase, mode: TransferMode, series: Series) -> float:
+    """Requests per second of our router, with the number of processes that is best."""
+    return max(median_of(series, f"{series_name(case, each)}, per second") for each in _ours(bench, mode))
 
 
 def run_router_bench(bench: RouterBench, progress: Progress) -> BenchReport:
@@ -33,11 +231,11 @@ def run_router_bench(bench: RouterBench, progress: Progress) -> BenchReport:
     series: Series = {}
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvbaton-bench-") as directory:
-        tool = build_load_tool(Path(directory))
+        tool = _build_load_tool(Path(directory))
         for mode in TransferMode:
             contenders = contenders_of(bench, mode)
             progress(f"starting {len(contenders)} contenders ({mode.mode})")
-            with running(contenders, tool, peers) as routers:
+            with _running(contenders, tool, peers) as routers:
                 for router in routers:
                     problems += _crowd(bench, tool, router, series, progress)
                 problems += _measure(bench, tool, routers, series, progress)
@@ -67,18 +265,18 @@ def _crowd(bench: RouterBench, tool: LoadTool, router: RunningRouter, series: Se
     """Very many streams at once, and what each costs in memory: before anything else, which would have made room already."""
     if router.contender.is_bare:
         return []
-    progress(f"{MANY} streams at once: {router.contender.name}")
+    progress(f"{_MANY} streams at once: {router.contender.name}")
     tool.drive(router.port, 1, _WARM_S, "stream", bench.prompt_bytes)
     before = most = router.memory_kib()
     with ThreadPoolExecutor(1) as pool:
-        drive = pool.submit(tool.drive, router.port, MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
+        drive = pool.submit(tool.drive, router.port, _MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
         while not drive.done():
             most = max(most, router.memory_kib())
             time.sleep(_LOOK_S)
     driven = drive.result()
     name = many_name(router.contender)
     series[f"{name}, per second"] = [driven.per_second]
-    series[f"{name}, KiB per stream"] = [(most - before) / MANY]
+    series[f"{name}, KiB per stream"] = [(most - before) / _MANY]
     series[f"{name}, errors"] = [float(driven.errors)]
     return _found_wrong(name, driven) if router.contender.processes else []
 
@@ -100,3 +298,128 @@ def _note(series: Series, contender: Contender, case: LoadCase, driven: Driven, 
     }
     for what, value in figures.items():
         series.setdefault(f"{name}, {what}", []).append(value)
+
+
+@contextmanager
+def _running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers | None) -> Iterator[list[RunningRouter]]:
+    """Start all contenders, each with two instances of its own mode behind it; ends them afterwards."""
+    ports = PortPicker()
+    with ExitStack() as stack:
+        found = []
+        for contender in contenders:
+            fleet = stack.enter_context(Fleet())
+            instances = {kind: ports.pick() for kind in InstanceType}
+            for kind, port in instances.items():
+                fleet.start(FleetPart(kind.word, [str(tool.path), "serve", str(port)], f"http://127.0.0.1:{port}/health"))
+            port, front = instances[InstanceType.DECODE], InstanceType.DECODE.word
+            if not contender.is_bare:
+                port, discovery_port = ports.pick(), ports.pick()
+                part = _router(contender, peers, port, discovery_port, instances, ports)
+                fleet.start(part)
+                front = part.name
+                for kind, instance_port in instances.items() if contender.name != _SGLANG_ROUTER else ():
+                    message = _registration(kind, instance_port, contender.transfer_mode)
+                    routers = [f"127.0.0.1:{discovery_port}"]
+                    stack.enter_context(ThreadAnnouncer(message, routers, cluster_key=_CLUSTER_KEY.encode()))
+            fleet.wait_healthy(_HEALTHY_S)
+            found.append(RunningRouter(contender, port, fleet.pid(front)))
+        yield found
+
+
+def _router(
+    contender: Contender,
+    peers: RouterPeers | None,
+    port: int,
+    discovery_port: int,
+    instances: dict[InstanceType, int],
+    ports: PortPicker,
+) -> FleetPart:
+    if contender.processes:
+        processes = ("--processes", str(contender.processes))
+        return router_part("127.0.0.1", port, discovery_port, *processes, cluster_key=_CLUSTER_KEY)
+    if peers is None:
+        raise LocalError("the other routers are not installed")
+    if contender.name == _SGLANG_ROUTER:
+        both = instances[InstanceType.PREFILL], instances[InstanceType.DECODE]
+        return sglang_router_part(peers, port, *both, ports.pick())
+    return vllm_router_part(peers, port, discovery_port, ports.pick(), "--log-level", "error")
+
+
+def _registration(kind: InstanceType, port: int, mode: TransferMode) -> Registration:
+    return Registration(
+        type=kind,
+        http_address=f"127.0.0.1:{port}",
+        zmq_address=f"host:127.0.0.1,handshake:{port},notify:{port}",
+        transfer_mode=mode,
+        incarnation=f"bench-{port}",
+    )
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all that it started."""
+    found = [pid]
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return found
+    for child in children:
+        found += _tree(int(child))
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        return cpu_s(pid)
+    except OSError:
+        return 0.0
+
+
+def _memory_kib(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_KIB
+    except OSError:
+        return 0
+
+
+def rows(bench: RouterBench, series: Series) -> Iterator[BenchRow]:
+    """What is aimed at first, then everything that was measured."""
+    yield from _goals(bench, series)
+    for mode in TransferMode:
+        for case in bench.cases():
+            for each in _ours(bench, mode):
+                name = series_name(case, each)
+                for peer in _PEERS[mode] if bench.peers else ("",):
+                    theirs = series_name(case, Contender(peer, mode))
+                    for what, unit in _FIGURES:
+                        yield _row(f"{name}, {what}", peer, f"{theirs}, {what}", unit, series)
+        for each in _ours(bench, mode):
+            name, theirs = many_name(each), many_name(Contender(_VLLM_ROUTER, mode))
+            for what, unit in (("per second", "1/s"), ("KiB per stream", "KiB")):
+                yield _row(f"{name}, {what}", _VLLM_ROUTER, f"{theirs}, {what}", unit, series)
+
+
+def _goals(bench: RouterBench, series: Series) -> Iterator[BenchRow]:
+    """The rows that have a figure to reach: best of ours beside vllm-router, and what a router adds to one client's wait."""
+    for mode in TransferMode:
+        for case in bench.cases():
+            if case.clients > 1:
+                goal = _GOALS.get((case.kind, mode), _STREAM_GOAL)
+                value = _best_of_ours(bench, case, mode, series)
+                theirs = median_of(series, f"{series_name(case, Contender(_VLLM_ROUTER, mode))}, per second")
+                yield _goal(f"{case}, {mode.mode}, best of ours, per second", value, "1/s", theirs, f"at least {goal:g} x")
+        if 1 in bench.clients:
+            case, each = LoadCase("json", 1), _ours(bench, mode)[0]
+            bare = median_of(series, f"{series_name(case, Contender(NO_ROUTER, mode))}, p50 ms")
+            added = median_of(series, f"{series_name(case, each)}, p50 ms") - bare
+            theirs = median_of(series, f"{series_name(case, Contender(_VLLM_ROUTER, mode))}, p50 ms") - bare
+            name = f"{case}, {mode.mode}, {each.name}, added p50 ms"
+            yield _goal(name, added, "ms", theirs if bench.peers else 0.0, f"at most {_ADDED_GOAL_MS:g} ms")
+
+
+def _goal(name: str, value: float, unit: str, theirs: float, goal: str) -> BenchRow:
+    return BenchRow(name, value, unit, _VLLM_ROUTER if theirs else "", ratio(value, theirs), {"goal": goal})
+
+
+def _row(name: str, peer: str, theirs: str, unit: str, series: Series) -> BenchRow:
+    value, other = median_of(series, name), median_of(series, theirs)
+    return BenchRow(name, value, unit, peer if other else "", ratio(value, other), {"rounds": len(series[name])})

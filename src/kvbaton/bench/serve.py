@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
-from kvbaton.bench.servers.asking import post_completion, stream_completion
+from kvbaton.bench.asking import AskedPrompt, post, stream
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import EngineOptions, EnginePlugin, Progress, pair_parts
@@ -48,9 +48,7 @@ class ServeBench:
     max_tokens: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("requests", "prompt_tokens", "chunk_tokens", "rounds", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        check_at_least_one(self, "requests", "prompt_tokens", "chunk_tokens", "rounds", "max_tokens")
         if self.chunks < 4:
             raise ConfigError(f"--chunks is {self.chunks}; the promise about the first token is for prompts of 4 and more")
 
@@ -59,24 +57,19 @@ class ServeBench:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-@dataclass(frozen=True, slots=True)
-class _BenchServers:
-    pair_url: str
-    prefill_url: str
-
-
 def run_serve_bench(bench: ServeBench, engine: EnginePlugin, progress: Progress) -> BenchReport:
     """Measure; writes no files but cached weights. Raises KVBatonError when instances or requests fail."""
     series: Series = {}
     for mode in Mode:
         progress(f"starting a router, a prefill and a decode instance ({mode})")
         with Fleet() as fleet:
-            servers = _start(fleet, bench, engine, mode, progress)
-            series |= asyncio.run(_measure(bench, mode, servers, progress))
+            pair_url, prefill_url = _start(fleet, bench, engine, mode, progress)
+            series |= asyncio.run(_measure(bench, mode, pair_url, prefill_url, progress))
     return BenchReport(_rows(bench, series), describe_hardware(), [series])
 
 
-def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, progress: Progress) -> _BenchServers:
+def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, progress: Progress) -> tuple[str, str]:
+    """The URLs of the router and of the prefill instance alone, once all are healthy."""
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     handoff = HandoffSettings(mode=mode)
@@ -88,31 +81,30 @@ def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, pr
     for part in parts:
         fleet.start(part)
     fleet.wait_healthy(engine.healthy_within_s)
-    return _BenchServers(f"http://127.0.0.1:{router_port}", parts[0].base_url)
+    return f"http://127.0.0.1:{router_port}", parts[0].base_url
 
 
-async def _measure(bench: ServeBench, mode: Mode, servers: _BenchServers, progress: Progress) -> Series:
+async def _measure(bench: ServeBench, mode: Mode, pair_url: str, prefill_url: str, progress: Progress) -> Series:
     generator = random.Random(mode.value)
     taken: Series = {_handover(mode): [], _pair(mode): [], _alone(mode): []}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REQUEST_S)) as session:
-        await post_completion(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
+        await post(session, pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
         progress(f"{bench.requests} hand-overs, one at a time")
         for _ in range(bench.requests):
-            document = await post_completion(session, servers.pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
+            document = await post(session, pair_url, _body(generator, bench.prompt_tokens, bench.max_tokens))
             taken[_handover(mode)].append(_handover_s(document))
         tokens = bench.chunks * bench.chunk_tokens
         for index in range(bench.rounds):
             progress(f"first token of {tokens} tokens with and without a hand-off: {index + 1} of {bench.rounds}")
-            kinds = [(_pair(mode), servers.pair_url, bench.max_tokens), (_alone(mode), servers.prefill_url, 1)]
+            kinds = [(_pair(mode), pair_url, bench.max_tokens), (_alone(mode), prefill_url, 1)]
             for name, url, wanted in kinds if index % 2 else reversed(kinds):
-                body = _body(generator, tokens, wanted)
-                taken[name].append((await stream_completion(session, url, body, time.perf_counter())).first_token_s)
+                answered = await stream(session, url, _body(generator, tokens, wanted), time.perf_counter())
+                taken[name].append(answered.first_token_s)
     return taken
 
 
 def _body(generator: random.Random, tokens: int, max_tokens: int) -> dict[str, object]:
-    prompt = generator.choices(_BYTES, k=tokens)
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return AskedPrompt("", tuple(generator.choices(_BYTES, k=tokens)), max_tokens).body()
 
 
 def _handover_s(document: dict[str, object]) -> float:

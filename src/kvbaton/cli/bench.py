@@ -211,8 +211,7 @@ def serve(
         print one JSON object instead of a table.
     """
     from kvbaton.bench.serve import ServeBench, run_serve_bench
-    from kvbaton.bench.servers.plot import plot_servers_bench
-    from kvbaton.bench.servers.run import ServersBench, run_servers_bench
+    from kvbaton.bench.servers import ServersBench, run_servers_bench
     from kvbaton.core.handoff import Mode
     from kvbaton.engines.table import engine_with_connector, find_engine
 
@@ -227,6 +226,8 @@ def serve(
     bench = ServersBench(plugin, model, transport, modes, peer, _numbers(lengths, "--lengths"), rounds)
     report = run_servers_bench(bench, _progress)
     if plot is not None:
+        from kvbaton.bench.plots import plot_servers_bench
+
         for path in plot_servers_bench(report, bench.lengths, bench.variants, plot):
             _progress(f"drawn: {path}")
     return _finish("serve", report, bench.described(), out, json)
@@ -269,7 +270,6 @@ def router(
         print one JSON object instead of a table.
     """
     from kvbaton.bench.router import RouterBench, run_router_bench
-    from kvbaton.bench.router_plot import plot_router_bench
 
     _begin(out, plot)
     bench = RouterBench(
@@ -277,6 +277,8 @@ def router(
     )
     report = run_router_bench(bench, _progress)
     if plot is not None:
+        from kvbaton.bench.plots import plot_router_bench
+
         for path in plot_router_bench(report, bench, plot):
             _progress(f"drawn: {path}")
     return _finish("router", report, bench.described(), out, json)
@@ -337,7 +339,7 @@ def wire(
     if plot is not None and plot.suffix not in ("", ".png", ".svg"):
         raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     _begin(out, plot)
-    from kvbaton.bench.wire import WireBench, draw, measure_wire
+    from kvbaton.bench.wire.run import WireBench, measure_wire
     from kvbaton.transport.base import Direction
 
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
@@ -346,7 +348,9 @@ def wire(
     asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
     report, described = measure_wire(transport, asked, tokens, _progress)
     if plot is not None:
-        draw(report, plot)
+        from kvbaton.bench.plots import plot_wire_bench
+
+        plot_wire_bench(report, plot)
     return _finish("wire", report, described, out, json)
 
 

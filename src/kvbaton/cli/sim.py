@@ -97,15 +97,12 @@ def _without_logs() -> Iterator[None]:
 
 
 def _one(seed: int | None, text: str | None, plant: str | None, replay: bool) -> Campaign:
-    from kvbaton.sim.campaign import Campaign
-    from kvbaton.sim.instance import Bugs
-    from kvbaton.sim.plants import PLANTS
+    from kvbaton.sim.campaign import Campaign, bugs_of
+    from kvbaton.sim.drills import script_of_seed
     from kvbaton.sim.run import run_script
-    from kvbaton.sim.seeds import script_of_seed
 
     chosen = _parse(text) if text is not None else script_of_seed(seed or 0)
-    bugs = PLANTS[plant].bugs if plant is not None else Bugs()
-    result = run_script(chosen, bugs, keep_timeline=replay)
+    result = run_script(chosen, bugs_of(plant), keep_timeline=replay)
     for at_s, line in result.timeline:
         sys.stdout.write(f"{at_s:10.4f}  {line}\n")
     campaign = Campaign()
@@ -144,17 +141,14 @@ def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_js
     import msgspec
 
     from kvbaton import __version__
-    from kvbaton.sim.instance import Bugs
-    from kvbaton.sim.plants import PLANTS
-    from kvbaton.sim.shrink import shrink
+    from kvbaton.sim.campaign import bugs_of, shrink
 
-    bugs = PLANTS[plant].bugs if plant is not None else Bugs()
     violations = [
         {
             "seed": script.seed,
             "rule": violation.rule,
             "detail": violation.detail,
-            "script": msgspec.json.encode(shrink(script, violation.rule, bugs)).decode(),
+            "script": msgspec.json.encode(shrink(script, violation.rule, bugs_of(plant))).decode(),
         }
         for script, violation in campaign.violations[:_SHOWN]
     ]

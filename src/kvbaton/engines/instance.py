@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -32,6 +31,7 @@ from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.neighbour import this_process
 
 __all__ = [
     "ONE_RANK",

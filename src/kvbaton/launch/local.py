@@ -22,11 +22,9 @@ def kvbaton_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvbaton.cli.main", *arguments]
 
 
-def router_part(
-    host: str, port: int, discovery_port: int, health_path: str = "/health", cluster_key: str | None = None
-) -> FleetPart:
+def router_part(host: str, port: int, discovery_port: int, *more: str, cluster_key: str | None = None) -> FleetPart:
     """A router for instances of this machine, of either mode: wherever it serves, registrations are only taken on loopback."""
-    command = kvbaton_command("router", "--host", host, "--port", str(port))
+    command = kvbaton_command("router", "--host", host, "--port", str(port), *more)
     command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
     environment = {} if cluster_key is None else {CLUSTER_KEY_VARIABLE: cluster_key}
-    return FleetPart("router", command, f"http://{in_url(host)}:{port}{health_path}", environment)
+    return FleetPart("router", command, f"http://{in_url(host)}:{port}/health", environment)

@@ -1,4 +1,4 @@
-"""Many runs at once: over seeds or over every single fault, on all cores, stopping at what was asked for."""
+"""Many runs: over seeds or over every single fault, on all cores; and ever smaller ones of a script that breaks a rule."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
+from kvbaton.sim.drills import script_of_seed
 from kvbaton.sim.exhaustive import FLOWS, flow_scripts
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import Result, run_script
 from kvbaton.sim.script import Script
-from kvbaton.sim.seeds import script_of_seed
 from kvbaton.sim.world import Violation
 
-__all__ = ["PARTS", "Campaign", "run_exhaustive", "run_seeds"]
+__all__ = ["PARTS", "Campaign", "bugs_of", "run_exhaustive", "run_seeds", "shrink"]
 
 PARTS = 8
 """Into so many parts, each with faults at every stage, the exhaustive runs of a flow are cut."""
 
 _SEEDS_PER_TASK = 25
+_MAX_SHRINK_RUNS = 400
 
 OnProgress = Callable[[int], None]
 
@@ -89,7 +92,8 @@ def _quiet() -> None:
     logging.disable(logging.CRITICAL)
 
 
-def _bugs(plant: str | None) -> Bugs:
+def bugs_of(plant: str | None) -> Bugs:
+    """The classes of a run with this planted bug; without one, those of production."""
     return Bugs() if plant is None else PLANTS[plant].bugs
 
 
@@ -106,7 +110,40 @@ def _flow_task(task: _Task) -> Campaign:
 
 def _run_all(scripts: Iterator[Script], plant: str | None) -> Campaign:
     campaign = Campaign()
-    bugs = _bugs(plant)
+    bugs = bugs_of(plant)
     for script in scripts:
         campaign.add(run_script(script, bugs))
     return campaign
+
+
+def shrink(script: Script, rule: str, bugs: Bugs) -> Script:
+    """The smallest script found, within a bounded number of runs, that still breaks `rule`."""
+    runs = 0
+    is_smaller = True
+    while is_smaller and runs < _MAX_SHRINK_RUNS:
+        is_smaller = False
+        for candidate in _smaller(script):
+            runs += 1
+            if _breaks(candidate, rule, bugs):
+                script, is_smaller = candidate, True
+                break
+            if runs >= _MAX_SHRINK_RUNS:
+                break
+    return script
+
+
+def _breaks(script: Script, rule: str, bugs: Bugs) -> bool:
+    return any(violation.rule == rule for violation in run_script(script, bugs).violations)
+
+
+def _smaller(script: Script) -> Iterator[Script]:
+    for index in range(len(script.faults)):
+        faults = script.faults[:index] + script.faults[index + 1 :]
+        yield msgspec.structs.replace(script, faults=faults)
+    for index in range(len(script.requests) if len(script.requests) > 1 else 0):
+        requests = script.requests[:index] + script.requests[index + 1 :]
+        yield msgspec.structs.replace(script, requests=requests)
+    if script.ranks > 1:
+        yield msgspec.structs.replace(script, ranks=1)
+    if script.layers > 1:
+        yield msgspec.structs.replace(script, layers=1)

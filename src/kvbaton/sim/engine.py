@@ -52,6 +52,23 @@ class SimPrompt:
         return f"prefix {self.prefix}" if token < self.shared else f"request {self.client}"
 
 
+@dataclass(eq=False)
+class _SimEngine:
+    """What both kinds of engines have: memory, blocks, a coordinator, and how each attempt ended."""
+
+    world: World
+    process: SimProcess
+    name: str
+    pool: SimBlockPool
+    memories: list[RankMemory]
+    layers: int
+    coordinator: Coordinator = field(init=False)
+    is_checked: bool = False
+    """Whether checksums guard every byte, so that not even a corrupt one may be served."""
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    _allocations: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Prefill:
     """A request at a source engine."""
@@ -70,26 +87,14 @@ class Prefill:
     has_grant: bool = False
 
 
-class SourceEngine:
+@dataclass(eq=False)
+class SourceEngine(_SimEngine):
     """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until the hand-off has ended."""
 
-    def __init__(
-        self, world: World, process: SimProcess, name: str, pool: SimBlockPool, memories: list[RankMemory], layers: int
-    ) -> None:
-        self.world = world
-        self.process = process
-        self.name = name
-        self.pool = pool
-        self.memories = memories
-        self.layers = layers
-        self.step_s = 0.002
-        self.reserved = 0
-        self.is_checked = False
-        self.coordinator: Coordinator
-        self.requests: dict[HandoffKey, Prefill] = {}
-        self.waiting: deque[Prefill] = deque()
-        self.outcomes: dict[int, Outcome] = {}
-        self._allocations = 0
+    step_s: float = 0.002
+    reserved: int = 0
+    requests: dict[HandoffKey, Prefill] = field(default_factory=dict)
+    waiting: deque[Prefill] = field(default_factory=deque)
 
     def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
         """A request arrives; `answer` is called when its prefill is complete."""
@@ -228,29 +233,16 @@ class Fetch:
     is_landed: bool = False
 
 
-class TargetEngine:
+@dataclass(eq=False)
+class TargetEngine(_SimEngine):
     """A decode engine with a prefix cache: allocates, has blocks filled, checks every cell before it decodes."""
 
-    def __init__(
-        self, world: World, process: SimProcess, name: str, pool: SimBlockPool, memories: list[RankMemory], layers: int
-    ) -> None:
-        self.world = world
-        self.process = process
-        self.name = name
-        self.pool = pool
-        self.memories = memories
-        self.layers = layers
-        self.decode_s = 0.02
-        self.refuse_next = 0
-        self.is_checked = False
-        """Whether checksums guard every byte, so that not even a corrupt one may be served."""
-        self.coordinator: Coordinator
-        self.requests: dict[HandoffKey, Fetch] = {}
-        self.waiting: deque[Fetch] = deque()
-        self.outcomes: dict[int, Outcome] = {}
-        self.prefixes: dict[tuple[str, int], int] = {}
-        self.pins: dict[int, int] = {}
-        self._allocations = 0
+    decode_s: float = 0.02
+    refuse_next: int = 0
+    requests: dict[HandoffKey, Fetch] = field(default_factory=dict)
+    waiting: deque[Fetch] = field(default_factory=deque)
+    prefixes: dict[tuple[str, int], int] = field(default_factory=dict)
+    pins: dict[int, int] = field(default_factory=dict)
 
     def submit(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
         """A request arrives whose cache comes from `source`."""

@@ -74,7 +74,6 @@ class SimTransport:
 
     @property
     def name(self) -> str:
-        """Its name in cards."""
         return "sim"
 
     @property
@@ -95,7 +94,6 @@ class SimTransport:
         return -1
 
     def endpoint(self) -> Endpoint:
-        """What goes into the card."""
         return Endpoint("sim", len(self.memory.cells) + len(self.memory.aux), {})
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
@@ -127,7 +125,6 @@ class SimTransport:
         return ticket
 
     def poll(self) -> list[Completion]:
-        """Return what has completed."""
         done, self._done = self._done, []
         return done
 
@@ -144,11 +141,9 @@ class SimTransport:
                 posted.error = posted.error or "PeerLost: the session was torn down"
 
     def fence_peer(self, peer: PeerRank, epoch: int) -> None:
-        """Let nothing land any more that `peer` was granted before `epoch`."""
         self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
 
     def reset_region(self, epoch: int) -> None:
-        """Register the memory anew."""
         self._epoch = max(epoch, self._epoch)
 
     def close(self) -> None:

@@ -227,14 +227,12 @@ class AutoTransport:
             self.revoke(peer)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
         with self._lock:
             where = self._tickets.get(ticket)
         if where is not None:
             self._inner[where.choice.name].cancel(where.ticket)
 
     def revoke(self, peer: PeerRank) -> None:
-        """End all use of `peer`; unknown peers are ignored."""
         with self._lock:
             choice = self._chosen.pop(peer, None)
             self._endpoints.pop(peer, None)

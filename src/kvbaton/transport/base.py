@@ -46,8 +46,7 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError
-from kvbaton.transport.entry import Direction, LateWrites, MemoryKind
-from kvbaton.transport.table import library_settings, nearest
+from kvbaton.transport.table import Direction, LateWrites, MemoryKind, library_settings, nearest
 
 __all__ = [
     "AfterEvent",

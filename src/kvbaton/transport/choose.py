@@ -9,9 +9,17 @@ import os
 from kvbaton.errors import ConfigError, KVBatonError
 from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.entry import LateWrites, TransportEntry, load
-from kvbaton.transport.open_files import files_left
-from kvbaton.transport.table import AUTO, library_settings, nearest, transport_entries, transport_entry
+from kvbaton.transport.neighbour import files_left
+from kvbaton.transport.table import (
+    AUTO,
+    LateWrites,
+    TransportEntry,
+    library_settings,
+    load,
+    nearest,
+    transport_entries,
+    transport_entry,
+)
 
 __all__ = ["LIBRARY_SETTINGS_VARIABLE", "check_writes", "open_auto", "open_entry", "open_transport", "with_library_settings"]
 

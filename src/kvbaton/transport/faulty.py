@@ -84,30 +84,24 @@ class FaultyTransport:
 
     @property
     def name(self) -> str:
-        """The name of the inner transport."""
         return self._inner.name
 
     @property
     def late_writes(self) -> LateWrites:
-        """The promise of the inner transport."""
         return self._inner.late_writes
 
     @property
     def directions(self) -> frozenset[Direction]:
-        """What the inner transport accepts."""
         return self._inner.directions
 
     @property
     def wakeup_fd(self) -> int:
-        """That of the inner transport."""
         return self._inner.wakeup_fd
 
     def endpoint(self) -> Endpoint:
-        """That of the inner transport."""
         return self._inner.endpoint()
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
-        """Connect the inner transport."""
         self._inner.connect(peer, endpoint)
         with self._lock:
             self._peer_bytes[peer] = endpoint.region_bytes
@@ -151,7 +145,6 @@ class FaultyTransport:
         self._inner.revoke(peer)
 
     def close(self) -> None:
-        """Close the inner transport."""
         with self._lock:
             self._peer_bytes.clear()
         self._inner.close()

@@ -27,8 +27,7 @@ from kvbaton.transport.base import (
     Ticket,
     TransportSettings,
 )
-from kvbaton.transport.loops import load_loops
-from kvbaton.transport.runs import RunCursor, check_batch
+from kvbaton.transport.runs import RunCursor, check_batch, load_loops
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["CancelJob", "MoverCommand", "BatchJob", "Ledger", "PostJob", "RevokeLink", "RunsCheck", "describe"]

@@ -16,15 +16,12 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.copying import RunCopier
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.loops import CopyCrew, load_loops
-from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.process_memory import ProcessMemory, explain_limits, is_there, usable_processors
+from kvbaton.transport.mover import SliceMover
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there, usable_processors
 from kvbaton.transport.queued import QueuedTransport, detail
-from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
+from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["LocalTransport"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["MemoryHub", "MemoryTransport"]
 

@@ -58,11 +58,9 @@ class QueuedTransport(abc.ABC, Generic[L]):
 
     @property
     def wakeup_fd(self) -> int:
-        """Readable while `poll` has completions to hand out; -1 once closed."""
         return self._ledger.done.fd
 
     def endpoint(self) -> Endpoint:
-        """Describe this rank's region for its card."""
         details = {"incarnation": self._settings.incarnation or "", **self._details()}
         return Endpoint(self.name, self._region.region_bytes, details)
 
@@ -80,21 +78,17 @@ class QueuedTransport(abc.ABC, Generic[L]):
                     raise
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
         if batch.direction not in self.directions:
             raise TransportError(f"{self.name} does not {batch.direction}; {self._alternative}")
         return self._ledger.admit(batch, after)
 
     def poll(self) -> list[Completion]:
-        """Hand out what has completed since the last call; never waits."""
         return self._ledger.take_completions()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
         self._ledger.ask_cancel(ticket)
 
     def revoke(self, peer: PeerRank) -> None:
-        """End all use of `peer`; unknown peers are ignored."""
         self._ledger.remove_peer(peer)
 
     def close(self) -> None:

@@ -600,9 +600,11 @@ class Door:
             self._on_open(connection)
 
     def _on_violation(self, connection: PeerConnection, error: ZmtpError) -> None:
+        is_proving = connection.session is not None and not connection.is_known
         if isinstance(error, ZmtpRefused):
-            self.finish(connection, EndCause.REFUSED, str(error))
-        elif connection.session is not None and not connection.is_known:
+            # Where the keys differ, the dialler is the first to see it.
+            self.finish(connection, EndCause.NOT_AUTHENTICATED if is_proving else EndCause.REFUSED, str(error))
+        elif is_proving:
             # Longer than a proof, or no frame at all: a release of another protocol, or a peer without the key.
             self.refuse(connection, EndCause.NOT_AUTHENTICATED, f"not authenticated: {error}")
         elif isinstance(error, ZmtpPartsError):

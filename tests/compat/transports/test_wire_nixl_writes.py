@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvbaton.bench.wire import WireBench, run_wire_bench
+from kvbaton.bench.wire.run import WireBench, run_wire_bench
 from kvbaton.transport.base import Direction, Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.nixl import NixlTransport

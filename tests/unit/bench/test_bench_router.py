@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from kvbaton.bench.report import BenchReport
-from kvbaton.bench.router import RouterBench, _measure, run_router_bench
-from kvbaton.bench.router_contenders import Driven, LoadTool, RunningRouter
-from kvbaton.bench.router_plot import plot_router_bench
-from kvbaton.bench.router_rows import contenders_of, many_name, rows, series_name
+from kvbaton.bench.router import (
+    Driven,
+    LoadTool,
+    RouterBench,
+    RunningRouter,
+    _measure,
+    contenders_of,
+    many_name,
+    rows,
+    run_router_bench,
+    series_name,
+)
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 
@@ -68,6 +76,8 @@ def test_a_router_that_answers_nobody_is_a_problem_and_not_a_fast_one(monkeypatc
 
 def test_it_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures are not tested: matplotlib is not installed")
+    from kvbaton.bench.plots import plot_router_bench
+
     bench = RouterBench()
     series = made_up(bench)
     report = BenchReport(list(rows(bench, series)), {}, [series])

@@ -7,8 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from kvbaton.bench.wire.cuda import CudaWireBench, run_cuda_wire_bench
-from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, patterns
+from kvbaton.bench.wire.cuda import PLANES, TOKEN_BYTES, CudaWireBench, patterns, run_cuda_wire_bench
 from kvbaton.errors import ConfigError
 from kvbaton.transport.runs import check_runs
 

@@ -31,12 +31,12 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, int], words:
 
 
 def test_an_interpreter_without_the_package_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"plan_vllm\.py failed in .*; name an interpreter that has the package"):
+    with pytest.raises(ConfigError, match=r"plan_peers\.py vllm failed in .*; name an interpreter that has the package"):
         run_plan_bench(PlanBench(tokens=16, layers=1, rounds=1, vllm=Path(sys.executable)), lambda _: None)
 
 
 def test_what_is_no_interpreter_is_named() -> None:
-    with pytest.raises(ConfigError, match="cannot run plan_sglang"):
+    with pytest.raises(ConfigError, match=r"cannot run plan_peers\.py sglang"):
         run_plan_bench(PlanBench(tokens=16, layers=1, rounds=1, sglang=Path("/nowhere/python")), lambda _: None)
 
 
@@ -78,5 +78,5 @@ def test_a_peer_stands_beside_us_in_the_rows_that_it_can_plan(tmp_path: Path) ->
 
 def test_a_peer_that_breaks_is_told_with_its_last_line(tmp_path: Path) -> None:
     bench = PlanBench(tokens=16, layers=1, rounds=1, sglang=_interpreter(tmp_path, DYING))
-    with pytest.raises(ConfigError, match=r"plan_sglang\.py failed in .*: it broke;"):
+    with pytest.raises(ConfigError, match=r"plan_peers\.py sglang failed in .*: it broke;"):
         run_plan_bench(bench, lambda _: None)

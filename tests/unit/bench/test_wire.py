@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbaton.bench.wire import WireBench, run_wire_bench, subjects_of
 from kvbaton.bench.wire.pages import content, contiguous_runs, is_copied, scattered_runs
+from kvbaton.bench.wire.run import WireBench, run_wire_bench, subjects_of
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Completion, Direction, Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport

@@ -173,7 +173,7 @@ def test_serve_wants_two_ports(refusal: Refusal) -> None:
 
 def test_a_peer_to_compare_with_makes_vllm_the_engine(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--lengths is" in refusal("bench", "serve", "--peer", "nixl", "--lengths", "0")
-    monkeypatch.setattr("kvbaton.bench.servers.run.available_memory_bytes", lambda: 1)
+    monkeypatch.setattr("kvbaton.bench.servers.available_memory_bytes", lambda: 1)
     assert "7 vLLM servers at once need" in refusal("bench", "serve", "--peer", "nixl")
     assert "3 vLLM servers at once need" in refusal("bench", "serve", "--engine", "vllm", "--mode", "push")
 

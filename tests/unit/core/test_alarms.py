@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.alarms import Alarms
+from kvbaton.agent.timers import Alarms
 
 KEYS = st.integers(0, 5)
 TIMES = st.integers(0, 100).map(float)

@@ -12,11 +12,11 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, QueueFull, TransportError
-from kvbaton.transport import flights
+from kvbaton.transport import library_transport
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
-from kvbaton.transport.flights import FlightMover
+from kvbaton.transport.lanes import LibraryPeer, PeerFlights
 from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights
+from kvbaton.transport.library_transport import FlightMover
 from watching import wait_until
 
 PEER = PeerRank(Incarnation("peer"))
@@ -150,8 +150,8 @@ def test_a_quick_peer_is_given_longer_slices_and_a_slow_one_shorter_ones(stand: 
     assert stand.wait(1)[0].error == ""
     assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [4, 8, 16, 32, 4]
     stand.library.slices.clear()
-    monkeypatch.setattr(flights, "_QUICK_S", -1.0)
-    monkeypatch.setattr(flights, "_SLOW_S", -1.0)
+    monkeypatch.setattr(library_transport, "_QUICK_S", -1.0)
+    monkeypatch.setattr(library_transport, "_SLOW_S", -1.0)
     stand.post(64)
     assert stand.wait(2)[1].error == ""
     assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [32, 16, 8, 4, 2, 1, 1]

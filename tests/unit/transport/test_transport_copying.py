@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.copying import RunCopier
-from kvbaton.transport.loops import CopyCrew, load_loops
-from kvbaton.transport.runs import RunCursor
+from kvbaton.transport.runs import CopyCrew, RunCopier, RunCursor, load_loops
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from kvbaton.transport.base import AfterEvent, Ticket
 from kvbaton.transport.ledger import BatchJob
+from kvbaton.transport.mover import IDLE_S, Schedule
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.schedule import IDLE_S, Schedule
 
 
 def job(ticket: int, link: str, after: AfterEvent | None = None) -> BatchJob[str]:

@@ -36,7 +36,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, ProtocolError, TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport
-from kvbaton.transport.tcp.vectors import Vectors
+from kvbaton.transport.tcp.sockets import Vectors
 from kvbaton.transport.tcp.wire import (
     HELLO_BYTES,
     PIECE_BYTES,

@@ -36,9 +36,10 @@ from tcp_rig import (
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
-from kvbaton.transport.tcp import TcpTransport, link, server
-from kvbaton.transport.tcp.link import TcpLink
+from kvbaton.transport.tcp import TcpTransport, server
+from kvbaton.transport.tcp import transport as tcp_transport
 from kvbaton.transport.tcp.sockets import tune
+from kvbaton.transport.tcp.transport import TcpLink
 from kvbaton.transport.tcp.wire import (
     HANDSHAKE_BYTES,
     HELLO_BYTES,
@@ -172,7 +173,7 @@ def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         tune(sock)
 
-    monkeypatch.setattr(link, "tune", tune_small)
+    monkeypatch.setattr(tcp_transport, "tune", tune_small)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     runs = np.zeros((4 * MAX_PIECES, 3), np.uint64)
     runs[:, 0] = runs[:, 1] = np.arange(len(runs), dtype=np.uint64) * np.uint64(16)

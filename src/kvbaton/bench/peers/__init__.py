@@ -1,1 +1,1 @@
-"""Scripts for the environments of other packages: each times planning code as it is installed there, without kvbaton."""
+"""Scripts for the environments of other packages, where this directory is on the path, and must hold nothing else."""

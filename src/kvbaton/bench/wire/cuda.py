@@ -3,13 +3,18 @@
 Each round measures three things in turn: the copy of one contiguous tensor inside this process (the peer), the kernel of a
 batch between the two processes, and the batch through the transport, from `post` to its completion, on the host's clock. The
 first two are timed with events on the GPU, behind a fill of other memory that hides how long the host takes to launch; the
-kernel's time includes reading its table from memory of the host.
+kernel's time includes reading its table from memory of the host. Batches are runs as hand-offs have them: pages of an 8B Llama,
+slices of pages between unequal shapes, and slots in no order at all.
+
+`main` is the source: a process of its own, with memory whose every word tells its place.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,31 +22,132 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
-from kvbaton.bench.wire.gpu_content import POISON, expected_target
-from kvbaton.bench.wire.patterns import PLANES, TOKEN_BYTES, Pattern, patterns
-from kvbaton.bench.wire.source_process import source_process
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
+from kvbaton.bench.wire.pages import POISON
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
 from kvbaton.transport.cuda.copier import GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver
-from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
+from kvbaton.transport.cuda.tables import Launch, Placement, Segment, launches_for
+from kvbaton.transport.source_process import SourceProcess
 
-__all__ = ["CudaWireBench", "measure_cuda", "run_cuda_wire_bench"]
+__all__ = ["PLANES", "TOKEN_BYTES", "CudaWireBench", "main", "measure_cuda", "patterns", "run_cuda_wire_bench"]
 
 Progress = Callable[[str], None]
 
+PLANES = 64
+"""Keys and values of 32 layers."""
+
+TOKEN_BYTES = 2048
+"""One token in one plane: 8 heads of 128 channels in 16 bits."""
+
 _PEER = PeerRank(Incarnation("source"))
+_START_S = 120.0
 _BATCH_S = 30.0
+_START_S = 120.0
 _WARM_UP = 3
 _CURTAIN_BYTES = 1 << 30
 _FULL = "full-tensor copy"
 _POST = "post"
+_BLOCK_TOKENS = 16
+_SPARE = 1.25
+_WORD = 4
+_CHUNK_WORDS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """One batch: runs of one length, whose offsets are multiples of it on both sides."""
+
+    name: str
+    run_bytes: int
+    source_bytes: int
+    target_bytes: int
+    runs: Runs
+
+    @property
+    def wire_bytes(self) -> int:
+        """What it moves."""
+        return self.run_bytes * len(self.runs)
+
+
+def patterns(tokens: int, seed: int = 1) -> list[Pattern]:
+    """Batches that move the cache of `tokens` tokens each, in runs of 32 KiB, 1 KiB and 256 bytes. Raises ConfigError."""
+    if tokens < _BLOCK_TOKENS or tokens % _BLOCK_TOKENS:
+        raise ConfigError(f"--tokens is {tokens}; it must be a multiple of {_BLOCK_TOKENS}, the tokens of a block")
+    random = np.random.default_rng(seed)
+    wire_bytes = tokens * TOKEN_BYTES * PLANES
+    found = [_pages("32 KiB blocks", tokens, TOKEN_BYTES, random)]
+    for name, run_bytes in (("1 KiB", 1024), ("256 B", 256)):
+        found.append(_pages(f"{name} slices of pages", tokens, run_bytes, random))
+        found.append(_slots(f"{name} runs in no order", wire_bytes, run_bytes, random))
+    return found
+
+
+def _pages(name: str, tokens: int, slice_bytes: int, random: np.random.Generator) -> Pattern:
+    """A slice of every token, from pages of all heads to pages of fewer; the same blocks in every plane."""
+    blocks = tokens * (TOKEN_BYTES // slice_bytes) // _BLOCK_TOKENS
+    pool = int(blocks * _SPARE)
+    source_page, target_page = _BLOCK_TOKENS * TOKEN_BYTES, _BLOCK_TOKENS * slice_bytes
+    is_whole = slice_bytes == TOKEN_BYTES
+    within = np.zeros(1, np.int64) if is_whole else np.arange(_BLOCK_TOKENS)
+    source = _offsets(random.permutation(pool)[:blocks], pool, source_page, within * TOKEN_BYTES)
+    target = _offsets(random.permutation(pool)[:blocks], pool, target_page, within * slice_bytes)
+    run_bytes = target_page if is_whole else slice_bytes
+    sizes = PLANES * pool * source_page, PLANES * pool * target_page
+    return Pattern(name, run_bytes, *sizes, _runs(source, target, run_bytes))
+
+
+def _slots(name: str, wire_bytes: int, run_bytes: int, random: np.random.Generator) -> Pattern:
+    """Slots of `run_bytes` anywhere, to anywhere."""
+    count = wire_bytes // run_bytes
+    pool = int(count * _SPARE)
+    source, target = (random.permutation(pool)[:count] * run_bytes for _ in range(2))
+    return Pattern(name, run_bytes, pool * run_bytes, pool * run_bytes, _runs(source, target, run_bytes))
+
+
+def _offsets(ids: npt.NDArray[np.int64], pool: int, page_bytes: int, within: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    planes = np.arange(PLANES)[:, None, None] * (pool * page_bytes)
+    return np.asarray((planes + ids[None, :, None] * page_bytes + within).reshape(-1))
+
+
+def _runs(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], run_bytes: int) -> Runs:
+    return np.stack([source, target, np.full(len(source), run_bytes)], axis=1).astype(np.uint64)
+
+
+def _fill_source(torch: Any, source: Any) -> None:
+    """Give every word of a tensor of bytes the value that belongs to its place."""
+    words = source.view(torch.int32)
+    for start in range(0, len(words), _CHUNK_WORDS):
+        chunk = words[start : start + _CHUNK_WORDS]
+        chunk.copy_(_words(torch, torch.arange(start, start + len(chunk), device=source.device)))
+
+
+def _expected_target(torch: Any, pattern: Pattern, device: Any) -> Any:
+    """What the target must hold after the batch, poison between the runs included; made without the code that is measured."""
+    words = pattern.run_bytes // _WORD
+    expected = torch.full((pattern.target_bytes,), POISON, dtype=torch.uint8, device=device)
+    slots = expected.view(torch.int32).view(-1, words)
+    runs = torch.from_numpy(pattern.runs.astype("int64")).to(device)
+    column = torch.arange(words, device=device)
+    step = max(1, _CHUNK_WORDS // words)
+    for start in range(0, len(runs), step):
+        part = runs[start : start + step]
+        slots[part[:, 1] // pattern.run_bytes] = _words(torch, (part[:, :1] // _WORD) + column)
+    return expected
+
+
+def _words(torch: Any, places: Any) -> Any:
+    """What belongs to these places; the highest bit is never set, so that no word looks like poison."""
+    mixed = (places * 2654435761) ^ (places >> 7)
+    return (mixed & 0x7FFFFFFF).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +158,7 @@ class CudaWireBench:
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds is {self.rounds}; it must be at least 1")
+        check_at_least_one(self, "rounds")
 
     def described(self) -> dict[str, Setting]:
         """The settings, for the report."""
@@ -170,8 +275,9 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
     report = BenchReport([], _hardware(torch), [{} for _ in range(bench.rounds)])
     with ExitStack() as undo:
         arguments = str(max(pattern.source_bytes for pattern in batches)), _PEER.incarnation
-        line, _ = undo.enter_context(source_process("kvbaton.bench.wire.gpu_source", *arguments))
-        endpoint = msgspec.json.decode(line, type=Endpoint)
+        command = (sys.executable, "-m", "kvbaton.bench.wire.cuda", *arguments)
+        source = undo.enter_context(SourceProcess(command))
+        endpoint = msgspec.json.decode(source.line(_START_S), type=Endpoint)
         target_bytes = max(pattern.target_bytes for pattern in batches)
         stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
         for pattern in batches:
@@ -182,7 +288,7 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
 
 
 def _measure(torch: Any, stand: _Stand, pattern: Pattern, bench: CudaWireBench, report: BenchReport) -> None:
-    expected = expected_target(torch, pattern, stand.target.device)
+    expected = _expected_target(torch, pattern, stand.target.device)
     taken = [stand.measure(pattern, expected) for _ in range(_WARM_UP + bench.rounds)][_WARM_UP:]
     stand.copy_all_but_one(pattern)
     if stand.is_right(pattern, expected):
@@ -234,3 +340,20 @@ def _hardware(torch: Any) -> dict[str, Setting]:
         "triton": str(triton.__version__),
     }
     return describe_hardware() | gpu
+
+
+def main() -> None:
+    """Serve one region of so many bytes; its endpoint goes to the descriptor that is the last argument, as one line of JSON."""
+    torch = _torch()
+    region_bytes, incarnation = int(sys.argv[1]), Incarnation(sys.argv[2])
+    memory = torch.empty(region_bytes, dtype=torch.uint8, device="cuda:0")
+    _fill_source(torch, memory)
+    torch.cuda.synchronize()
+    transport = CudaTransport(DeviceRegion.of_tensors(memory), TransportSettings(incarnation=incarnation))
+    os.write(int(sys.argv[3]), msgspec.json.encode(transport.endpoint()) + b"\n")
+    sys.stdin.read()
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
+from kvbaton.bench.processes import cpu_s
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.pages import POISON, SPREAD, Bytes, contiguous_runs, is_copied, scattered_runs, wipe
 from kvbaton.bench.wire.subjects import (
@@ -30,15 +29,13 @@ from kvbaton.bench.wire.subjects import (
 )
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Direction, Runs
-from kvbaton.transport.entry import load
-from kvbaton.transport.table import AUTO, transport_entry
+from kvbaton.transport.table import AUTO, load, transport_entry
 
 __all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
 
 _MOST_PEERS = 64
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,7 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progre
                 continue
             processes = [PeerProcess(name, SPREAD * (largest // peers), seed, bench.direction) for seed in range(peers)]
             for process in processes:
-                stack.callback(process.stop)
+                stack.callback(process.close)
             try:
                 subject = open_subject(name, SPREAD * largest, processes, bench.direction)
             except ConfigError as error:
@@ -288,13 +285,13 @@ def _idle(bench: WireBench, peers: int, entries: list[_WireEntrant]) -> list[Ben
     """The share of a core that each subject's peers use while nothing happens, and that all of this side use together."""
     if bench.idle_s <= 0 or not entries:
         return []
-    before = {entry.name: sum(_spent_s(peer.pid) for peer in entry.peers) for entry in entries}
+    before = {entry.name: sum(cpu_s(peer.pid) for peer in entry.peers) for entry in entries}
     here = time.process_time()
     time.sleep(bench.idle_s)
     used = 100 * (time.process_time() - here) / bench.idle_s
     rows = [BenchRow(f"{_names(entries)}: idle here", used, "% of a core", "", 1.0, {"peers": peers})]
     for entry in entries:
-        used = (sum(_spent_s(peer.pid) for peer in entry.peers) - before[entry.name]) / bench.idle_s / peers
+        used = (sum(cpu_s(peer.pid) for peer in entry.peers) - before[entry.name]) / bench.idle_s / peers
         rows.append(BenchRow(f"{entry.name}: idle source", 100 * used, "% of a core", "", 1.0, {"peers": peers}))
     return rows
 
@@ -308,10 +305,4 @@ def _size(count: int) -> str:
 
 
 def _processor_s(entry: _WireEntrant) -> float:
-    return time.process_time() + sum(_spent_s(peer.pid) for peer in entry.peers)
-
-
-def _spent_s(pid: int) -> float:
-    """Processor time of a process so far, in steps of a clock tick."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    return time.process_time() + sum(cpu_s(peer.pid) for peer in entry.peers)

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ import numpy as np
 from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import ConfigError, LocalError
+from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import TransportEntry, TransportVariant, load
-from kvbaton.transport.table import transport_entries
+from kvbaton.transport.source_process import SourceProcess
+from kvbaton.transport.table import TransportEntry, TransportVariant, load, transport_entries
 
 __all__ = [
     "RAW",
@@ -43,8 +42,8 @@ __all__ = [
     "our_subjects",
 ]
 
-_TIMEOUT_S = 120.0
 _END_S = 10.0
+_TIMEOUT_S = 120.0
 _OWN_SEED = 77
 _MOONCAKE_RUNS = 1024
 
@@ -74,39 +73,19 @@ class PeerProcess:
             for fd in files:
                 os.ftruncate(fd, region_bytes)
                 self.memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
-            command += map(str, files)
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files)
+            self._process = SourceProcess([*command, *map(str, files)], _END_S, files)
         finally:
             for fd in files:
                 os.close(fd)
         self.pid = self._process.pid
+        self.close = self._process.close
 
     def description(self) -> bytes:
         """The line in which it describes how it is reached. Raises ConfigError when it ended first."""
-        assert self._process.stdout is not None  # noqa: S101
-        too_late = threading.Timer(_TIMEOUT_S, self._process.kill)
-        too_late.start()
         try:
-            for line in self._process.stdout:
-                if line.startswith(b"@"):
-                    return line[1:]
-        finally:
-            too_late.cancel()
-        raise ConfigError("a peer of the wire benchmark ended before it was ready; its errors are above")
-
-    def stop(self) -> None:
-        """End it. Raises LocalError when it cannot even be killed."""
-        assert self._process.stdin is not None  # noqa: S101
-        self._process.stdin.close()
-        for last_resort in (self._process.kill, None):
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired as error:
-                if last_resort is None:
-                    raise LocalError(f"process {self.pid} of the wire benchmark does not end; look at it") from error
-                last_resort()
-            else:
-                return
+            return self._process.line(_TIMEOUT_S)
+        except PeerLost as error:
+            raise ConfigError(str(error)) from error
 
 
 class WireSubject(Protocol):

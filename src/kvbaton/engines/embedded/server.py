@@ -237,22 +237,26 @@ class _Handlers:
             params = answer_params(source, self._handoff)
             self._handoffs.remember(source.transfer_id, api)
         builder = ResponseBuilder(api, self._served_model, self._tokenizer.token_text, params, show_details=self._show_details)
+        submission = Submission(
+            self._engine, api.requests, progress_timeout_s=self._progress_timeout_s, show_details=self._show_details
+        )
         is_delivered = False
         try:
-            writer = await self._run(http, api, builder)
+            writer = await self._run(http, api, builder, submission)
             is_delivered = not writer.is_lost
         finally:
             # A finished prefill outlives its request: its blocks are held for a target. If the caller left before it had the
-            # response, or another choice failed, no target will come, and the blocks would be held until defer_timeout.
+            # response, or another choice failed, no target will come, and the blocks would be held until defer_timeout. That
+            # includes a prefill that has finished in the engine's thread while the handler was being cancelled.
             if source is not None and not is_delivered:
-                self._handoffs.withdraw(source.transfer_id, api, builder.finished())
+                self._handoffs.withdraw(source.transfer_id, api, submission.finished())
         return writer.response
 
-    async def _run(self, http: web.Request, api: ApiRequest, builder: ResponseBuilder) -> _ResponseWriter:
+    async def _run(
+        self, http: web.Request, api: ApiRequest, builder: ResponseBuilder, submission: Submission
+    ) -> _ResponseWriter:
         """Run the requests and send the response; the writer knows whether the client has read it."""
-        with Submission(
-            self._engine, api.requests, progress_timeout_s=self._progress_timeout_s, show_details=self._show_details
-        ) as submission:
+        with submission:
             if api.stream:
                 return await self._stream(http, builder, submission)
             while not builder.is_finished:

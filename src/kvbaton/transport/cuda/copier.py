@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.cuda.tables import Launch, Placement, Segment, launches_for
 
 __all__ = ["Copier", "GpuCopier"]
 
@@ -84,7 +83,6 @@ class GpuCopier:
                 self._done.record(self.stream)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was started is done, at most `timeout_s`; returns whether it is. Raises TransportError."""
         deadline = time.monotonic() + timeout_s
         eager_until = time.monotonic() + _EAGER_S
         try:
@@ -98,7 +96,6 @@ class GpuCopier:
         return True
 
     def close(self) -> None:
-        """Give the table back. Idempotent."""
         self._grow(0)
 
     def _probe(self) -> None:

@@ -71,13 +71,11 @@ class CudaDriver:
         self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "open the GPU")
 
     def gpu_id(self) -> str:
-        """The GPU's own id, the same in every process."""
         uuid = (ctypes.c_uint8 * 16)()
         self._check(self._cuda.cuDeviceGetUuid(ctypes.byref(uuid), self._device), "name the GPU")
         return bytes(uuid).hex()
 
     def allocation(self, address: int) -> GpuAllocation:
-        """The allocation that holds `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._current():
             code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -111,7 +109,6 @@ class CudaDriver:
         return self.allocation(address.value)
 
     def forget(self, address: int) -> None:
-        """Undo one `open`."""
         with self._current():
             code = self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
         self._check(code, f"close the peer's memory at {address:#x}")

@@ -22,15 +22,13 @@ from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.cuda.copier import Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
-from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts, share_region, write_parts
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.region import DeviceRegion
-from kvbaton.transport.cuda.tables import launches_for
+from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
+from kvbaton.transport.cuda.tables import Placement, Segment, launches_for
 from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.mover import SliceMover
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.queued import QueuedTransport, detail
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["CudaTransport", "MAX_LAUNCH_RUNS"]
 

@@ -29,10 +29,9 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, ProtocolError, RangeError
 from kvbaton.transport.base import Region, Runs, TransportSettings
+from kvbaton.transport.mover import IDLE_S
 from kvbaton.transport.runs import check_offsets
-from kvbaton.transport.schedule import IDLE_S
-from kvbaton.transport.tcp.sockets import tune
-from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
+from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
 from kvbaton.transport.tcp.wire import (
     CHALLENGE_BYTES,
     HANDSHAKE_BYTES,

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvbaton.transport.base import Runs
 from kvbaton.transport.cuda.kernel import copy_pieces
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.cuda.tables import Launch, Placement, Segment, launches_for
 
 SIZE = 1 << 19
 POISON = 0xA5

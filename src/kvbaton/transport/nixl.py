@@ -1,4 +1,10 @@
-"""The few calls of the NIXL library that the transport uses, for one thread at a time; its errors become ours."""
+"""The nixl transport, with UCX underneath (RDMA, shared memory, TCP, whatever UCX finds): this side's mover reads from the
+peer's registered memory, and writes there where that was chosen. Needs the package `nixl`.
+
+NIXL registers memory so that every process that has its metadata could write there too. Without `unfenced_writes` no kvbaton
+peer does: only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has released its last
+transfer. The metadata travels in the card, which only admitted peers are sent.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
-from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
-from kvbaton.transport.library_transport import MemoryPlace
-from kvbaton.transport.open_files import files_left
+from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
+from kvbaton.transport.library_transport import LibraryTransport, MemoryPlace
+from kvbaton.transport.neighbour import files_left
+from kvbaton.transport.queued import bytes_detail, detail
+from kvbaton.transport.runs import MAX_SLICE_RUNS
 
-__all__ = ["NixlAgent", "NixlPeer", "check_nixl", "has_many_files_left", "why_not_offered"]
+__all__ = ["NixlTransport", "check_nixl", "why_not_offered"]
 
 Numbers = npt.NDArray[np.int32]
 
@@ -30,6 +39,12 @@ _MOST_SIZES = 4
 _WORTH_PREPARING = 64
 _FILES_PER_AGENT = 32
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+
+_MARGIN_S = 5.0
+_LANE_STEPS = 3
+"""What a lane waits for at most before it ends a slice: the mark, the slice, and the mark again."""
+
+_WORTH_SHARING = 2
 
 
 def check_nixl() -> None:
@@ -167,11 +182,9 @@ class NixlPeer:
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        """Make the peer's agent known."""
         self._peer = self._agent.add_peer(self._metadata)
 
     def start(self, direction: Direction, runs: Runs) -> None:
-        """Begin to move `runs` between this side's region and the peer's."""
         size = int(runs[0, 2])
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
         if not self._are_pages(runs, size):
@@ -190,7 +203,6 @@ class NixlPeer:
         self._transfer = self._mark_transfer
 
     def is_done(self) -> bool:
-        """Whether the last byte has arrived, after a step of progress."""
         if not self._agent.is_done(self._transfer):
             return False
         transfer, self._transfer = self._transfer, None
@@ -268,3 +280,43 @@ def _keep_quiet() -> None:
     logger.setLevel(logging.WARNING)
     logger.handlers.clear()
     logger.propagate = True
+
+
+class NixlTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other NIXL agents."""
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        lanes = settings.of_library("nixl_lanes", int)
+        marks = Marks(settings.max_peers, lanes)
+        serving = NixlAgent(settings, (region, marks.region))
+        self._metadata = serving.metadata
+        super().__init__(
+            region,
+            settings,
+            marks,
+            serving,
+            slice_runs=64 * MAX_SLICE_RUNS,
+            stop_s=_LANE_STEPS * settings.timeout_s + _MARGIN_S,
+            idle_s=0.008,  # over TCP, UCX serves a peer's reads only when this process makes progress
+            most_lanes=lanes,
+            shared_bytes=_WORTH_SHARING * settings.slice_bytes,
+            may_add_lane=has_many_files_left,
+        )
+
+    @property
+    def name(self) -> str:
+        """`nixl`."""
+        return "nixl"
+
+    def _details(self) -> dict[str, str | int]:
+        return {"metadata": self._metadata.hex(), **self._place_details()}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
+        there, here = self._places(endpoint)
+        metadata, mark = bytes_detail(endpoint, "metadata"), detail(endpoint, "mark", int)
+
+        def make_engine() -> NixlPeer:
+            agent = NixlAgent(self._settings, (self._region, self._marks.region))
+            return NixlPeer(agent, metadata, there, here)
+
+        return LibraryPeer(peer, mark, make_engine)

@@ -1,4 +1,4 @@
-"""The processes of one variant: what they have used of the processors, and how they are made to stand still meanwhile."""
+"""Processes that are measured: what they have used of the processors, and how they are paused meanwhile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["Processes", "available_memory_bytes", "guarded"]
+__all__ = ["Processes", "available_memory_bytes", "cpu_s", "guarded"]
 
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _GUARD_S = 10.0
 _SESSION, _USER, _SYSTEM = 3, 11, 12
+"""Fields of `/proc/PID/stat` after the name."""
 
 
 _GUARD = """
@@ -68,12 +69,25 @@ class Processes:
             if not directory.name.isdigit():
                 continue
             with contextlib.suppress(OSError):
-                fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                fields = _stat(int(directory.name))
                 if int(fields[_SESSION]) in self._leaders:
-                    yield int(directory.name), (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS_PER_S
+                    yield int(directory.name), _used_s(fields)
 
 
 def available_memory_bytes() -> int:
     """Memory that new processes can have without pushing others out."""
     lines = (_PROC / "meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that one process has used so far, in steps of a clock tick. Raises OSError when it is gone."""
+    return _used_s(_stat(pid))
+
+
+def _stat(pid: int) -> list[str]:
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+def _used_s(fields: list[str]) -> float:
+    return (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS_PER_S

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.bench.report import BenchReport
-from kvbaton.bench.servers.plot import plot_servers_bench
-from kvbaton.bench.servers.rows import Round, added_s, name_of, rows_of
-from kvbaton.bench.servers.run import ServersBench, run_servers_bench
-from kvbaton.bench.servers.variants import SINGLE
+from kvbaton.bench.servers import SINGLE, Round, ServersBench, added_s, name_of, rows_of, run_servers_bench
 from kvbaton.cli.bench import serve
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.table import find_engine
@@ -66,6 +63,8 @@ def test_without_a_peer_one_server_is_what_stands_beside() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures are not tested: matplotlib is not installed")
+    from kvbaton.bench.plots import plot_servers_bench
+
     report = BenchReport(list(rows_of((128,), VARIANTS, ROUNDS, NIXL)), {}, ROUNDS)
     paths = plot_servers_bench(report, (128,), VARIANTS, tmp_path / "bench.json")
     assert [path.name for path in paths] == ["bench.png", "bench.svg"]
@@ -89,6 +88,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(monkeypatch: p
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("kvbaton.bench.servers.run.run_servers_bench", run)
+    monkeypatch.setattr("kvbaton.bench.servers.run_servers_bench", run)
     with pytest.raises(ConfigError, match="--plot needs matplotlib"):
         serve(engine="vllm", plot=tmp_path / "picture")

@@ -17,7 +17,7 @@ import aiohttp
 
 from kvbaton.errors import PeerLost, ProtocolError
 
-__all__ = ["Alone", "Answered", "Asking", "AskedPrompt", "AtOnce", "OneAfterTheOther", "post_completion", "stream_completion"]
+__all__ = ["Alone", "Answered", "AskedPrompt", "Asking", "AtOnce", "OneAfterTheOther", "post", "stream"]
 
 _FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
@@ -25,7 +25,7 @@ _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """What is asked: the same tokens of every variant."""
+    """What is asked: the same tokens of every variant. Without a name of a model the server's only one answers."""
 
     model: str
     tokens: tuple[int, ...]
@@ -33,8 +33,9 @@ class AskedPrompt:
 
     def body(self, **more: Any) -> dict[str, Any]:
         """As an OpenAI completion request."""
-        body = {"model": self.model, "prompt": list(self.tokens), "max_tokens": self.max_tokens, "temperature": 0}
-        return {**body, "ignore_eos": True, **more}
+        model = {"model": self.model} if self.model else {}
+        body = {"prompt": list(self.tokens), "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
+        return {**model, **body, **more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,7 @@ class Alone:
     url: str
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
-        """Ask it."""
-        return await stream_completion(session, self.url, prompt.body(), time.perf_counter())
+        return await stream(session, self.url, prompt.body(), time.perf_counter())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,15 @@ class OneAfterTheOther:
     decode: str
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
-        """Ask both in turn."""
         began = time.perf_counter()
         transfer_id = f"tx-{uuid.uuid4().hex}"
         order = {**_FIRST, **_FIRST_OF_NIXL, "transfer_id": transfer_id}
-        answer = await post_completion(session, self.prefill, prompt.body(max_tokens=1, kv_transfer_params=order))
+        answer = await post(session, self.prefill, prompt.body(max_tokens=1, kv_transfer_params=order))
         prefill_s = time.perf_counter() - began
         params = answer.get("kv_transfer_params")
         if not isinstance(params, dict):
             raise ProtocolError(f"{self.prefill} answered without kv_transfer_params")
-        answered = await stream_completion(session, self.decode, prompt.body(kv_transfer_params=params), began)
+        answered = await stream(session, self.decode, prompt.body(kv_transfer_params=params), began)
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
 
 
@@ -96,25 +95,24 @@ class AtOnce:
     source: Mapping[str, Any] = field(default_factory=dict)
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
-        """Ask both together."""
         began = time.perf_counter()
         transfer_id = f"tx-{uuid.uuid4().hex}"
         first = prompt.body(max_tokens=1, kv_transfer_params={**_FIRST, "transfer_id": transfer_id})
         second = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id, **self.source}
         prefill_s, answered = await asyncio.gather(
             _timed_post(session, self.prefill, first, began),
-            stream_completion(session, self.decode, prompt.body(kv_transfer_params=second), began),
+            stream(session, self.decode, prompt.body(kv_transfer_params=second), began),
         )
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
 
 
 async def _timed_post(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> float:
-    await post_completion(session, url, body)
+    await post(session, url, body)
     return time.perf_counter() - began
 
 
-async def post_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One answer, whole. Raises PeerError when there is none."""
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer to a completion request. Raises PeerError when there is none."""
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             content = await response.read()
@@ -125,8 +123,8 @@ async def post_completion(session: aiohttp.ClientSession, url: str, body: dict[s
     return answer
 
 
-async def stream_completion(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> Answered:
-    """One answer, token by token; times are since `began`. Raises PeerError when there is none."""
+async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> Answered:
+    """A completion request, answered token by token; seconds count from `began`. Raises PeerError when there is no token."""
     first_s, text = 0.0, ""
     try:
         async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:

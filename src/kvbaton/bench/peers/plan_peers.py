@@ -1,8 +1,7 @@
-"""Run in an SGLang environment: times the planning of its Mooncake backend, with an engine that copies nothing.
+"""Run in an environment of another package, as `plan_peers.py vllm|sglang`: times its planning code as it is installed there.
 
 The first line of standard input is what to plan, as JSON; each line after it is the name of a plan to make once. Every line is
-answered with one of JSON. Copies are only counted; what is timed is what SGLang does between having the page lists and handing
-transfers to its engine.
+answered with one of JSON. kvbaton is not importable here.
 """
 
 from __future__ import annotations
@@ -71,13 +70,19 @@ def _manager(kind: Any, ask: dict[str, Any], counted: list[int]) -> Any:
     return manager
 
 
-def _plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
-    """The plan of all layers with equal and with halved tensor parallelism; each returns how many runs it has made."""
+def _sglang_plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
+    """SGLang's Mooncake backend: the plan of all layers with equal and with halved tensor parallelism.
+
+    Copies are only counted; what is timed is what SGLang does between having the page lists and handing transfers to its
+    engine.
+    """
+    operators = _vision_operators()
     import numpy as np
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
     counted = [0]
     manager = _manager(MooncakeKVManager, ask, counted)
+    manager.vision_operators = operators
     source, target = (np.asarray(ask[side], np.int32) for side in ("source", "target"))
     pointers = list(manager.kv_args.kv_data_ptrs)
     page = manager.kv_args.kv_item_lens[0] * ask["source_tp"] // ask["target_tp"]
@@ -106,19 +111,38 @@ def _vision_operators() -> Any:
     return library
 
 
+def _vllm_plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
+    """vLLM's MoRI-IO connector, layer by layer as it is used: the plan of all layers with equal tensor parallelism."""
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_layout import compute_block_transfer_offsets
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    heads, size, tokens = ask["heads"] // ask["source_tp"], ask["head_size"], ask["block_tokens"]
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=size, dtype=torch.bfloat16)
+    cache = torch.empty((ask["blocks"], heads, tokens, 2 * size), dtype=torch.bfloat16, device="meta")
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(ask["layers"])]
+    specs = dict.fromkeys(names, spec)
+
+    def equal() -> int:
+        plans = [
+            compute_block_transfer_offsets(name, cache, specs, ask["source"], ask["target"], ask["blocks"]) for name in names
+        ]
+        return sum(len(sizes) for _, _, sizes in plans)
+
+    return {"equal": equal}
+
+
 def main() -> None:
     """Answer until standard input ends. What others print goes to standard error."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    name = sys.argv[1]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    operators = _vision_operators()
-    plans = _plans(json.loads(sys.stdin.readline()))
-    print(json.dumps({"plans": list(plans), "version": importlib.metadata.version("sglang")}), file=answers, flush=True)
+    plans = {"vllm": _vllm_plans, "sglang": _sglang_plans}[name](json.loads(sys.stdin.readline()))
+    print(json.dumps({"plans": list(plans), "version": importlib.metadata.version(name)}), file=answers, flush=True)
     for line in sys.stdin:
         since = time.perf_counter()
         runs = plans[line.strip()]()
         print(json.dumps({"seconds": time.perf_counter() - since, "runs": runs}), file=answers, flush=True)
-    del operators
 
 
 if __name__ == "__main__":

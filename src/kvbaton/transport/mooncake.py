@@ -1,4 +1,9 @@
-"""The few calls of Mooncake's transfer engine that the transport uses; its numbers become our errors."""
+"""The mooncake transport, TCP here and RDMA where its devices are: this side's mover reads from the peer's registered memory,
+and writes there where that was chosen. Needs a package `mooncake-transfer-engine`.
+
+Mooncake lets every process that reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer
+writes, and only admitted peers are sent the port, but Mooncake authenticates no connection: use it on trusted networks only.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
-from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
-from kvbaton.transport.library_transport import MemoryPlace
+from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
+from kvbaton.transport.library_transport import LibraryTransport, MemoryPlace
+from kvbaton.transport.queued import detail
 
-__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "is_over_tcp", "stop_s", "load_mooncake"]
+__all__ = ["MooncakeTransport", "load_mooncake"]
 
 _TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 _LOG_VARIABLE = "MC_LOG_LEVEL"
@@ -26,6 +33,9 @@ _TCP_PROTOCOL = "tcp"
 _OURS = " "
 _SHORTEST_TIMEOUT_S = 5
 _MARGIN_S = 5.0
+
+_SLICE_RUNS = 1024
+"""Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
 
 
 def load_mooncake() -> Any:
@@ -94,7 +104,6 @@ class MooncakePeer:
         self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
-        """Open a session with the peer."""
         self._engine.open(self._peer)
 
     def start(self, direction: Direction, runs: Runs) -> None:
@@ -103,7 +112,6 @@ class MooncakePeer:
         self._engine.move(direction, self._peer, offsets + self._region)
 
     def start_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
         self._engine.move(Direction.READ, self._peer, runs + self._mark)
 
     def is_done(self) -> bool:
@@ -111,7 +119,6 @@ class MooncakePeer:
         return True
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
 
 
@@ -161,3 +168,34 @@ def _limit_transfers(timeout_s: float) -> None:
     if os.environ.get(_TIMEOUT_VARIABLE, _OURS).endswith(_OURS):
         os.environ[_TIMEOUT_VARIABLE] = f"{max(_SHORTEST_TIMEOUT_S, math.ceil(timeout_s))}{_OURS}"
     os.environ.setdefault(_LOG_VARIABLE, "ERROR")
+
+
+class MooncakeTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other Mooncake engines."""
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        marks, ends_in_s = Marks(settings.max_peers), stop_s(settings)
+        if settings.unfenced_writes:
+            check_acknowledges(settings)
+        serving = MooncakeEngine(settings, (region, marks.region))
+        self._serving_name = serving.name
+        super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=ends_in_s)
+
+    @property
+    def name(self) -> str:
+        """`mooncake`."""
+        return "mooncake"
+
+    def _details(self) -> dict[str, str | int]:
+        return {"engine": self._serving_name, **self._place_details()}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
+        there, here = self._places(endpoint)
+        engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
+
+        def make_engine() -> MooncakePeer:
+            # Over TCP Mooncake needs no registration of local memory; RDMA needs one per engine.
+            local = () if is_over_tcp(self._settings) else (self._region, self._marks.region)
+            return MooncakePeer(MooncakeEngine(self._settings, local), engine, there, here)
+
+        return LibraryPeer(peer, mark, make_engine)

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.bench.servers.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, OneAfterTheOther
+from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, OneAfterTheOther
 from kvbaton.errors import PeerLost, ProtocolError
 from kvbaton.launch.ports import PortPicker
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.bench.servers.processes import Processes, available_memory_bytes, guarded
+from kvbaton.bench.processes import Processes, available_memory_bytes, guarded
 from watching import is_running, wait_until
 
 BUSY = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\nchild.wait()"
@@ -52,7 +52,7 @@ def test_when_we_are_killed_those_that_stand_still_are_ended(busy: int) -> None:
     Processes([busy]).pause()
     code = (
         "import os, signal, sys\n"
-        "from kvbaton.bench.servers.processes import guarded\n"
+        "from kvbaton.bench.processes import guarded\n"
         f"with guarded([{busy}]):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
