@@ -183,6 +183,10 @@ class Lane:
         self._end(PeerLost("the session was ended"))
         self._slices.put(None)
 
+    def join(self, timeout_s: float) -> None:
+        """Wait, once closed, until its thread has ended, at most `timeout_s`."""
+        self._thread.join(max(0.0, timeout_s))
+
     def wait_quiet(self, timeout_s: float) -> bool:
         """Wait, once closed, until nothing moves and the engine is gone; True too while it only waits for a peer to answer."""
         until = time.monotonic() + timeout_s

@@ -19,6 +19,9 @@ __all__ = ["LibraryPeer", "PeerFlights", "ServingEngine"]
 _SLICES = 4
 """A library moves so many slices at once: each peer has threads of its own, and waits for no other."""
 
+_OPENING_S = 1.0
+"""How long `shut_down` waits for lanes that are being opened; one whose peer is stopped ends by itself later."""
+
 _NO_RUNS = np.empty((0, 3), np.uint64)
 
 
@@ -133,6 +136,10 @@ class PeerFlights:
             lane.close()
         until = time.monotonic() + self.stop_s
         stuck = [lane for lane in self._lanes if not lane.wait_quiet(until - time.monotonic())]
+        # A lane that is being opened moves nothing, but holds a thread and descriptors: most peers answer at once.
+        until = time.monotonic() + _OPENING_S
+        for lane in self._lanes:
+            lane.join(until - time.monotonic())
         if self._serving is not None:
             self._serving.close()
             self._serving = None
