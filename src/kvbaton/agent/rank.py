@@ -83,7 +83,11 @@ class _PeerBacklog:
 
 
 class Backlog:
-    """What waits for room, by peer.
+    """Batches that a transport's full queue has not taken yet: kept per peer, in order, and offered again a little later.
+
+    The first refusal of a peer's batch makes the next ones to it wait behind it, so that no copy starves behind later ones;
+    other peers go on. Each refusal doubles the wait, from 1 to 50 ms; each acceptance ends it. The copies of a peer of which
+    nothing is taken for `transfer_timeout` fail.
 
     `offer(peer, part)` hands one part to the transport and raises QueueFull when it must wait; a part of a copy that
     has ended in the meantime it takes without doing anything.

@@ -34,16 +34,7 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.neighbour import files_left
-from kvbaton.transport.table import (
-    AUTO,
-    LateWrites,
-    TransportEntry,
-    library_settings,
-    load,
-    nearest,
-    transport_entries,
-    transport_entry,
-)
+from kvbaton.transport.table import AUTO, TransportEntry, library_settings, load, nearest, transport_entries, transport_entry
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = [
