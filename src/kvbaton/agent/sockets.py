@@ -10,8 +10,8 @@ but the peer itself moves that; without one, nothing shows who a sender is.
 
 A peer that sends what we do not take is sent the reason. What arrives unreadable over a connection that we dialled, and an
 address that we must not dial, are returned by `refusals`, so that a request that waits for that peer need not wait for a
-deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited, learns
-the address nothing but a nonce, and ends soon after the last request has asked for it.
+deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited and
+shows the address nothing but a nonce. Dialling ends soon after the last message that was to go there.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ class ControlSockets:
             self._refuse(address, refusal)
             return
         dialled = self._dialled.get(address) or self._add(address)
-        dialled.asked_at = time.monotonic()
         self._send_to(dialled, encode(self._me, "", message))
 
     def send(self, peer: Incarnation, message: Message) -> None:
@@ -215,7 +214,8 @@ class ControlSockets:
             return
         dialled.frames.append(frame)
         self._queued_bytes += len(frame)
-        if connection is None and dialled.retry_at <= time.monotonic():
+        dialled.asked_at = time.monotonic()
+        if connection is None and dialled.retry_at <= dialled.asked_at:
             self._connect(dialled)
 
     def _reconnect(self) -> float:
@@ -227,7 +227,8 @@ class ControlSockets:
         for dialled in list(self._dialled.values()):
             if dialled.connection is not None or not dialled.frames:
                 continue
-            if now - dialled.asked_at > _DIAL_LIFE_S and not dialled.is_proven:
+            if now - dialled.asked_at > _DIAL_LIFE_S:
+                # The last request that needed it is over, or its peer is gone: dialling ends, too.
                 self._hang_up(dialled)
                 continue
             if dialled.retry_at <= now:

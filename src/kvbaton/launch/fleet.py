@@ -20,10 +20,11 @@ from types import TracebackType
 
 from kvbaton.errors import LocalError
 
-__all__ = ["Death", "Fleet", "FleetPart", "core_share"]
+__all__ = ["Death", "Fleet", "FleetPart", "answers_ok", "core_share"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.1
+_ANSWER_S = 2.0
 _KILL_AFTER_S = 10.0
 _TIDY_S = 3.0
 _KEPT_LINES = 40
@@ -110,7 +111,7 @@ class Fleet:
         while waiting:
             if (death := self.death()) is not None:
                 raise LocalError(f"{death}; its last lines:\n" + "\n".join(f"  {line}" for line in death.last_lines))
-            for running in [running for running in waiting if _answers(running.part.health_url)]:
+            for running in [running for running in waiting if answers_ok(running.part.health_url)]:
                 waiting.remove(running)
                 if on_healthy is not None:
                     on_healthy(running.part.name)
@@ -212,11 +213,12 @@ def core_share(engines: int) -> dict[str, str]:
     return {"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
-def _answers(url: str) -> bool:
+def answers_ok(url: str) -> bool:
+    """Whether this URL answers with 200."""
     try:
-        with _DIRECT.open(url, timeout=2.0) as answer:
+        with _DIRECT.open(url, timeout=_ANSWER_S) as answer:
             return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, ValueError):
         return False
 
 

@@ -92,7 +92,7 @@ class Candidate:
 
     @property
     def load(self) -> int:
-        """The requests that it has now."""
+        """The sequences that it has now."""
         return self._load_of(self.slot)
 
 

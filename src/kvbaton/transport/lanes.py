@@ -52,6 +52,9 @@ MARK_BYTES = 8
 _SLICES = 4
 """A library moves so many slices at once: each peer has threads of its own, and waits for no other."""
 
+_OPENING_S = 1.0
+"""How long `shut_down` waits for lanes that are being opened; one whose peer is stopped ends by itself later."""
+
 _NO_RUNS = np.empty((0, 3), np.uint64)
 
 
@@ -191,6 +194,10 @@ class Lane:
         """Begin nothing more; what moves is moved to its end."""
         self._end(PeerLost("the session was ended"))
         self._slices.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait, once closed, until its thread has ended, at most `timeout_s`."""
+        self._thread.join(max(0.0, timeout_s))
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Wait, once closed, until nothing moves and the engine is gone; True too while it only waits for a peer to answer."""
@@ -505,6 +512,10 @@ class PeerFlights:
             lane.close()
         until = time.monotonic() + self.stop_s
         stuck = [lane for lane in self._lanes if not lane.wait_quiet(until - time.monotonic())]
+        # A lane that is being opened moves nothing, but holds a thread and descriptors: most peers answer at once.
+        until = time.monotonic() + _OPENING_S
+        for lane in self._lanes:
+            lane.join(until - time.monotonic())
         if self._serving is not None:
             self._serving.close()
             self._serving = None

@@ -107,6 +107,7 @@ class ClientConnection(asyncio.Protocol):
         "_transport",
         "_url",
         "deadline",
+        "peer",
         "stalled_since",
     )
 
@@ -134,6 +135,8 @@ class ClientConnection(asyncio.Protocol):
         self._is_http_1_0 = False
         self._headers: dict[bytes, bytes] = {}
         self._body: bytes | bytearray = b""
+        self.peer = b""
+        """The address that the client connects from."""
         self.deadline: float | None = None
         self.stalled_since: float | None = None
 
@@ -141,6 +144,8 @@ class ClientConnection(asyncio.Protocol):
         """Take the connection in, unless there are too many."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        name = self._transport.get_extra_info("peername")
+        self.peer = str(name[0]).encode() if name else b""
         if not self._server.admit(self):
             self._transport.abort()
             return
