@@ -20,17 +20,7 @@ from kvbaton.core.pair import pair_layouts
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.errors import ConfigError, Incompatible
 
-__all__ = [
-    "PROTOCOL",
-    "Card",
-    "CardLimits",
-    "Endpoint",
-    "ProcessId",
-    "RankCard",
-    "check_compatible",
-    "check_layouts",
-    "make_card",
-]
+__all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "make_card"]
 
 PROTOCOL = 2
 """Version of the control protocol; peers of another version are refused, with both numbers."""

@@ -23,7 +23,7 @@ from kvbaton.core.pair import Share, channel_offsets, common_heads, join_runs, l
 from kvbaton.core.segments import Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "Pieces", "SpanSum", "Sums", "plan_pieces", "sums_problem"]
+__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "Pieces", "SpanSum", "plan_pieces", "sums_problem"]
 
 Pieces = npt.NDArray[np.int64]
 """Shape (n, 2): offset from the start of the region, and bytes; in the order in which they are summed."""

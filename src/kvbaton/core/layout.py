@@ -26,7 +26,6 @@ __all__ = [
     "FULL",
     "INDEX",
     "MLA",
-    "MAX_REGION_BYTES",
     "SLIDING",
     "SSM",
     "Axis",

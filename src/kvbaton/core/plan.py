@@ -15,7 +15,7 @@ from kvbaton.core.pair import GroupPair, Pair, Piece, join_runs, pair_layouts
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["BlockRuns", "Pair", "Runs", "pair_layouts", "plan_blocks", "plan_layers", "plan_runs"]
+__all__ = ["BlockRuns", "Runs", "pair_layouts", "plan_blocks", "plan_layers", "plan_runs"]
 
 Runs = npt.NDArray[np.uint64]
 """Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""

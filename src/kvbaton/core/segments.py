@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvbaton.core.layout import Group, TokenSplit
 from kvbaton.errors import RangeError
 
-__all__ = ["HOLE", "Numbers", "Places", "Segments", "block_places", "check_list", "local_count", "segments_of", "state_block"]
+__all__ = ["HOLE", "Numbers", "Places", "block_places", "check_list", "segments_of", "state_block"]
 
 Numbers = npt.NDArray[np.int64]
 

@@ -27,7 +27,7 @@ from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
 
-__all__ = ["CudaTransport", "MAX_LAUNCH_RUNS"]
+__all__ = ["CudaTransport"]
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ __all__ = [
     "HANDSHAKE_BYTES",
     "HELLO_BYTES",
     "MAX_PIECES",
-    "MAX_REPLY_BYTES",
     "MAX_TEXT_BYTES",
     "NONCE_BYTES",
     "PIECE_BYTES",
