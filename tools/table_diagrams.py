@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterator
 from typing import Any
 
-from kvbaton.core.table import Table
+from kvbaton.core.lifecycle import Table
 from kvbaton.errors import ConfigError
 
 __all__ = ["put_diagram", "render_classes", "render_diagram"]

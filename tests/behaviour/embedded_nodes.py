@@ -23,7 +23,6 @@ import numpy as np
 from driver_rig import Intruder
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -46,6 +45,7 @@ from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import AfterEvent, Batch, PeerRank, Region, Ticket, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.neighbour import this_process
 from watching import wait_until
 
 __all__ = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from embedded_nodes import Collected, Node, key_of, names, prompt_of
 
+from kvbaton.config import HandoffSettings
+from kvbaton.core.handoff import Mode
 from kvbaton.errors import BadRequest
 from watching import wait_until
 
@@ -56,6 +58,17 @@ class TestAbortAtPrefill:
             source.driver.cancel(key_of(name))
             source.wait_idle()
             assert "it is not held here" in target.decode(name, LONG, source.address).wait().error
+
+    @pytest.mark.parametrize("mode", list(Mode))
+    def test_a_caller_that_leaves_frees_a_finished_prefill_at_once(self, mode: Mode) -> None:
+        """Its target never came; in push, all of it was announced to the agents. `defer_timeout` is 60 s."""
+        name = next(names)
+        with Node(handoff=HandoffSettings(mode=mode), blocks=600) as source:
+            source.prefill(name, LONG).wait()
+            assert source.engine.stats().blocks_held > 0
+            source.cancel(name)
+            source.wait_idle()
+            assert source.engine.stats().handoffs_total == {("source", "cancelled"): 1}
 
     def test_an_engine_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         name = next(names)

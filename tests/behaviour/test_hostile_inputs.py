@@ -165,7 +165,7 @@ class TestSourceThatNeverAnswers:
             assert not any(request.done() for request in lost)
             for request in lost:
                 assert request.result(20).status == 502
-                assert "no progress for 2 s while greeting" in request.result().error
+                assert "no progress for 2 s while handshaking" in request.result().error
 
 
 def message() -> bytes:

@@ -62,7 +62,7 @@ class TestSourcesThatDoNotAnswer:
                 assert hand_off(source, target, prompt).tokens == source.alone(prompt).wait().tokens
             assert not any(request.is_over for request in lost), "what came later from a healthy source was done earlier"
             for request in lost:
-                assert "no progress for 3 s while greeting" in request.wait().error
+                assert "no progress for 3 s while handshaking" in request.wait().error
             assert not any(request.is_over for request in waiting), "the bound is transfer_timeout and nothing else"
         target.wait_idle()
         assert target.driver.stats().errors_total == 0

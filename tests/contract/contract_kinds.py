@@ -12,10 +12,18 @@ import pytest
 
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import Direction, Reference, TransportEntry, TransportVariant, load
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
-from kvbaton.transport.table import AUTO, transport_entries, transport_entry
+from kvbaton.transport.table import (
+    AUTO,
+    Direction,
+    Reference,
+    TransportEntry,
+    TransportVariant,
+    load,
+    transport_entries,
+    transport_entry,
+)
 
 __all__ = ["HOST_KINDS", "READ_KINDS", "WRITE_KINDS", "ContractKind", "find_kind", "params"]
 

@@ -11,7 +11,7 @@ from transport_peer import POISON
 from transport_rig import Rig, make_runs
 
 from kvbaton.transport.cuda import queued_so_far
-from kvbaton.transport.cuda.sample_memory import GpuMemory
+from kvbaton.transport.cuda.region import GpuMemory
 
 MIB = 1 << 20
 

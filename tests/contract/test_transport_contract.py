@@ -13,10 +13,10 @@ from transport_rig import BIG, KIB, MIB, Rig, Source, Target, assert_quiet, make
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import RangeError, TransportError
-from kvbaton.transport.automatic import AutoTransport
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs
-from kvbaton.transport.entry import PeerPart
+from kvbaton.transport.choose import AutoTransport
 from kvbaton.transport.faulty import Faults
+from kvbaton.transport.table import PeerPart
 
 pytest_plugins = ["contract_fixtures"]
 

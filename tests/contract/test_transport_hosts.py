@@ -14,8 +14,8 @@ from transport_peer import POISON
 from transport_rig import Rig, make_runs, wait_until
 from two_hosts import TwoHosts, can_have_two_hosts
 
-from kvbaton.transport.entry import load
 from kvbaton.transport.nixl import NixlTransport
+from kvbaton.transport.table import load
 from kvbaton.transport.tcp import TcpTransport
 
 pytestmark = [

@@ -16,7 +16,7 @@ from contract_kinds import find_kind
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.transport.base import Region, TransportSettings
-from kvbaton.transport.entry import load
+from kvbaton.transport.table import load
 
 __all__ = ["POISON", "content"]
 

@@ -32,8 +32,8 @@ from kvbaton.transport.base import (
     Transport,
     TransportSettings,
 )
-from kvbaton.transport.entry import load
 from kvbaton.transport.faulty import Faults
+from kvbaton.transport.table import load
 
 __all__ = [
     *("BIG", "KIB", "MIB", "PATIENCE_S", "PEER_SCRIPT", "WHOLE"),

@@ -37,7 +37,10 @@ class SummingPlugin(base.EnginePlugin):
 
 class SummingEngine:
     def __init__(self, settings: serving.LocalSettings) -> None:
-        config, tokenizer = Facts(context_tokens=CONTEXT, vocab_size=VOCABULARY), Facts(encode=encode, token_text=str)
+        config, tokenizer = (
+            Facts(context_tokens=CONTEXT, vocab_size=VOCABULARY),
+            Facts(encode=encode, token_text=str, longest_token_bytes=1),
+        )
         self.loaded: Any = Facts(config=config, tokenizer=tokenizer, name=MODEL.name, fingerprint=MODEL.fingerprint)
         self.lock, self.free, self.mode = threading.RLock(), list(range(BLOCKS)), settings.handoff.mode
         self.live: dict[handoff.HandoffKey, tuple[GenerationRequest, Sink, list[int]]] = {}

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.entry import LibrarySetting, TransportEntry, TransportVariant
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.process_memory import ProcessMemory
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.sliced import SliceMover
+from kvbaton.transport.table import LibrarySetting, TransportEntry, TransportVariant
 
 _MARK_BYTES = 8
 

@@ -17,11 +17,10 @@ from twosome import Twosome, entries
 
 import kvbaton
 from kvbaton.agent import coordinator as coordinator_module
-from kvbaton.agent import questions
 from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
-from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.peers import Peers
+from kvbaton.agent import timers
+from kvbaton.agent.coordinator import Coordinator, Peers
 from kvbaton.agent.source import SourceSide
 from kvbaton.config import Limits, parse_limits
 from kvbaton.core.grants import GrantWindows
@@ -108,7 +107,7 @@ class TestFixedSizes:
             monkeypatch.setattr(module, "_MAX_ENDS", 50)
         monkeypatch.setattr(source_module, "GrantWindows", partial(GrantWindows, limit=50))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=50))
-        monkeypatch.setattr(questions, "_MAX_PEERS", 50)
+        monkeypatch.setattr(timers, "_MAX_PEERS", 50)
         world = Twosome()
         fixed = world.join("p"), world.join("d")
         sizes = []

@@ -34,9 +34,8 @@ from kvbaton.agent.rank_orders import RankReport, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
-from kvbaton.core.lifecycle import TARGET, SourceState, TargetEffect, TargetEvent, TargetState
+from kvbaton.core.lifecycle import TARGET, Row, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import Grant, Stopped
-from kvbaton.core.table import Row
 from kvbaton.sim.engine import Ended, SimPrompt, SourceEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS

@@ -26,7 +26,7 @@ from twosome import Twosome, entries
 from kvbaton.agent import coordinator as coordinator_module
 from kvbaton.agent import source as source_module
 from kvbaton.agent import target as target_module
-from kvbaton.agent.peers import Peers
+from kvbaton.agent.coordinator import Peers
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Collection
 from typing import assert_never
 
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
-from kvbaton.agent.peers import Peers
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
 from kvbaton.agent.rank_orders import (
     AuxRead,
@@ -29,6 +29,7 @@ from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, check_compatible
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.messages import (
@@ -52,13 +53,67 @@ from kvbaton.core.messages import (
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import Incompatible, TransportError
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Peers"]
 
 log = logging.getLogger(__name__)
 
 _GONE_CHECK_S = 1.0
 _MIN_BEAT_S = 0.05
 _BEAT_ENTRIES = 1024
+
+
+class Peers:
+    """Cards of at most `limit` peers that passed the compatibility check, and up to `limit` addresses they answered at."""
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._limit = limit
+        # Not a BoundedMap: the card of a peer with live hand-offs must not be evicted, see `make_room`.
+        self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
+        self._at: BoundedMap[ControlAddress, Incarnation] = BoundedMap(limit)
+
+    def __len__(self) -> int:
+        return len(self._cards)
+
+    def card(self, incarnation: Incarnation) -> Card | None:
+        """The card of a peer, if it is known."""
+        if incarnation in self._cards:
+            self._cards.move_to_end(incarnation)
+        return self._cards.get(incarnation)
+
+    def at(self, address: ControlAddress) -> Card | None:
+        """The card of the peer that last answered at `address`."""
+        incarnation = self._at.get(address)
+        return None if incarnation is None else self.card(incarnation)
+
+    def learn(self, card: Card, address: ControlAddress | None) -> Incarnation | None:
+        """Remember a card; returns the incarnation that it replaces at its address, forgotten now."""
+        before = None
+        if address is not None:
+            before = self._at.get(address)
+            self._at[address] = card.incarnation
+        self._cards[card.incarnation] = card
+        self._cards.move_to_end(card.incarnation)
+        if before is None or before == card.incarnation:
+            return None
+        # Two processes cannot listen at one address: the one that answered there before is dead.
+        self.forget(before)
+        return before
+
+    def make_room(self, busy: Collection[Incarnation]) -> Incarnation | None:
+        """Without room for another peer, forget the longest unused one and return it; raises TransportError if all are busy."""
+        if len(self._cards) < self._limit:
+            return None
+        idle = next((incarnation for incarnation in self._cards if incarnation not in busy), None)
+        if idle is None:
+            raise TransportError(f"{len(self._cards)} peers have hand-offs here, more are not taken; try again later")
+        self.forget(idle)
+        return idle
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Forget a peer and the address it answered at."""
+        self._cards.pop(incarnation, None)
+        for address in [address for address, known in self._at.items() if known == incarnation]:
+            del self._at[address]
 
 
 class Coordinator:
@@ -105,19 +160,15 @@ class Coordinator:
     # Calls of the engine.
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        """A prefill for a hand-off was admitted."""
         self.source.expect(key, prompt)
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Spans are computed."""
         self.source.spans_ready(key, blocks, spans)
 
     def retract(self, key: HandoffKey) -> None:
-        """A prefill is preempted: what was reported about it is void."""
         self.source.retract(key)
 
     def offer(self, offer: Offer) -> None:
-        """A prefill is complete."""
         layers = self.card.layers
         self.source.offer(offer, lambda: Span(0, 0, offer.tokens, layers.start, layers.stop))
 
@@ -143,11 +194,9 @@ class Coordinator:
         return card
 
     def allocated(self, allocation: Allocation) -> None:
-        """There are blocks for a hand-off."""
         self.target.allocated(allocation)
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """The engine cancels a hand-off, on `side` or on whichever side it is."""
         if side is not Side.TARGET:
             self.source.cancel(key, "the request was cancelled at the source")
         if side is not Side.SOURCE:

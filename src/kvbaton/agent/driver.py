@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
-from kvbaton.agent.process import is_gone
+from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
 from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
-from kvbaton.agent.stats import AgentStats
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId
@@ -30,6 +28,7 @@ from kvbaton.core.messages import Message
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
+from kvbaton.transport.neighbour import is_gone
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["Driver", "RanksDriver"]
@@ -122,43 +121,33 @@ class RanksDriver(HandoffPort):
         self._wakeup.close()
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        """A prefill for a hand-off was admitted."""
         self._submit(partial(self._coordinator.expect_target, key, prompt))
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        """Spans are computed."""
         self._submit((SpansReady(key, blocks, spans),))
 
     def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
-        """Spans of many hand-offs are computed."""
         self._submit(tuple(ready))
 
     def retract(self, key: HandoffKey) -> None:
-        """A prefill is preempted: what was reported about it is void."""
         self._submit(partial(self._coordinator.retract, key))
 
     def expect_source(self, request: SourceRequest) -> None:
-        """A request for a hand-off was admitted."""
         self._submit(partial(self._coordinator.expect_source, request))
 
     def offer(self, offer: Offer) -> None:
-        """Announce a finished prefill."""
         self._submit(partial(self._coordinator.offer, offer))
 
     def allocated(self, allocation: Allocation) -> None:
-        """Ask for a cache."""
         self._submit(partial(self._coordinator.allocated, allocation))
 
     def decline(self, request: SourceRequest, reason: str) -> None:
-        """Release the source of a request that was refused before admission."""
         self._submit(partial(self._coordinator.decline, request, reason))
 
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        """Cancel a hand-off."""
         self._submit(partial(self._coordinator.cancel, key, side))
 
     def events(self) -> list[EngineEvent]:
-        """Take what was decided since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> AgentStats:

@@ -8,14 +8,14 @@ away.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
 
-from kvbaton.agent.backlog import Backlog, Part
 from kvbaton.agent.ports import Clock, Memory
 from kvbaton.agent.rank_orders import (
     AuxRead,
@@ -37,25 +37,285 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpanMoved,
+    SpanSummed,
     StopCopy,
     SumSpans,
 )
-from kvbaton.agent.routes import Routes, find_routes
-from kvbaton.agent.summing import Summer
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
-from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
+from kvbaton.core.checks import LegPart, Pieces, plan_pieces
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
+from kvbaton.core.legs import assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
+from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
-from kvbaton.errors import KVBatonError, QueueFull, TransportError
+from kvbaton.errors import ConfigError, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
 
-__all__ = ["RankAgent"]
+__all__ = ["Backlog", "Part", "RankAgent", "RegionMemory", "Summer"]
+
+_FIRST_WAIT_S = 0.001
+_LONGEST_WAIT_S = 0.05
+
+_TURN_BYTES = 2 << 20
 
 _BATCH_BYTES = 4 << 20
 _MAX_UNREACHABLE = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One batch of one span of a copy."""
+
+    copy: CopyId
+    span: int
+    runs: Runs
+
+
+@dataclass(slots=True)
+class _PeerBacklog:
+    full_since: float
+    retry_at: float
+    wait_s: float = 0.0
+    parts: deque[Part] = field(default_factory=deque)
+
+
+class Backlog:
+    """Batches that a transport's full queue has not taken yet: kept per peer, in order, and offered again a little later.
+
+    The first refusal of a peer's batch makes the next ones to it wait behind it, so that no copy starves behind later ones;
+    other peers go on. Each refusal doubles the wait, from 1 to 50 ms; each acceptance ends it. The copies of a peer of which
+    nothing is taken for `transfer_timeout` fail.
+
+    `offer(peer, part)` hands one part to the transport and raises QueueFull when it must wait; a part of a copy that
+    has ended in the meantime it takes without doing anything.
+    """
+
+    def __init__(self, transfer_timeout: float, offer: Callable[[PeerRank, Part], None]) -> None:
+        self._transfer_timeout = transfer_timeout
+        self._offer = offer
+        self._peers: OrderedDict[PeerRank, _PeerBacklog] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(peer.parts) for peer in self._peers.values())
+
+    def add(self, peer: PeerRank, part: Part, now: float) -> None:
+        """Offer a part at once, unless others of that peer wait already; what is refused waits."""
+        waiting = self._peers.get(peer)
+        if waiting is None:
+            try:
+                self._offer(peer, part)
+            except QueueFull:
+                self._peers[peer] = _PeerBacklog(now, now + _FIRST_WAIT_S, _FIRST_WAIT_S, deque([part]))
+        else:
+            waiting.parts.append(part)
+
+    def offer_again(self, now: float, *, at_once: bool) -> list[tuple[CopyId, str]]:
+        """Offer what is due, or everything `at_once`; returns the copies of peers of which nothing was taken for too long."""
+        given_up: list[tuple[CopyId, str]] = []
+        for peer, waiting in list(self._peers.items()):
+            if at_once or waiting.retry_at <= now:
+                given_up += self._offer_of(peer, waiting, now)
+        return given_up
+
+    def next_deadline(self) -> float | None:
+        """When `offer_again` next has something to do."""
+        return min((waiting.retry_at for waiting in self._peers.values()), default=None)
+
+    def _offer_of(self, peer: PeerRank, waiting: _PeerBacklog, now: float) -> list[tuple[CopyId, str]]:
+        try:
+            while waiting.parts:
+                self._offer(peer, waiting.parts[0])
+                waiting.parts.popleft()
+                waiting.full_since, waiting.wait_s = now, 0.0
+                # The queue may be shared by all peers: one that has just had its turn is offered last the next time.
+                self._peers.move_to_end(peer)
+        except QueueFull as error:
+            waiting.wait_s = min(max(2 * waiting.wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)
+            waiting.retry_at = now + waiting.wait_s
+            if now - waiting.full_since < self._transfer_timeout:
+                return []
+            reason = f"{error}; nothing was taken for {self._transfer_timeout:g} s"
+            del self._peers[peer]
+            return [(copy, reason) for copy in dict.fromkeys(part.copy for part in waiting.parts)]
+        del self._peers[peer]
+        return []
+
+
+class RegionMemory:
+    """The memory that a transport has registered, as one view of bytes."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def sum(self, pieces: Pieces, value: int) -> int:
+        """Continue the CRC-32 `value` over these pieces, in order."""
+        view = self._view
+        for offset, size in pieces.tolist():
+            value = zlib.crc32(view[offset : offset + size], value)
+        return value
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        return bytes(self._view[offset : offset + size_bytes])
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._view[offset : offset + len(data)] = data
+
+
+@dataclass(slots=True)
+class _SumJob:
+    copy: CopyId
+    span: int
+    parts: deque[tuple[int, Pieces]]
+    """By the number of their leg; the first one is being summed."""
+    done: int = 0
+    value: int = 0
+    sums: tuple[tuple[int, int], ...] = ()
+
+
+class Summer:
+    """The sums that one rank was asked for. Each turn continues one hand-off; then it is the turn of the next one."""
+
+    def __init__(self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[SpanSummed], None]) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._memory = memory
+        self._report = report
+        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob]] = OrderedDict()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return bool(self._jobs)
+
+    def add(self, order: SumSpans, parts: Mapping[int, LegPart] | None = None) -> None:
+        """Put spans on the list, leg by leg of `parts`, or as one; what cannot be summed is reported at once."""
+        jobs = deque[_SumJob]()
+        of: Mapping[int, LegPart | None] = {self._rank: None} if parts is None else parts
+        for span in order.spans:
+            try:
+                if self._memory is None:
+                    raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
+                pieces = deque((number, self._pieces(order, span, part)) for number, part in of.items())
+            except KVBatonError as error:
+                self.refuse(order, span, str(error))
+            else:
+                jobs.append(_SumJob(order.copy, span.number, pieces))
+        if jobs:
+            self._jobs.setdefault((order.side, order.copy.key), deque()).extend(jobs)
+
+    def refuse(self, order: SumSpans, span: Span, reason: str) -> None:
+        """Report that a span is not summed, and why."""
+        self._report(SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
+
+    def _pieces(self, order: SumSpans, span: Span, part: LegPart | None) -> Pieces:
+        return plan_pieces(
+            self._layout,
+            order.blocks,
+            order.copy.key,
+            span,
+            order.cached_tokens,
+            order.integrity,
+            order.total_tokens,
+            part,
+        )
+
+    def drop(self, side: Side, key: HandoffKey) -> None:
+        """Forget the sums of one side of a hand-off."""
+        self._jobs.pop((side, key), None)
+
+    def work(self) -> None:
+        """Sum a few MiB at most, and report the spans that are complete."""
+        left = _TURN_BYTES
+        while self._jobs and left > 0:
+            (side, key), jobs = next(iter(self._jobs.items()))
+            while jobs and left > 0:
+                left -= self._continue(side, jobs, left)
+            if jobs:
+                self._jobs.move_to_end((side, key))
+            else:
+                del self._jobs[side, key]
+
+    def _continue(self, side: Side, jobs: deque[_SumJob], budget: int) -> int:
+        """Continue the first job, and report it when it is complete, or when it cannot be done; returns the bytes."""
+        job, summed, error = jobs[0], 0, ""
+        try:
+            summed = self._sum(job, budget)
+        except Exception as problem:
+            error = f"checksum: {type(problem).__name__}: {problem}"
+            raise
+        finally:
+            if error or not job.parts:
+                jobs.popleft()
+                self._report(SpanSummed(job.copy, side, self._rank, job.span, job.sums, error))
+        return summed
+
+    def _sum(self, job: _SumJob, budget: int) -> int:
+        """Sum pieces of about `budget` bytes of one leg, one at least; returns the bytes."""
+        if self._memory is None or not job.parts:
+            return 0
+        (number, pieces), summed = job.parts[0], 0
+        if job.done < len(pieces):
+            sizes = np.cumsum(pieces[job.done : job.done + budget, 1])
+            count = max(1, int(np.searchsorted(sizes, budget, side="right")))
+            job.value = self._memory.sum(pieces[job.done : job.done + count], job.value)
+            job.done += count
+            summed = int(sizes[count - 1])
+        if job.done == len(pieces):
+            job.sums += ((number, job.value),)
+            job.done = job.value = 0
+            job.parts.popleft()
+        return summed
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What this rank exchanges with one rank of a peer, in the leg of this number."""
+
+    leg: int
+    peer: PeerRank
+    pair: Pair
+    part: LegPart
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Every rank of a peer that this rank has a session with; from which it reads what, and to which it writes what."""
+
+    peers: tuple[PeerRank, ...]
+    reads: tuple[Route, ...]
+    writes: tuple[Route, ...]
+
+
+def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) -> Routes:
+    """The routes from one rank of an instance, with the layout `own`, to those of `card`; raises Incompatible.
+
+    First ranks always have a session with each other: aux records travel there.
+    """
+    theirs = [each.layout for each in card.ranks]
+    peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
+    reads = tuple(
+        Route(
+            leg.number,
+            peers[leg.source],
+            pair_layouts(theirs[leg.source], own, leg.share),
+            LegPart(leg.share, theirs[leg.source]),
+        )
+        for leg in assign_legs(theirs, instance).of_target(rank)
+    )
+    writes = tuple(
+        Route(
+            leg.number,
+            peers[leg.target],
+            pair_layouts(own, theirs[leg.target], leg.share),
+            LegPart(leg.share, theirs[leg.target]),
+        )
+        for leg in assign_legs(instance, theirs).of_source(rank)
+    )
+    met = {route.peer for route in (*reads, *writes)} | ({peers[0]} if rank == 0 else set())
+    return Routes(tuple(peer for peer in peers if peer in met), reads, writes)
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ but the peer itself moves that; without one, nothing shows who a sender is.
 
 A peer that sends what we do not take is sent the reason. What arrives unreadable over a connection that we dialled, and an
 address that we must not dial, are returned by `refusals`, so that a request that waits for that peer need not wait for a
-deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited, learns
-the address nothing but a nonce, and ends soon after the last request has asked for it.
+deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited and
+shows the address nothing but a nonce. Dialling ends soon after the last message that was to go there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Message, Refused, decode, encode
 from kvbaton.errors import ConfigError, ProtocolError
-from kvbaton.wire.door import Door, DoorLimits, Ended, PeerConnection, listen_on
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
 from kvbaton.wire.log_limit import LogLimit, shown
 from kvbaton.wire.lookup import Lookups
 
@@ -72,16 +72,16 @@ class Dropped(enum.StrEnum):
 
 
 _DROPPED_BY_END = {
-    Ended.NOT_ALLOWED: Dropped.NOT_ALLOWED,
-    Ended.NOT_ZMTP: Dropped.NOT_A_MESSAGE,
-    Ended.TOO_LONG: Dropped.NOT_A_MESSAGE,
-    Ended.TOO_MANY_PARTS: Dropped.WRONG_FRAMES,
-    Ended.NOT_AUTHENTICATED: Dropped.NOT_AUTHENTICATED,
-    Ended.SILENT: Dropped.SILENT,
-    Ended.STALLED: Dropped.STALLED,
-    Ended.NO_ROOM: Dropped.NO_ROOM,
+    EndCause.NOT_ALLOWED: Dropped.NOT_ALLOWED,
+    EndCause.NOT_ZMTP: Dropped.NOT_A_MESSAGE,
+    EndCause.TOO_LONG: Dropped.NOT_A_MESSAGE,
+    EndCause.TOO_MANY_PARTS: Dropped.WRONG_FRAMES,
+    EndCause.NOT_AUTHENTICATED: Dropped.NOT_AUTHENTICATED,
+    EndCause.SILENT: Dropped.SILENT,
+    EndCause.STALLED: Dropped.STALLED,
+    EndCause.NO_ROOM: Dropped.NO_ROOM,
 }
-_NO_PEER = (Ended.NOT_ZMTP, Ended.TOO_LONG, Ended.TOO_MANY_PARTS, Ended.NOT_AUTHENTICATED)
+_NO_PEER = (EndCause.NOT_ZMTP, EndCause.TOO_LONG, EndCause.TOO_MANY_PARTS, EndCause.NOT_AUTHENTICATED)
 
 
 class _Dialled:
@@ -114,8 +114,9 @@ class ControlSockets:
         self._trust.check_bind(host)
         self.address = ControlAddress.of(host, port)
         bound = _bind(host, port)
+        self._limits = limits or DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES)
         self._door = Door(
-            limits or DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES),
+            self._limits,
             self._on_end,
             key=self._trust.key,
             on_open=self._on_open,
@@ -128,7 +129,7 @@ class ControlSockets:
         self._refusals: dict[ControlAddress, str] = {}
         self._queued_bytes = 0
         self._tokens, self._tokens_at = _DIAL_BURST, time.monotonic()
-        self._limit = LogLimit(every_s=1.0)
+        self._log_limit = LogLimit(every_s=1.0)
         self.dropped_total: Counter[str] = Counter(dict.fromkeys(Dropped, 0))
 
     def dial(self, address: ControlAddress, message: Message) -> None:
@@ -141,7 +142,6 @@ class ControlSockets:
             self._refuse(address, refusal)
             return
         dialled = self._dialled.get(address) or self._add(address)
-        dialled.asked_at = time.monotonic()
         self._send_to(dialled, encode(self._me, "", message))
 
     def send(self, peer: Incarnation, message: Message) -> None:
@@ -195,7 +195,7 @@ class ControlSockets:
         same_host = [each for each in unproven if each.address.host == address.host]
         if len(same_host) >= _MAX_UNPROVEN_PER_HOST:
             self._hang_up(same_host[0])
-        elif len(self._dialled) >= _MAX_DIALLED:
+        elif len(self._dialled) >= min(_MAX_DIALLED, self._limits.known // 2):
             # Addresses at which no peer of ours ever answered give way first.
             self._hang_up(unproven[0] if unproven else next(iter(self._dialled.values())))
         dialled = self._dialled[address] = _Dialled(address, time.monotonic())
@@ -214,7 +214,8 @@ class ControlSockets:
             return
         dialled.frames.append(frame)
         self._queued_bytes += len(frame)
-        if connection is None and dialled.retry_at <= time.monotonic():
+        dialled.asked_at = time.monotonic()
+        if connection is None and dialled.retry_at <= dialled.asked_at:
             self._connect(dialled)
 
     def _reconnect(self) -> float:
@@ -226,7 +227,8 @@ class ControlSockets:
         for dialled in list(self._dialled.values()):
             if dialled.connection is not None or not dialled.frames:
                 continue
-            if now - dialled.asked_at > _DIAL_LIFE_S and not dialled.is_proven:
+            if now - dialled.asked_at > _DIAL_LIFE_S:
+                # The last request that needed it is over, or its peer is gone: dialling ends, too.
                 self._hang_up(dialled)
                 continue
             if dialled.retry_at <= now:
@@ -275,7 +277,7 @@ class ControlSockets:
         self._queued_bytes -= sum(map(len, dialled.frames))
         dialled.frames.clear()
         if dialled.connection is not None:
-            self._door.finish(dialled.connection, Ended.CLOSED)
+            self._door.finish(dialled.connection, EndCause.CLOSED)
         if dialled.incarnation is not None and self._routes.get(dialled.incarnation) is dialled:
             self._reroute(dialled.incarnation)
 
@@ -285,7 +287,7 @@ class ControlSockets:
         if not self._door.send(connection, frame):
             self._drop(Dropped.NOT_SENT, f"{connection.name} takes nothing")
 
-    def _on_end(self, connection: PeerConnection, cause: Ended, detail: str) -> None:
+    def _on_end(self, connection: PeerConnection, cause: EndCause, detail: str) -> None:
         dropped = _DROPPED_BY_END.get(cause)
         if dropped is not None:
             self._drop(dropped, f"{connection.name}: {detail}")
@@ -295,7 +297,7 @@ class ControlSockets:
             dialled.retry_at = time.monotonic() + dialled.retry_s
             if cause in _NO_PEER:
                 self._refuse(dialled.address, f"what answers at {dialled.address} is no peer of ours: {detail}")
-            elif cause is Ended.REFUSED:
+            elif cause is EndCause.REFUSED:
                 self._refuse(dialled.address, f"refused by {dialled.address}: {shown(detail)}")
         elif connection.identity and self._routes.get(Incarnation(connection.identity)) is connection:
             self._reroute(Incarnation(connection.identity))
@@ -357,7 +359,7 @@ class ControlSockets:
 
     def _drop(self, cause: Dropped, detail: str) -> None:
         self.dropped_total[cause] += 1
-        held_back = self._limit.allow(cause, time.monotonic())
+        held_back = self._log_limit.allow(cause, time.monotonic())
         if held_back is not None:
             log.warning("control channel: dropped (%s, %d so far): %s", cause, self.dropped_total[cause], shown(detail))
 

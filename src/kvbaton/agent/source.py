@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbaton.agent.declined import DeclinedRequests
+from kvbaton.agent.decline_notices import DeclinedRequests
 from kvbaton.agent.engine_port import Drained, Granted, Offer, SourceEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
 from kvbaton.agent.rank_orders import (

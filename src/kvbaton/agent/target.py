@@ -76,7 +76,6 @@ from dataclasses import dataclass, field
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, SourceRequest, TargetEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
-from kvbaton.agent.questions import Questions
 from kvbaton.agent.rank_orders import (
     AuxRead,
     CloseCopy,
@@ -97,7 +96,7 @@ from kvbaton.agent.rank_orders import (
     SumSpans,
     sums_by_leg,
 )
-from kvbaton.agent.timers import Backoff, Timers
+from kvbaton.agent.timers import Backoff, Questions, Timers
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pointer_problem, unpack_aux

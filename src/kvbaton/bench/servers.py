@@ -175,11 +175,11 @@ class ServersBench:
 
 def run_servers_bench(bench: ServersBench, progress: Progress) -> BenchReport:
     """Install, start, measure and stop. Raises LocalError when there is too little memory, KVBatonError when servers fail."""
-    _check_memory(bench)
     options = EngineOptions(bench.model, bench.transport, _THREADS_FOR, cache_blocks=_CACHE_BLOCKS, served_name=_SERVED)
     context = bench.engine.check(options, options, progress).context_tokens
     if max(bench.lengths) > context - bench.max_tokens:
         raise ConfigError(f"--lengths is {bench.lengths}; from 1 to {context - bench.max_tokens} tokens are possible")
+    _check_memory(bench)
     with ExitStack() as kept:
         start = _Variants(bench.engine, options, kept, progress)
         variants = [start.single(), *(start.pair(name, mode, OWN_CONNECTOR) for name, mode in bench.ours.items())]

@@ -330,21 +330,14 @@ def wire(
     if plot is not None and plot.suffix not in ("", ".png", ".svg"):
         raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     _begin(output, plot)
-    from kvbaton.bench.wire.run import WireOptions, measure_wire
+    from kvbaton.bench.wire.run import WireBench, measure_wire
     from kvbaton.transport.base import Direction
 
-    options = WireOptions(
-        transport,
-        tuple(number << 10 for number in _numbers(blocks, "--blocks")),
-        tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib")),
-        _numbers(peers, "--peers"),
-        layout,
-        Direction(direction),
-        tokens,
-        rounds,
-        idle,
-    )
-    report, described = measure_wire(options, _progress)
+    sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
+    batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
+    counts = _numbers(peers, "--peers")
+    asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
+    report, described = measure_wire(transport, asked, tokens, _progress)
     if plot is not None:
         from kvbaton.bench.plots import plot_wire_bench
 

@@ -92,7 +92,7 @@ def _story(router: str, transfer_id: str) -> TransferReport:
     try:
         return msgspec.convert(document, TransferReport)
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"{router} told a story that cannot be read ({error}); is it of the same version?") from error
+        raise ProtocolError(f"{router} sent a report that cannot be read ({error}); is it of the same version?") from error
 
 
 def _get(router: str, path: str) -> object:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.engines.table import OWN_ENGINES
+from kvbaton.engines.table import engine_names, known_engine
 from kvbaton.transport.table import transport_entry, transport_names
 
 if TYPE_CHECKING:
@@ -20,14 +20,23 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineName", "HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
 
-EngineName = Annotated[
-    str,
-    Parameter(
-        help=f"what computes: {', '.join(f'`{name}`' for name in OWN_ENGINES)}, or an engine that another package registers; "
-        "others than `embedded` run as real servers on this machine's CPUs, installed on first use."
-    ),
-]
-"""The name of an engine; `find_engine` refuses one that is not known."""
+
+def _known_engine(_kind: object, tokens: Sequence[Token]) -> str:
+    """The name that was given. Raises ConfigError, with the nearest known name, for one that no engine has."""
+    return known_engine(tokens[0].value, tokens[0].keyword or "ENGINE")
+
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Annotated[
+        Literal[engine_names()],
+        Parameter(
+            converter=_known_engine,
+            help="what computes; others than `embedded` are real servers on this machine's CPUs, installed on first use.",
+        ),
+    ]
+"""The name of an engine from the table of engines, those of other packages included."""
 
 
 def _known_transport(_kind: object, tokens: Sequence[Token]) -> str:

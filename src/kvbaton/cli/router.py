@@ -28,11 +28,14 @@ class ChoiceOptions:
     decode_policy
         how the decode instance is chosen.
     max_per_prefill
-        most requests at one prefill instance at once; 0 is no limit. More wait.
+        most sequences (prompts times n) at one prefill instance at once; 0 is no limit. More wait.
     max_per_decode
-        most requests at one decode instance at once; 0 is no limit. More wait.
+        most sequences at one decode instance at once; 0 is no limit. More wait.
+    max_per_client
+        most sequences of one client (an API key, else an address) at instances at once, for each live decode instance; 0 is
+        no limit. More wait, and other clients go first.
     queue_limit
-        most requests that wait; those beyond are answered 429.
+        most sequences that wait; those beyond are answered 429.
     local_prefill_chars
         prompts with fewer characters are prefilled by the decode instance itself; 0 never.
     local_prefill_when_busy
@@ -45,7 +48,8 @@ class ChoiceOptions:
     decode_policy: Literal["round_robin", "least_loaded", "prefix_affinity"] = "least_loaded"
     max_per_prefill: int = 0
     max_per_decode: int = 0
-    queue_limit: int = 1024
+    max_per_client: int = 2048
+    queue_limit: int = 16384
     local_prefill_chars: int = 0
     local_prefill_when_busy: bool = False
     max_attempts: int = 3

@@ -122,7 +122,7 @@ class Session:
         if not hmac.compare_digest(sealed[:TAG_BYTES], digest.digest()):
             raise ProtocolError(
                 "wrong key: the seal does not fit the cluster key that is set here, or the frame was made for another place or"
-                " connection; set the same key on both sides"
+                " connection; set the same on both sides"
             )
         return frame
 

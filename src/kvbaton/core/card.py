@@ -32,7 +32,7 @@ __all__ = [
     "make_card",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the control protocol; peers of another version are refused, with both numbers."""
 
 _UNCUT = Shape()

@@ -32,7 +32,7 @@ from kvbaton.discovery.heartbeats import AnswerKind
 from kvbaton.discovery.messages import Cause, Freshness, InstanceType, Malformed, Registration, decode_registration
 from kvbaton.discovery.registry import Left, Outcome, Refreshed, Registered, RegistrationRefused, Registry, Replaced
 from kvbaton.errors import Bug, ConfigError
-from kvbaton.wire.door import Door, DoorLimits, Ended, PeerConnection, listen_on
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
 from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["Listener"]
@@ -52,9 +52,9 @@ _REGISTERS_FOR = 64
 _FORGET_S = 60.0
 _JOIN_LINES = 200
 _COUNTED_ENDS = {
-    Ended.NOT_ZMTP: Cause.NOT_ZMTP,
-    Ended.TOO_LONG: Cause.TOO_LONG,
-    Ended.TOO_MANY_PARTS: Cause.TOO_LONG,
+    EndCause.NOT_ZMTP: Cause.NOT_ZMTP,
+    EndCause.TOO_LONG: Cause.TOO_LONG,
+    EndCause.TOO_MANY_PARTS: Cause.TOO_LONG,
 }
 
 
@@ -202,7 +202,7 @@ class Listener:
             door.admit(connection)
         return _answer_to(outcome, sender.freshness.nonce)
 
-    def _on_end(self, connection: PeerConnection, ended: Ended, detail: str) -> None:
+    def _on_end(self, connection: PeerConnection, ended: EndCause, detail: str) -> None:
         """What breaks the rules of the wire counts as a message. Silent and lost connections are not worth a line."""
         cause = _COUNTED_ENDS.get(ended)
         if cause is not None:

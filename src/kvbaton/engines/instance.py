@@ -10,17 +10,15 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.aux_area import AuxArea
-from kvbaton.core.card import Card, Endpoint, RankCard
+from kvbaton.core.card import Card, RankCard, make_card
 from kvbaton.core.handoff import Incarnation, Mode
 from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Observer, no_observer
@@ -32,6 +30,7 @@ from kvbaton.launch.fleet import answers_ok
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
+from kvbaton.transport.neighbour import this_process
 
 __all__ = [
     "ONE_RANK",
@@ -126,7 +125,7 @@ def open_driver(
         if transport is None:
             transport = agents.open_transport(incarnation, region)
             opened.callback(transport.close)
-        card = instance_card(incarnation, model, agents.limits, [layout], endpoints=[transport.endpoint()])
+        card = instance_card(incarnation, model, agents.limits, [RankCard(0, layout, (transport.endpoint(),))])
         limits = limits or agents.limits
         driver = Driver(card, layout, transport, limits, sockets, news, agents.handoff, observe, memory=region.view)
         opened.pop_all()
@@ -139,30 +138,17 @@ def new_incarnation() -> Incarnation:
 
 
 def instance_card(
-    incarnation: Incarnation,
-    model: ModelIdentity,
-    limits: Limits,
-    layouts: Sequence[Layout],
-    *,
-    shape: Shape = ONE_RANK,
-    endpoints: Sequence[Endpoint] = (),
-    aux_areas: Sequence[AuxArea | None] = (),
+    incarnation: Incarnation, model: ModelIdentity, limits: Limits, ranks: Iterable[RankCard], shape: Shape = ONE_RANK
 ) -> Card:
-    """The card of an instance whose coordinator runs in this process; what is by rank is in the order of ranks.
-
-    Without endpoints it can be compared with another card, but no peer can use it.
-    """
-    reachable: list[tuple[Endpoint, ...]] = [(endpoint,) for endpoint in endpoints] or [()] * len(layouts)
-    areas = list(aux_areas) or [None] * len(layouts)
-    return Card(
+    """The card of an instance whose coordinator runs in this process. Raises ConfigError for ranks that are not whole."""
+    return make_card(
         incarnation=incarnation,
         model=model.name,
         fingerprint=model.fingerprint,
-        shape=str(shape),
-        ranks=tuple(RankCard(rank, *parts) for rank, parts in enumerate(zip(layouts, reachable, areas, strict=True))),
         process=this_process(),
-        defer_timeout=limits.defer_timeout,
-        transfer_timeout=limits.transfer_timeout,
+        limits=limits,
+        ranks=ranks,
+        shape=shape,
     )
 
 

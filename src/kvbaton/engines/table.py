@@ -17,7 +17,7 @@ from kvbaton.errors import ConfigError
 if TYPE_CHECKING:
     from kvbaton.engines.base import EnginePlugin
 
-__all__ = ["DEFAULT_ENGINE", "GROUP", "OWN_ENGINES", "engine_names", "engine_with_connector", "find_engine"]
+__all__ = ["DEFAULT_ENGINE", "GROUP", "OWN_ENGINES", "engine_names", "engine_with_connector", "find_engine", "known_engine"]
 
 GROUP = "kvbaton.engines"
 """The group of entry points."""
@@ -36,15 +36,20 @@ def engine_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*OWN_ENGINES, *sorted(point.name for point in metadata.entry_points(group=GROUP)))))
 
 
+def known_engine(name: str, option: str = "--engine") -> str:
+    """`name`. Raises ConfigError, naming `option` and the nearest known name, when no engine has it; imports none."""
+    names = engine_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+        raise ConfigError(f"{option} is {name!r}, which is no engine; {hint}")
+    return name
+
+
 def find_engine(name: str, option: str = "--engine") -> EnginePlugin:
     """The engine of this name. Raises ConfigError, naming `option`, for one that is not known or cannot be imported."""
-    if name not in engine_names():
-        near = difflib.get_close_matches(name, engine_names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "known are"
-        known = "" if near else f" {', '.join(engine_names())}"
-        raise ConfigError(f"{option} is {name!r}, which is no engine; {hint}{known}")
     try:
-        plugin = _load(name)()
+        plugin = _load(known_engine(name, option))()
     except ImportError as error:
         raise ConfigError(f"{option} is {name!r}, which cannot be imported: {error}; install what it needs") from error
     if plugin.name != name:

@@ -24,13 +24,14 @@ class AllowedHosts:
     def __init__(self, host: str, names: Sequence[str]) -> None:
         self._names = frozenset(name.lower().rstrip(".") for name in (*names, host))
         self._checks_all = is_loopback(host)
-        self._known: set[bytes] = set()
+        self.known: set[bytes] = set()
+        """Hosts that were allowed: a request with one of them and without an `Origin` needs no other look."""
 
     def refusal(self, path: str, headers: Mapping[bytes, bytes]) -> str | None:
         """Why a request is refused; None when it is not."""
         origin = headers.get(b"origin")
         host = headers.get(b"host", b"")
-        if origin is None and (host in self._known or not (self._checks_all or path == "/" or path.startswith("/page/"))):
+        if origin is None and not (self._checks_all or path == "/" or path.startswith("/page/")):
             return None
         if not self._allows(host):
             return f"Host is {host[:100].decode('latin-1')!r}, which this router is not known by; allow it with --allow-host"
@@ -38,8 +39,8 @@ class AllowedHosts:
             site = origin.partition(b"://")[2]
             if site != host and not self._allows_name(_name_of(site)):
                 return f"Origin is {origin[:100].decode('latin-1')!r}, another site; allow its host with --allow-host"
-        if len(self._known) < _MOST_KNOWN:
-            self._known.add(host)
+        if len(self.known) < _MOST_KNOWN:
+            self.known.add(host)
         return None
 
     def _allows(self, host: bytes) -> bool:

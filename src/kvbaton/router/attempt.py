@@ -87,7 +87,7 @@ class Attempt(Caller):
         job = self._pair_request
         if job.pair.prefill is None:
             self._call_decode(job.local_payload())
-        elif job.is_bootstrap:
+        elif job.pair.is_bootstrap:
             self._call_prefill(job.bootstrap_payload(job.pair.prefill))
             self._call_decode(job.bootstrap_payload(job.pair.decode))
         elif job.pair.transfer_mode is TransferMode.WRITE:
@@ -207,7 +207,7 @@ class Attempt(Caller):
             instance,
             payload,
             deadline=self._upstream.clock() + self._settings.prefill_timeout_s,
-            may_stream=self._pair_request.is_bootstrap,
+            may_stream=self._pair_request.pair.is_bootstrap,
             max_bytes=self._settings.max_answer_bytes,
         )
         self._upstream.start(self._prefill)

@@ -67,7 +67,7 @@ class Board:
 
 
 class Loads:
-    """How many requests are at each instance, by its slot; slots are the columns from `first` on."""
+    """How many sequences are at each instance, by its slot; slots are the columns from `first` on."""
 
     def __init__(self, board: Board, row: int, first: int) -> None:
         self._board = board
@@ -80,14 +80,14 @@ class Loads:
         """Look and take without another process in between."""
         return self._board.locked()
 
-    def take(self, slot: int) -> None:
-        """One more request goes to the instance."""
-        self._mine[self._first + slot] += 1
+    def take(self, slot: int, sequences: int) -> None:
+        """A request of so many sequences goes to the instance."""
+        self._mine[self._first + slot] += sequences
 
-    def give(self, slot: int) -> None:
+    def give(self, slot: int, sequences: int) -> None:
         """A request there is over."""
-        self._mine[self._first + slot] -= 1
+        self._mine[self._first + slot] -= sequences
 
     def of(self, slot: int) -> int:
-        """The requests of all processes at the instance."""
+        """The sequences of all processes at the instance."""
         return int(self._board.total(self._first + slot))

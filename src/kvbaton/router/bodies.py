@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -24,6 +25,9 @@ Fields = dict[str, msgspec.Raw]
 
 _CHOOSES_PEERS = frozenset(("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"))
 _MAX_SHOWN = 100
+_PEEKED_BYTES = 64
+_OPEN = ord("[")
+_MULTIPLY = frozenset(("n", "best_of"))
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 
@@ -50,13 +54,26 @@ class ClientBody(msgspec.Struct, frozen=True):
         """How many prompts a batch has; None for a single one. Raises BadRequest when it is nested too deeply."""
         for name in ("prompt", "text", "input_ids"):
             value = self.fields.get(name)
-            if value is not None and bytes(value).startswith(b"["):
-                try:
-                    items = msgspec.json.decode(value, type=list[msgspec.Raw])
-                except RecursionError:
-                    raise BadRequest(name, f"{name} is nested too deeply") from None
-                return len(items) if items and bytes(items[0])[:1] in (b"[", b'"') else None
+            if value is None or (view := memoryview(value))[0] != _OPEN:
+                continue
+            if bytes(view[1:_PEEKED_BYTES]).lstrip()[:1] not in (b"[", b'"', b""):
+                return None
+            try:
+                items = msgspec.json.decode(value, type=list[msgspec.Raw])
+            except RecursionError:
+                raise BadRequest(name, f"{name} is nested too deeply") from None
+            return len(items) if items and bytes(memoryview(items[0])[:1]) in (b"[", b'"') else None
         return None
+
+    def sequences(self) -> int:
+        """How many sequences an instance makes of the request: prompts times `n`. Raises BadRequest as `batch_size` does."""
+        fields = self.fields
+        copies = 1 if _MULTIPLY.isdisjoint(fields) else _copies(fields)
+        if "sampling_params" in fields:
+            # Where it is a list of them, or malformed, the instance decides.
+            with contextlib.suppress(ValueError, RecursionError):
+                copies *= _copies(_FIELDS.decode(fields["sampling_params"]))
+        return copies * (self.batch_size() or 1)
 
     def priority(self) -> int:
         """The `priority` that the client gives the request; 0 when it gives none, or none that is a number."""
@@ -188,6 +205,16 @@ def bootstrap_body(body: ClientBody, host: str, port: int | None, rooms: list[in
         count = len(rooms)
         where = {"bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}
     return msgspec.json.encode({**body.fields, **where})
+
+
+def _copies(fields: Fields) -> int:
+    """How many samples of each prompt the client requests; what is no count is left to the instance."""
+    most = 1
+    for name in _MULTIPLY:
+        if name in fields:
+            value = _value(fields, name)
+            most = max(most, value) if type(value) is int else most
+    return most
 
 
 def _value(fields: Fields, name: str) -> Any:

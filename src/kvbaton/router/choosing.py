@@ -33,6 +33,7 @@ class SeatRequest(msgspec.Struct, frozen=True):
     avoid: Collection[str] = _NO_ADDRESSES
     shun: Collection[str] = _NO_ADDRESSES
     dispatch: Dispatch | None = None
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,13 @@ _NO_SEATS = (Missing, Busy)
 class Seats:
     """A request's places at its pair of instances."""
 
-    __slots__ = ("_chooser", "_decode_slot", "_prefill_slot", "pair")
+    __slots__ = ("_chooser", "_decode_slot", "_prefill_slot", "_sequences", "pair")
 
-    def __init__(self, chooser: Chooser, pair: InstancePair, prefill_slot: int | None, decode_slot: int) -> None:
+    def __init__(
+        self, chooser: Chooser, pair: InstancePair, prefill_slot: int | None, decode_slot: int, sequences: int
+    ) -> None:
         self.pair = pair
+        self._sequences = sequences
         self._chooser = chooser
         self._prefill_slot = prefill_slot
         self._decode_slot: int | None = decode_slot
@@ -67,13 +71,13 @@ class Seats:
         """The prefill instance is done with the request. Idempotent."""
         slot, self._prefill_slot = self._prefill_slot, None
         if slot is not None and self.pair.prefill is not None:
-            self._chooser.give_back(self.pair.prefill, slot, self.pair.prefill_dp_rank)
+            self._chooser.give_back(self.pair.prefill, slot, self._sequences, self.pair.prefill_dp_rank)
 
     def leave_decode(self) -> None:
         """The decode instance is done with the request. Idempotent."""
         slot, self._decode_slot = self._decode_slot, None
         if slot is not None:
-            self._chooser.give_back(self.pair.decode, slot, self.pair.decode_dp_rank)
+            self._chooser.give_back(self.pair.decode, slot, self._sequences, self.pair.decode_dp_rank)
 
     def leave(self) -> None:
         """Nothing came of it: leave both. Idempotent."""
@@ -135,6 +139,8 @@ class Chooser:
         self._decodes = self._side(())
         self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], InstancePair] = {}
         self._live: tuple[Instance, ...] = ()
+        self.live_decodes = 0
+        """How many decode instances are live."""
         self.freed = False
         """Set when a seat was left; the dispatcher unsets it when it has woken its queue."""
         self.on_freed: Callable[[], None] = _nothing
@@ -150,6 +156,7 @@ class Chooser:
         self._slots.keep({instance_key(i.registration) for i in self._live}, now, self._loads.of)
         self._pools = [(pool, self._side(pool.prefills), self._side(pool.decodes)) for pool in pools_of(self._live)]
         self._decodes = self._side(tuple(i for i in self._live if _can_prefill(i)))
+        self.live_decodes = sum(i.type is InstanceType.DECODE for i in self._live)
         known = {i.http_address for i in self._live}
         self._ranks = {address: counts for address, counts in self._ranks.items() if address in known}
         return True
@@ -198,12 +205,12 @@ class Chooser:
         return self._seated(wanted, pool, source, target)
 
     def load_of(self, instance: Instance) -> int:
-        """The requests at an instance, of all processes."""
+        """The sequences at an instance, of all processes."""
         return self._loads.of(self._slots.slot_of(instance_key(instance.registration)))
 
-    def give_back(self, instance: Instance, slot: int, dp_rank: int | None) -> None:
+    def give_back(self, instance: Instance, slot: int, sequences: int, dp_rank: int | None) -> None:
         """A seat was left."""
-        self._loads.give(slot)
+        self._loads.give(slot, sequences)
         self.freed = True
         ranks = self._ranks.get(instance.http_address)
         if dp_rank is not None and ranks is not None:
@@ -215,9 +222,9 @@ class Chooser:
         shift = self._turn // pool.period
         source = self._prefill_policy.choose(wanted.request, sources, self._turn)
         target = self._decode_policy.choose(wanted.request, targets, self._turn + shift)
-        self._loads.take(source.slot)
-        self._loads.take(target.slot)
-        return Seats(self, self._pair(source, target), source.slot, target.slot)
+        self._loads.take(source.slot, wanted.sequences)
+        self._loads.take(target.slot, wanted.sequences)
+        return Seats(self, self._pair(source, target), source.slot, target.slot, wanted.sequences)
 
     def _alone(self, wanted: SeatRequest, now: float) -> Seats | Missing | Busy:
         found = self._candidates(self._decodes, wanted, now)
@@ -225,8 +232,8 @@ class Chooser:
             return found
         self._turn += 1
         target = self._decode_policy.choose(wanted.request, found, self._turn)
-        self._loads.take(target.slot)
-        return Seats(self, self._pair(None, target), None, target.slot)
+        self._loads.take(target.slot, wanted.sequences)
+        return Seats(self, self._pair(None, target), None, target.slot, wanted.sequences)
 
     def _pair(self, source: Candidate | None, target: Candidate) -> InstancePair:
         """The same two are the same pair each time, as long as nothing changes."""
@@ -258,7 +265,9 @@ class Chooser:
         if not found:
             return Missing("no other instance is left to try")
         if side.cap < math.inf:
-            found = [place for place in found if place.load < side.cap]
+            # A request of more sequences than an instance takes would wait for ever: it goes to an idle one.
+            room = max(0, side.cap - wanted.sequences)
+            found = [place for place in found if place.load <= room]
         return found or Busy(side.places[0].instance.type)
 
     def _side(self, instances: tuple[Instance, ...]) -> _SidePlaces:

@@ -30,10 +30,8 @@ class DeathBook:
 
     def __init__(self, report: Callable[[bytes], None] | None = None) -> None:
         self.report = report
-        self._deaths: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._deaths)
+        self.bodies: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        """How many deaths each digest was counted for, and when the last was; the oldest first."""
 
     def note(self, path: str, body: bytes, now: float) -> int:
         """An instance died while it served `body`; how many have."""
@@ -46,26 +44,25 @@ class DeathBook:
     def add(self, digest: bytes, now: float) -> int:
         """Count one death for a digest, which another process may have computed; how many there are."""
         count = self._count(digest, now) + 1
-        self._deaths[digest] = (count, now)
-        self._deaths.move_to_end(digest)
-        if len(self._deaths) > _MOST_BODIES:
-            self._deaths.popitem(last=False)
+        self.bodies[digest] = (count, now)
+        self.bodies.move_to_end(digest)
+        if len(self.bodies) > _MOST_BODIES:
+            self.bodies.popitem(last=False)
         return count
 
     def count(self, path: str, body: bytes, now: float) -> int:
         """How many instances died while they served `body`."""
-        return self._count(_digest(path, body), now) if self._deaths else 0
+        return self._count(_digest(path, body), now)
 
     def clear(self, path: str, body: bytes) -> None:
         """The body was answered: it is not what instances die of."""
-        if self._deaths:
-            self._deaths.pop(_digest(path, body), None)
+        self.bodies.pop(_digest(path, body), None)
 
     def _count(self, digest: bytes, now: float) -> int:
-        count, last = self._deaths.get(digest, (0, now))
+        count, last = self.bodies.get(digest, (0, now))
         if now - last < _FORGET_S:
             return count
-        del self._deaths[digest]
+        del self.bodies[digest]
         return 0
 
 

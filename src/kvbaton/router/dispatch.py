@@ -19,7 +19,7 @@ from kvbaton.errors import BadRequest, PeerError
 from kvbaton.router.answers import error_event, error_response
 from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.bodies import ClientBody, parse_body
-from kvbaton.router.choosing import Busy, Chooser, Missing, SeatRequest, Seats
+from kvbaton.router.choosing import Chooser, Missing, SeatRequest, Seats
 from kvbaton.router.deaths import MOST_DEATHS, DeathBook
 from kvbaton.router.http.client_connection import ClientConnection
 from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response, head_lines, is_header_value
@@ -29,7 +29,7 @@ from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
 from kvbaton.router.pair_template import instance_lines
 from kvbaton.router.policy import RouteRequest
-from kvbaton.router.request_queue import RequestQueue
+from kvbaton.router.request_queue import ClientShare, QueuedRequest, RequestQueue
 from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.wire.log_limit import LogLimit
@@ -50,6 +50,7 @@ _NO_RETRY = {"X-Should-Retry": "false"}
 # which this process may read just before it notices the closed connection.
 _GOODBYE_AHEAD_S = 0.02
 _MAX_ECHO = 256
+_MOST_SHARES = 4096
 _EVENT_END = b"\n\n"
 # Other statuses (4xx, 501) would be the same on every instance.
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
@@ -78,7 +79,9 @@ class Dispatcher:
         self.clock = clock
         self.digits = Digits()
         self.deaths = DeathBook()
-        self.queue = RequestQueue(settings.queue_limit)
+        self.queue = RequestQueue(settings.queue_limit, self.may_run)
+        self._has_keys = bool(settings.api_keys)
+        self._shares: dict[bytes, ClientShare] = {}
         self._in_flight = 0
         self._limit = LogLimit()
         self._is_waking = False
@@ -92,22 +95,47 @@ class Dispatcher:
 
     def serve(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer one completion request, now or later."""
-        if self._in_flight >= self.settings.max_in_flight:
-            message = f"{self._in_flight} requests are in flight, which is the limit; try again"
-            connection.send(error_response(503, message, code="overloaded", headers=_RETRY_AFTER))
-            return
-        self._in_flight += 1
         self.metrics.add("in_flight_requests")
-        Exchange(self, connection, request).begin()
+        key = request.headers.get(b"authorization", b"") if self._has_keys else connection.peer
+        share = self._shares.get(key)
+        if share is None:
+            share = self._new_share(key)
+        Exchange(self, connection, request, share).begin()
 
-    def finished(self) -> None:
-        """An exchange is over."""
-        self._in_flight -= 1
+    def admit(self, share: ClientShare, sequences: int) -> str | None:
+        """Count the sequences of a request, until `finished`; or why they are too many."""
+        settings = self.settings
+        if sequences > settings.max_sequences:
+            return f"the request is for {sequences} sequences (prompts times n), and the limit is {settings.max_sequences}"
+        # A client that has nothing in flight is not turned away because of what the others have.
+        if self._in_flight + sequences > settings.max_in_flight and share.in_flight:
+            return f"{self._in_flight} sequences are in flight, and the limit is {settings.max_in_flight}; try again"
+        self._in_flight += sequences
+        share.in_flight += sequences
+        return None
+
+    def may_run(self, request: QueuedRequest) -> bool:
+        """Whether the client's share of the instances has room for the request; one that has none running may always run."""
+        running, limit = request.share.running, self.settings.max_per_client
+        return not limit or not running or running + request.sequences <= limit * max(1, self.chooser.live_decodes)
+
+    def finished(self, share: ClientShare, sequences: int, was_running: bool) -> None:
+        """An exchange is over; 0 sequences when it was not admitted."""
+        self._in_flight -= sequences
+        share.in_flight -= sequences
+        if was_running:
+            share.running -= sequences
         self.metrics.add("in_flight_requests", -1)
+
+    def _new_share(self, key: bytes) -> ClientShare:
+        if len(self._shares) >= _MOST_SHARES:
+            self._shares = {name: share for name, share in self._shares.items() if share.in_flight}
+        share = self._shares[key] = ClientShare()
+        return share
 
     def wake_waiting(self) -> None:
         """Let waiting requests go on soon, when a seat was left."""
-        if self.chooser.freed and len(self.queue) and not self._is_waking:
+        if self.chooser.freed and self.queue.deadlines and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake)
 
@@ -154,11 +182,15 @@ class Exchange:
     _answer_lines = b""
     _tail = b""
     _has_begun = False
+    sequences = 0
+    """How many sequences it is counted for; 0 until it is admitted."""
+    _is_running = False
     _is_waiting = False
     _is_held_back = False
     _is_over = False
 
-    def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: HttpRequest) -> None:
+    def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: HttpRequest, share: ClientShare) -> None:
+        self.share = share
         self._dispatcher = dispatcher
         self._connection = connection
         self._request = request
@@ -167,7 +199,7 @@ class Exchange:
     def begin(self) -> None:
         """Read the request and find it a pair."""
         self._connection.host(self)
-        if self._dispatcher.deaths and self._is_suspected():
+        if self._dispatcher.deaths.bodies and self._is_suspected():
             return
         body, settings = self._request.body, self._dispatcher.settings
         if is_simple(body, settings.max_json_depth, settings.max_json_keys):
@@ -189,12 +221,21 @@ class Exchange:
             asyncio.get_running_loop().call_soon(self._scan_on, slices)
 
     def _parse(self) -> None:
+        dispatcher = self._dispatcher
         try:
             self._body = parse_body(self._request.body)
+            sequences = self._body.sequences()
         except BadRequest as error:
             self._refuse(error)
             return
-        self._place(self._arrived)
+        problem = dispatcher.admit(self.share, sequences)
+        if problem is None:
+            self.sequences = sequences
+            self._place(self._arrived)
+        elif sequences > dispatcher.settings.max_sequences:
+            self._send(error_response(400, problem, code="too_many_sequences"))
+        else:
+            self._send(error_response(503, problem, code="overloaded", headers=_RETRY_AFTER))
 
     def client_gone(self) -> None:
         """Close whatever is open."""
@@ -227,11 +268,22 @@ class Exchange:
         message = f"no instance was free within {dispatcher.settings.queue_timeout_s:g} s; try again"
         self._send(error_response(503, message, code="overloaded", headers=_RETRY_AFTER))
 
+    def crowded_out(self) -> None:
+        """From the queue: another client, which has less in it, has its place."""
+        self._is_waiting = False
+        self._dispatcher.metrics.add("queued_requests", -1)
+        self._refuse_full_queue("the queue is full, and no client has more sequences in it than this one; try again")
+
+    def _refuse_full_queue(self, message: str) -> None:
+        self._dispatcher.metrics.add("queue_refusals")
+        self._send(error_response(429, message, code="overloaded", headers=_RETRY_AFTER))
+
     def decode_answered(self, answer: InstanceAnswer) -> None:
         """Pass a whole answer on."""
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
         self._report_reached()
-        self._clear_suspicion()
+        if self._dispatcher.deaths.bodies:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._pass_on(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
@@ -250,7 +302,8 @@ class Exchange:
         if not self._has_begun:
             self.decode_streamed("text/event-stream", b"")
         self._attempt = None
-        self._clear_suspicion()
+        if self._dispatcher.deaths.bodies:
+            self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._finish()
         self._connection.end_stream()
 
@@ -321,6 +374,8 @@ class Exchange:
 
     def _find_place(self, now: float) -> bool:
         dispatcher = self._dispatcher
+        if self.share.running and not self._is_running and not self._is_waiting and not dispatcher.may_run(self):
+            return self._wait("this client has as many sequences at the instances as one may have (max_per_client)", now)
         found = dispatcher.chooser.choose(self._seat_request(), now)
         if isinstance(found, Seats):
             self._leave_queue()
@@ -332,7 +387,7 @@ class Exchange:
             self._leave_queue()
             self._send(error_response(503, found.reason, code="no_instance", headers=_RETRY_AFTER))
             return True
-        return self._wait(found, now)
+        return self._wait(f"every {found.side.word} instance has as many sequences as it takes", now)
 
     def _seat_request(self) -> SeatRequest:
         assert self._body is not None  # noqa: S101
@@ -344,22 +399,24 @@ class Exchange:
         dispatch = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None
         session = self._request.header(b"x-session-id")
         return SeatRequest(
-            RouteRequest(self._body.fields, session), is_local and dispatch is None, self._avoid, self._shun, dispatch
+            RouteRequest(self._body.fields, session),
+            is_local and dispatch is None,
+            self._avoid,
+            self._shun,
+            dispatch,
+            self.sequences,
         )
 
-    def _wait(self, busy: Busy, now: float) -> bool:
+    def _wait(self, reason: str, now: float) -> bool:
         if self._is_waiting:
             return False
         dispatcher = self._dispatcher
-        if dispatcher.queue.is_full:
-            dispatcher.metrics.add("queue_refusals")
-            message = f"every {busy.side.word} instance has as many requests as it takes, and the queue is full; try again"
-            self._send(error_response(429, message, code="overloaded", headers=_RETRY_AFTER))
-            return True
         assert self._body is not None  # noqa: S101
-        self._is_waiting = True
-        dispatcher.metrics.add("queued_requests")
-        dispatcher.queue.add(self, self._body.priority(), now + dispatcher.settings.queue_timeout_s)
+        if dispatcher.queue.add(self, self._body.priority(), now + dispatcher.settings.queue_timeout_s):
+            self._is_waiting = True
+            dispatcher.metrics.add("queued_requests")
+        else:
+            self._refuse_full_queue(f"{reason}, and the queue is full; try again")
         return True
 
     def _leave_queue(self) -> None:
@@ -371,6 +428,9 @@ class Exchange:
     def _start(self, seats: Seats) -> None:
         dispatcher, request = self._dispatcher, self._request
         assert self._body is not None  # noqa: S101
+        if not self._is_running:
+            self._is_running = True
+            self.share.running += self.sequences
         self._attempts += 1
         if self._attempts > 1:
             dispatcher.metrics.add("retries")
@@ -433,10 +493,6 @@ class Exchange:
             if instance is not None and instance.strikes:
                 self._dispatcher.registry.report_reached(instance)
 
-    def _clear_suspicion(self) -> None:
-        if self._dispatcher.deaths:
-            self._dispatcher.deaths.clear(self._request.path, self._request.body)
-
     def _answer_failure(self, failure: Failure) -> None:
         """The failure as the client sees it: what is its own fault keeps status and body, as does whatever decode answered."""
         side, cause = failure.side, failure.cause
@@ -476,4 +532,4 @@ class Exchange:
     def _finish(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._dispatcher.finished()
+            self._dispatcher.finished(self.share, self.sequences, self._is_running)

@@ -7,7 +7,6 @@ import secrets
 
 import msgspec
 
-from kvbaton.discovery.messages import Dispatch
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.bodies import ClientBody, bootstrap_body, decode_body, plain_body, prefill_body, transfer_params
 from kvbaton.router.policy import InstancePair
@@ -48,11 +47,6 @@ class PairRequest(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         source = self.pair.prefill.http_address if self.pair.prefill is not None else "no prefill"
         return f"{self.transfer_id} ({source} to {self.pair.decode.http_address})"
-
-    @property
-    def is_bootstrap(self) -> bool:
-        """Whether the two instances find each other by SGLang's bootstrap fields."""
-        return self.pair.decode.registration.dispatch is Dispatch.BOOTSTRAP
 
     def prefill_payload(self) -> bytes:
         """To the prefill instance."""
@@ -95,7 +89,7 @@ def new_pair_request(path: str, body: ClientBody, pair: InstancePair, forwarded:
     """A pair request under new ids; `forwarded` are the client's headers that instances may see."""
     lines = pair.template.request_id_line(digits.take()) + forwarded
     rooms: list[int] | int = 0
-    if pair.decode.registration.dispatch is Dispatch.BOOTSTRAP:
+    if pair.is_bootstrap:
         batch = body.batch_size()
         rooms = secrets.randbits(_ROOM_BITS) if batch is None else [secrets.randbits(_ROOM_BITS) for _ in range(batch)]
     return PairRequest(path, body, pair, f"tx-{digits.take()}", lines, rooms)

@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -57,8 +58,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
 class InstancePair:
     """The two instances that serve one request; they hand over in the same mode. Without `prefill`, decode does it all."""
 
-    __slots__ = ("_template", "decode", "decode_dp_rank", "prefill", "prefill_dp_rank")
-
     def __init__(
         self,
         prefill: Instance | None,
@@ -70,19 +69,14 @@ class InstancePair:
         self.decode = decode
         self.prefill_dp_rank = prefill_dp_rank
         self.decode_dp_rank = decode_dp_rank
-        self._template: PairTemplate | None = None
+        self.transfer_mode = decode.transfer_mode
+        self.is_bootstrap = decode.registration.dispatch is Dispatch.BOOTSTRAP
+        """Whether the two find each other by SGLang's bootstrap fields."""
 
-    @property
-    def transfer_mode(self) -> TransferMode:
-        """How the two hand over."""
-        return self.decode.transfer_mode
-
-    @property
+    @cached_property
     def template(self) -> PairTemplate:
-        """What all requests to this pair have in common; made when first asked for."""
-        if self._template is None:
-            self._template = PairTemplate(self.prefill, self.decode, self.prefill_dp_rank, self.decode_dp_rank)
-        return self._template
+        """What all requests to this pair have in common."""
+        return PairTemplate(self.prefill, self.decode, self.prefill_dp_rank, self.decode_dp_rank)
 
 
 class Candidate:
@@ -98,7 +92,7 @@ class Candidate:
 
     @property
     def load(self) -> int:
-        """The requests that it has now."""
+        """The sequences that it has now."""
         return self._load_of(self.slot)
 
 

@@ -48,12 +48,11 @@ class Rings:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._memory = mmap.mmap(-1, rows * _RING * _CELL.size)
+        self._memory = memoryview(mmap.mmap(-1, rows * _RING * _CELL.size))
 
-    def write(self, row: int, number: int, cell: bytes) -> None:
-        """Put a process's transfer of that number into its ring."""
-        start = (row * _RING + number % _RING) * _CELL.size
-        self._memory[start : start + _CELL.size] = cell
+    def write(self, place: int, arrived: float, id_bytes: bytes, code: tuple[int, int, int, int]) -> None:
+        """Put a transfer at a place; those of one row are `_RING` places one after the other."""
+        _CELL.pack_into(self._memory, place * _CELL.size, arrived, id_bytes, *code)
 
     def cells(self) -> Iterator[_TransferCell]:
         """Every transfer of every process; one that is being written just now may be missing or garbled."""
@@ -70,10 +69,9 @@ class RoutedTransfers:
 
     def __init__(self, rings: Rings, row: int, slots: SlotBook, registry: Registry) -> None:
         self._rings = rings
-        self._row = row
+        self._first = self._next = row * _RING
         self._slots = slots
         self._registry = registry
-        self._number = 0
         self._codes: dict[InstancePair, tuple[int, int, int, int]] = {}
 
     def add(self, transfer_id: str, pair: InstancePair, arrived: float) -> None:
@@ -83,9 +81,10 @@ class RoutedTransfers:
             if len(self._codes) >= _MOST_CODES:
                 self._codes.clear()
             code = self._codes[pair] = self._code(pair)
-        id_bytes = bytes.fromhex(transfer_id.removeprefix(_PREFIX))
-        self._rings.write(self._row, self._number, _CELL.pack(arrived, id_bytes, *code))
-        self._number += 1
+        self._rings.write(self._next, arrived, bytes.fromhex(transfer_id[len(_PREFIX) :]), code)
+        self._next += 1
+        if self._next == self._first + _RING:
+            self._next = self._first
 
     def get(self, transfer_id: str) -> Routed | None:
         """The transfer of that id; None when it is not known, or not any more."""

@@ -77,9 +77,10 @@ class HttpRoutes:
 
     def check_head(self, path: str, headers: Mapping[bytes, bytes]) -> Response | None:
         """Refuse a request of another site's page, or without a valid key, before its body is read."""
-        refusal = self._hosts.refusal(path, headers)
-        if refusal is not None:
-            return error_response(403, refusal, code="host_not_allowed")
+        if b"origin" in headers or headers.get(b"host") not in self._hosts.known:
+            refusal = self._hosts.refusal(path, headers)
+            if refusal is not None:
+                return error_response(403, refusal, code="host_not_allowed")
         if not self._keys or path in _OPEN_TO_ALL or path.startswith("/page/") or self._has_key(headers):
             return None
         self._metrics.add("unauthorized")

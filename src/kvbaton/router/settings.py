@@ -26,6 +26,7 @@ _NEVER_FORWARDED = {
 }  # fmt: skip
 _COUNTS = (
     "max_in_flight",
+    "max_sequences",
     "max_body_bytes",
     "max_answer_bytes",
     "max_head_bytes",
@@ -36,7 +37,7 @@ _COUNTS = (
     "max_attempts",
     "processes",
 )
-_OPTIONAL_COUNTS = ("max_per_prefill", "max_per_decode", "queue_limit", "local_prefill_chars")
+_OPTIONAL_COUNTS = ("max_per_prefill", "max_per_decode", "max_per_client", "queue_limit", "local_prefill_chars")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,10 @@ class RouterSettings:
     instances_file:         a JSON list of instances that do not register by themselves; read again when it changes
     processes:              how many processes serve the port together
     prefill_policy:         how the prefill instance is chosen, and `decode_policy` how the decode instance is
-    max_per_prefill:        requests at one prefill instance at once; 0 is no limit. `max_per_decode` likewise
-    queue_limit:            requests that may wait for a free instance; those beyond are answered 429
+    max_per_prefill:        sequences (prompts times n) at a prefill instance at once; 0 is no limit. `max_per_decode` likewise
+    max_per_client:         sequences of one client at instances at once, for each live decode instance; 0 is no limit
+    max_sequences:          requests of more sequences are answered 400
+    queue_limit:            sequences that may wait for a free instance; those beyond are answered 429
     queue_timeout_s:        a request that waited for so long is answered 503
     local_prefill_chars:    shorter prompts are prefilled by the decode instance; 0 never
     local_prefill_when_busy: with every prefill instance at its limit, decode instances prefill by themselves
@@ -67,7 +70,7 @@ class RouterSettings:
     keep_alive_s:           a connection without a request is closed after this time
     drain_timeout_s:        requests in flight have so long to end when the router is asked to stop
     explain_timeout_s:      an instance must send its record of a hand-off within this time
-    max_in_flight:          requests beyond this many at once are answered 503
+    max_in_flight:          sequences beyond this many at once are answered 503, unless their client has none
     max_connections:        connections beyond this many are closed
     max_head_bytes:         longer heads are answered 431
     max_body_bytes:         larger requests are answered 413
@@ -88,7 +91,9 @@ class RouterSettings:
     decode_policy: PolicyName = "least_loaded"
     max_per_prefill: int = 0
     max_per_decode: int = 0
-    queue_limit: int = 1024
+    max_per_client: int = 2048
+    max_sequences: int = 4096
+    queue_limit: int = 16384
     queue_timeout_s: float = 30.0
     local_prefill_chars: int = 0
     local_prefill_when_busy: bool = False
@@ -107,7 +112,7 @@ class RouterSettings:
     keep_alive_s: float = 75.0
     drain_timeout_s: float = 30.0
     explain_timeout_s: float = 5.0
-    max_in_flight: int = 4096
+    max_in_flight: int = 32768
     max_connections: int = 16384
     max_head_bytes: int = 64 * 1024
     max_body_bytes: int = 32 * 1024 * 1024

@@ -16,9 +16,8 @@ from kvbaton.agent.rank_orders import CopyFailed, CopyReport, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
-from kvbaton.core.lifecycle import TARGET, SourceState, TargetEffect, TargetEvent, TargetState
+from kvbaton.core.lifecycle import TARGET, Row, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat
-from kvbaton.core.table import Row
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
 

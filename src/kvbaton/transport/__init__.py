@@ -1,1 +1,1 @@
-"""Ways to move runs of bytes between two ranks. `base` is the contract; each way has a room of its own."""
+"""Transports, which move runs of bytes between two ranks: `base` is the contract, `table` has one entry for each."""

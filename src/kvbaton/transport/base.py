@@ -7,8 +7,8 @@ What every implementation promises:
 
 - `post` checks every run against the ranges of both regions before it accepts the batch, never waits for the copy, and
   never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
-- A run says where bytes come from and where they go to. In a READ the source is the peer and the target is this side, in a
-  WRITE the source is this side and the target is the peer. `directions` says what `post` accepts.
+- A run names where bytes come from and where they go to. In a READ the source is the peer and the target is this side, in a
+  WRITE the source is this side and the target is the peer. `directions` has what `post` accepts.
 - The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
   a batch without bytes completes with success and 0 bytes.
 - `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out. One batch of a peer
@@ -18,12 +18,12 @@ What every implementation promises:
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
   visible in target memory, be that here or at the peer, and that it is the peer that was meant; a completion with one means
   that the mover will not touch this side's memory for it again. What a write that has failed had on its way may still land at
-  the peer: that is what UNFENCED says.
+  the peer: that is what UNFENCED means.
 - `cancel` asks; the answer is the ticket's completion (cancelled, or finished first), after which its memory is quiet.
 - `revoke(peer)` ends all use of the peer: its tickets complete with an error, later posts to it are refused until it is
   connected anew.
 - `late_writes` declares what a peer can still do to *this side's* registered memory after a cancel or a revoke.
-- `wakeup_fd` is readable while `poll` has something, so that nobody spins. `close` closes it; `poll` still hands out
+- `wakeup_fd` is readable while `poll` has something, so that no caller spins. `close` closes it; `poll` still hands out
   what was left.
 - One slow or dead peer delays no other.
 
@@ -46,8 +46,7 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError
-from kvbaton.transport.entry import Direction, LateWrites, MemoryKind
-from kvbaton.transport.table import library_settings, nearest
+from kvbaton.transport.table import Direction, LateWrites, MemoryKind, library_settings, nearest
 
 __all__ = [
     "AfterEvent",
@@ -69,7 +68,7 @@ Ticket = NewType("Ticket", int)
 """Names one posted batch; unique within a transport."""
 
 AfterEvent = Callable[[], bool]
-"""Tells whether the producer's work is done; a batch posted `after` it is not started before it returns true."""
+"""Returns whether the producer's work is done; a batch posted `after` it is not started before it returns true."""
 
 
 class PeerRank(msgspec.Struct, frozen=True, order=True):
@@ -124,12 +123,12 @@ T = TypeVar("T", int, str)
 class TransportSettings:
     """How a transport behaves; checked when made.
 
-    `incarnation` is that of this process (None: peers are not told). `timeout_s` limits lack of progress, never age.
+    `incarnation` is that of this process (None: the endpoint has none). `timeout_s` limits lack of progress, never age.
     `slice_bytes` is moved for one peer before the next one has its turn; with `local` by each of `copy_threads` threads.
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
     it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection;
-    `admits` tells with which IP addresses `tcp` exchanges data (None: all).
+    `admits` decides with which IP addresses `tcp` exchanges data (None: all).
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
     right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
     `library` has settings that only one transport knows, by name; the table of transports has their defaults and limits.
@@ -201,7 +200,7 @@ class Completion:
 
 
 class Transport(Protocol):
-    """One way to move runs; see the module's text for the promises."""
+    """Moves runs; see the module's text for the promises."""
 
     @property
     def name(self) -> str:

@@ -84,30 +84,24 @@ class FaultyTransport:
 
     @property
     def name(self) -> str:
-        """The name of the inner transport."""
         return self._inner.name
 
     @property
     def late_writes(self) -> LateWrites:
-        """The promise of the inner transport."""
         return self._inner.late_writes
 
     @property
     def directions(self) -> frozenset[Direction]:
-        """What the inner transport accepts."""
         return self._inner.directions
 
     @property
     def wakeup_fd(self) -> int:
-        """That of the inner transport."""
         return self._inner.wakeup_fd
 
     def endpoint(self) -> Endpoint:
-        """That of the inner transport."""
         return self._inner.endpoint()
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
-        """Connect the inner transport."""
         self._inner.connect(peer, endpoint)
         with self._lock:
             self._peer_bytes[peer] = endpoint.region_bytes
@@ -121,6 +115,7 @@ class FaultyTransport:
                 raise QueueFull("queue full: refused on command (refuse_posts); post again")
             if batch.peer in self._peer_bytes:
                 self._check(batch)
+            # Its own tickets, because a stalled batch is posted to the inner transport more than once.
             ticket = Ticket(self._last_ticket + 1)
             self._post(_PostedFaulty(ticket, batch, faults), after)
             self._last_ticket = ticket
@@ -129,7 +124,7 @@ class FaultyTransport:
             return ticket
 
     def poll(self) -> list[Completion]:
-        """Hand out the inner completions, falsified as the faults say."""
+        """Hand out the inner completions, falsified as the faults state."""
         with self._lock:
             completions = [self._falsify(completion) for completion in self._inner.poll()]
         return [completion for completion in completions if completion is not None]
@@ -150,7 +145,6 @@ class FaultyTransport:
         self._inner.revoke(peer)
 
     def close(self) -> None:
-        """Close the inner transport."""
         with self._lock:
             self._peer_bytes.clear()
         self._inner.close()
@@ -185,7 +179,7 @@ class FaultyTransport:
         return replace(completion, moved_bytes=posted.batch.wire_bytes)
 
     def _stalls_on(self, posted: _PostedFaulty, completion: Completion) -> bool:
-        """The inner transport gave a stalled batch up by its own deadline: post it again, unless somebody ended it."""
+        """The inner transport gave a stalled batch up by its own deadline: post it again, unless the caller ended it."""
         is_ended = completion.cancelled or posted.ticket in self._cancelled or posted.batch.peer not in self._peer_bytes
         if is_ended or not posted.faults.stall:
             return False

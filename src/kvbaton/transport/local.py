@@ -3,7 +3,7 @@ with `process_vm_readv` elsewhere.
 
 The endpoint names the process by host, pid and start time, and shows a random *mark* that disappears when the transport closes.
 Both are checked when a peer is connected and after the last byte of every batch, so that bytes of a recycled pid, or of memory
-that was withdrawn, never count as the peer's. Shared memory is mapped read-only: nobody can write into a peer's region.
+that was withdrawn, never count as the peer's. Shared memory is mapped read-only: no process can write into a peer's region.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.copying import RunCopier
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.loops import CopyCrew, load_loops
-from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.process_memory import ProcessMemory, explain_limits, is_there, usable_processors
-from kvbaton.transport.queued import QueuedTransport, detail
-from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there, usable_processors
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
+from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["LocalTransport"]
 
@@ -76,13 +71,14 @@ class _ProcessReach:
         return total
 
     def confirm(self, link: _Process) -> None:
+        # The process first: the mark of one that has died is still readable where it was mapped.
         link.watch.check()
         mark = link.mapping.mark if link.mapping else self._read_mark(link)
         if mark != link.mark:
             raise PeerLost(f"process {link.neighbour.pid} has withdrawn its memory: its mark is {mark:#x}, not {link.mark:#x}")
 
     def release(self, link: _Process) -> None:
-        """Let go of the mapping and of the process."""
+        """Release the mapping and the process."""
         link.mapping = link.copier = None
         link.watch.close()
 
@@ -143,6 +139,8 @@ def _check_there(link: _Process) -> None:
 class LocalTransport(QueuedTransport[_Process]):
     """Reads from processes of the same host and user; lets them read this rank's region."""
 
+    name = "local"
+
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._memory = ProcessMemory()
         if region.memory_fd < 0:
@@ -158,16 +156,11 @@ class LocalTransport(QueuedTransport[_Process]):
         mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
 
-    @property
-    def name(self) -> str:
-        """`local`."""
-        return "local"
-
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""
         self._memory.allow_readers()
         if trouble := explain_limits(self._memory):
-            raise TransportError(f"nobody could read this process's memory: {trouble}")
+            raise TransportError(f"no peer could read this process's memory: {trouble}")
 
     def _details(self) -> dict[str, str | int]:
         return {

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from kvbaton.errors import PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["MemoryHub", "MemoryTransport"]
 
@@ -31,7 +29,7 @@ class MemoryHub:
             return self._last_seat
 
     def leave(self, seat: int) -> None:
-        """Let nobody reach the region of `seat` any more."""
+        """Withdraw the region of `seat`."""
         with self._lock:
             self._regions.pop(seat, None)
 
@@ -62,25 +60,23 @@ class _HubReach:
         return moved
 
     def confirm(self, link: _Seat) -> None:
+        # Raises when the peer has left during the copy.
         self._hub.region(link.number)
 
     def release(self, link: _Seat) -> None:
-        """Nothing to let go of: the hub has the region."""
+        """Nothing to release: the hub has the region."""
 
 
 class MemoryTransport(QueuedTransport[_Seat]):
     """Reads from ranks that share `hub`; closing it is this rank's death as far as its peers can see."""
+
+    name = "memory"
 
     def __init__(self, region: Region, hub: MemoryHub, settings: TransportSettings) -> None:
         ledger: Ledger[_Seat] = Ledger(region, settings)
         super().__init__(region, settings, ledger, SliceMover("memory", ledger, settings, _HubReach(region, hub)))
         self._hub = hub
         self._seat = hub.join(region)
-
-    @property
-    def name(self) -> str:
-        """`memory`."""
-        return "memory"
 
     def _details(self) -> dict[str, str | int]:
         return {"seat": self._seat}

@@ -1,17 +1,162 @@
-"""A process of this host, named for good by host, pid and start time: what an endpoint says of it, whether it lives."""
+"""Processes of this host: which one this is and what it may still open, whether another one lives, and how its memory is read.
+
+A process is named for good by host, pid and start time: a recycled pid has another start time.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import hashlib
 import os
+import resource
 import select
+import socket
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+
+from kvbaton.core.card import ProcessId
 from kvbaton.errors import PeerLost, TransportError
-from kvbaton.transport.base import Endpoint
-from kvbaton.transport.process_memory import host_id, start_ticks
+from kvbaton.transport.base import Endpoint, Runs
 from kvbaton.transport.queued import detail
 
-__all__ = ["Neighbour", "NeighbourWatch"]
+__all__ = [
+    "Neighbour",
+    "NeighbourWatch",
+    "ProcessMemory",
+    "explain_limits",
+    "files_left",
+    "host_id",
+    "is_gone",
+    "is_there",
+    "start_ticks",
+    "this_process",
+    "usable_processors",
+]
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_START_TICKS_FIELD = 22
+_SCOPE_ADMIN = 2
+_CAP_SYS_PTRACE = 19
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+class ProcessMemory:
+    """The system calls, bound once. Raises TransportError where the system has none."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            self._readv = libc.process_vm_readv
+        except AttributeError:
+            raise TransportError("this system has no process_vm_readv (it needs Linux); choose transport tcp") from None
+        word, pointer = ctypes.c_ulong, ctypes.c_void_p
+        self._readv.argtypes = [ctypes.c_int, pointer, word, pointer, word, word]
+        self._readv.restype = ctypes.c_ssize_t
+        self._prctl = libc.prctl
+        self._prctl.argtypes = [ctypes.c_int, word, word, word, word]
+
+    def read(self, pid: int, source_address: int, target_address: int, runs: Runs) -> int:
+        """Copy `runs` (at most 1024) from process `pid`; returns how many bytes came, at least one. Raises KVBatonError."""
+        target_pieces = np.ascontiguousarray(runs[:, 1:3])
+        source_pieces = np.ascontiguousarray(runs[:, 0:3:2])
+        target_pieces[:, 0] += np.uint64(target_address)
+        source_pieces[:, 0] += np.uint64(source_address)
+        count = len(runs)
+        moved: int = self._readv(pid, target_pieces.ctypes.data, count, source_pieces.ctypes.data, count, 0)
+        if moved <= 0:
+            raise _explain(ctypes.get_errno() if moved < 0 else errno.EFAULT, pid)
+        return moved
+
+    def allow_readers(self) -> None:
+        """Let processes of this user read this process's memory where Yama would only let its parents."""
+        if _ptrace_scope() == 1:
+            self._prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def explain_limits(memory: ProcessMemory) -> str:
+    """Why no other process could read this one's memory, and what to do about it; empty when nothing is known to forbid it."""
+    spare = np.zeros(2, np.uint8)
+    try:
+        memory.read(os.getpid(), int(spare.ctypes.data), int(spare.ctypes.data) + 1, np.array([[0, 0, 1]], np.uint64))
+    except TransportError as error:
+        return f"process_vm_readv is blocked here, perhaps by a container's seccomp profile: {error}"
+    scope = _ptrace_scope()
+    if scope >= _SCOPE_ADMIN and not _may_ptrace():
+        return (
+            f"kernel.yama.ptrace_scope is {scope}, so only a holder of CAP_SYS_PTRACE may read other processes: "
+            "set it to 0 or 1, give the container that capability, use shared memory for the region, or choose transport tcp"
+        )
+    return ""
+
+
+def usable_processors() -> int:
+    """How many processors this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process of that number exists; cheaper than `start_ticks`, and true for a zombie."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def start_ticks(pid: int) -> int:
+    """When process `pid` started, in clock ticks since boot; pid and ticks name a process. Raises PeerLost when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError as error:
+        raise PeerLost(f"process {pid} is gone ({error.strerror})") from error
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    state, ticks = fields[0], int(fields[_START_TICKS_FIELD - 3])
+    if state in (b"Z", b"X"):
+        raise PeerLost(f"process {pid} is dead")
+    return ticks
+
+
+def host_id() -> str:
+    """Digest of this boot, host name and pid namespace: equal exactly where a pid means the same process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return hashlib.blake2b(f"{boot} {socket.gethostname()} {namespace}".encode(), digest_size=12).hexdigest()
+
+
+def _ptrace_scope() -> int:
+    try:
+        return int(_YAMA.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _may_ptrace() -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_PTRACE & 1)
+    return False
+
+
+def _explain(code: int, pid: int) -> PeerLost | TransportError:
+    if code == errno.ESRCH:
+        return PeerLost(f"process {pid} is gone")
+    if code == errno.EFAULT:
+        return TransportError(f"memory of process {pid}, or the target memory here, is no longer mapped at its address")
+    if code in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        return TransportError(
+            f"reading memory of process {pid} is not permitted ("
+            f"{os.strerror(code)}; user id {os.getuid()} here, kernel.yama.ptrace_scope {_ptrace_scope()}): "
+            "run both instances as the same user, set kernel.yama.ptrace_scope to 0 or 1, give containers the SYS_PTRACE "
+            "capability and one pid namespace, or choose transport tcp"
+        )
+    return TransportError(f"process_vm_readv from process {pid} failed: {os.strerror(code)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +181,7 @@ class Neighbour:
         return neighbour
 
     def details(self) -> dict[str, str | int]:
-        """What an endpoint says of this process; the inverse of `of`."""
+        """How an endpoint names this process; the inverse of `of`."""
         return {"host_id": self.host, "pid": self.pid, "start_ticks": self.ticks}
 
     def confirm(self) -> None:
@@ -47,7 +192,7 @@ class Neighbour:
 
 
 class NeighbourWatch:
-    """Tells whether a process still lives, a hundred times cheaper than `Neighbour.confirm`: through a descriptor of it.
+    """Checks whether a process still lives, a hundred times cheaper than `Neighbour.confirm`: through a descriptor of it.
 
     Raises PeerLost when it does not live now. Where the system has no such descriptors, it confirms each time.
     """
@@ -61,6 +206,7 @@ class NeighbourWatch:
             self._fd = -1
         else:
             self._poll.register(self._fd, select.POLLIN)
+        # After the descriptor is open: before, the pid could still become another process's.
         try:
             neighbour.confirm()
         except PeerLost:
@@ -79,3 +225,28 @@ class NeighbourWatch:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def files_left() -> tuple[int, int]:
+    """How many files this process may still open, and how many in all."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = sys.maxsize if limit == resource.RLIM_INFINITY else limit
+    return most - sum(1 for _ in Path("/proc/self/fd").iterdir()), most
+
+
+def this_process() -> ProcessId:
+    """The name of this process, for its card; without a host where that is unknown, so that no peer relies on it."""
+    try:
+        return ProcessId(host_id(), os.getpid(), start_ticks(os.getpid()))
+    except (OSError, PeerLost):
+        return ProcessId("", os.getpid(), 0)
+
+
+def is_gone(process: ProcessId) -> bool:
+    """Whether `process` ran on this host and does not any more; false whenever that cannot be known."""
+    if not process.host or process.host != this_process().host:
+        return False
+    try:
+        return start_ticks(process.pid) != process.started
+    except PeerLost:
+        return True

@@ -1,13 +1,27 @@
-"""The half that our own transports share: the contract's methods on top of the books, with a mover that does the copies."""
+"""The half that our own transports share: the contract's methods on top of the books, with a mover that does the copies.
+
+The books (`Ledger`) have the known peers, the batches in flight, the completions, and what the mover is asked to do. Every
+thread may write into them; the mover alone acts on them. What a caller requests (post, cancel, revoke) becomes a command that
+the mover takes; what the mover finishes becomes a completion that `poll` hands out. Both are bounded by `max_in_flight`, which
+counts a batch from `admit` until its completion was handed out. A full queue still takes one batch of a peer that has none in
+it, so that a slow peer which fills it holds up no other.
+
+The mover is one thread: it takes the ledger's commands, serves what is ready, and ends with the ledger. `Schedule` has whose
+turn it is, without threads or a clock: batches that wait for their event, and ready batches in fair turns over the peers.
+`SliceMover` is the mover for copies that the processor makes, slice by slice.
+"""
 
 from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from kvbaton.errors import TransportError
+from kvbaton.errors import Bug, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -17,20 +31,490 @@ from kvbaton.transport.base import (
     LateWrites,
     PeerRank,
     Region,
+    Runs,
     Ticket,
     TransportSettings,
 )
-from kvbaton.transport.ledger import Ledger
-from kvbaton.transport.mover import Mover
+from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, check_batch, load_loops
+from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["QueuedTransport", "detail"]
+__all__ = [
+    "BatchJob",
+    "CancelJob",
+    "IDLE_S",
+    "Ledger",
+    "Mover",
+    "PostJob",
+    "QueuedTransport",
+    "REVOKED",
+    "RevokeLink",
+    "Schedule",
+    "SliceMover",
+    "bytes_detail",
+    "describe",
+    "detail",
+]
+
+IDLE_S = 60.0
+"""How long a mover with nothing to do sleeps at most."""
+
+_CHECK_MIN_S = 0.0002
+_CHECK_MAX_S = 0.005
+
+
+REVOKED = "TransportError: the peer was revoked"
+"""How jobs end whose peer was revoked."""
+
+L_contra = TypeVar("L_contra", bound=Hashable, contravariant=True)
 
 L = TypeVar("L", bound=Hashable)
 T = TypeVar("T", int, str)
 
 
+@dataclass(slots=True, eq=False)
+class BatchJob(Generic[L]):
+    """One batch in flight, as the mover sees it."""
+
+    ticket: Ticket
+    link: L
+    cursor: RunCursor
+    after: AfterEvent | None
+    direction: Direction = Direction.READ
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PostJob(Generic[L]):
+    """Start this job."""
+
+    job: BatchJob[L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CancelJob(Generic[L]):
+    """Stop this job and finish it as cancelled."""
+
+    job: BatchJob[L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RevokeLink(Generic[L]):
+    """Stop and fail every job of this link, and release it."""
+
+    link: L
+
+
+MoverCommand = PostJob[L] | CancelJob[L] | RevokeLink[L]
+
+RunsCheck = Callable[[L, Runs], None]
+"""Refuses runs of a link by raising RangeError."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KnownPeer(Generic[L]):
+    endpoint: Endpoint
+    link: L
+
+
+class Ledger(Generic[L]):
+    """Peers, jobs, commands and completions of one transport; `L` is what the mover keeps per peer."""
+
+    def __init__(self, region: Region, settings: TransportSettings, check: RunsCheck[L] | None = None) -> None:
+        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError."""
+        self._check = check
+        self._loops = load_loops()
+        self._region = region
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._peers: dict[PeerRank, _KnownPeer[L]] = {}
+        self._jobs: dict[Ticket, BatchJob[L]] = {}
+        self._peer_of: dict[Ticket, PeerRank] = {}
+        self._count_of: Counter[PeerRank] = Counter()
+        self._cancelling: set[Ticket] = set()
+        self._commands: list[MoverCommand[L]] = []
+        self._completions: list[Completion] = []
+        self._last_ticket = 0
+        self._shut_reason = ""
+        self.work = Wakeup()
+        self.done = Wakeup()
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether the mover shall end."""
+        return bool(self._shut_reason)
+
+    def endpoint_of(self, peer: PeerRank) -> Endpoint | None:
+        """The endpoint under which `peer` is known, if it is."""
+        with self._lock:
+            known = self._peers.get(peer)
+            return known.endpoint if known else None
+
+    def links(self) -> list[L]:
+        """What the mover keeps for the peers that are known now."""
+        with self._lock:
+            return [known.link for known in self._peers.values()]
+
+    def check_room(self, peer: PeerRank) -> None:
+        """Raise TransportError when `peer` is known already, the table is full, or the transport is closed."""
+        with self._lock:
+            self._refuse_peer(peer)
+
+    def add_peer(self, peer: PeerRank, endpoint: Endpoint, link: L) -> None:
+        """Make `peer` known. Raises TransportError as `check_room` does."""
+        with self._lock:
+            self._refuse_peer(peer)
+            self._peers[peer] = _KnownPeer(endpoint, link)
+
+    def admit(self, batch: Batch, after: AfterEvent | None) -> Ticket:
+        """Check and number `batch`, and wake the mover. Raises RangeError or TransportError; then nothing was started."""
+        with self._lock:
+            checked = self._known(batch.peer)
+        # Not under the lock: a batch of a million runs takes milliseconds to check, and the mover finishes others meanwhile.
+        runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes, self._loops)
+        if self._check is not None:
+            self._check(checked.link, runs)
+        cursor = RunCursor(runs)
+        with self._lock:
+            known = self._known(batch.peer)
+            if known is not checked:  # revoked and connected anew in between, maybe with a smaller region
+                raise TransportError(f"peer {batch.peer.incarnation!r} was connected anew in the meantime; post again")
+            if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
+                raise QueueFull(
+                    f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
+                )
+            self._last_ticket += 1
+            job = BatchJob(Ticket(self._last_ticket), known.link, cursor, after, batch.direction)
+            self._jobs[job.ticket] = job
+            self._peer_of[job.ticket] = batch.peer
+            self._count_of[batch.peer] += 1
+            self._command(PostJob(job))
+        return job.ticket
+
+    def ask_cancel(self, ticket: Ticket) -> None:
+        """Have the mover stop the job, once; unknown and finished tickets are ignored."""
+        with self._lock:
+            job = self._jobs.get(ticket)
+            if job is not None and ticket not in self._cancelling:  # callers repeat a cancel; the list must stay bounded
+                self._cancelling.add(ticket)
+                self._command(CancelJob(job))
+
+    def remove_peer(self, peer: PeerRank) -> None:
+        """Forget `peer` and have the mover end its jobs; unknown peers are ignored."""
+        with self._lock:
+            known = self._peers.pop(peer, None)
+            if known is not None:
+                self._command(RevokeLink(known.link))
+
+    def take_commands(self) -> list[MoverCommand[L]]:
+        """What the mover was asked since the last call, in order; `work` stays set once shut, so that no mover sleeps on."""
+        with self._lock:
+            commands, self._commands = self._commands, []
+            # Under the lock: a command that is added after the list was taken must set the flag again to wake the mover.
+            if not self._shut_reason:
+                self.work.clear()
+            return commands
+
+    def is_in_flight(self, job: BatchJob[L]) -> bool:
+        """Whether `job` has not been finished."""
+        with self._lock:
+            return job.ticket in self._jobs
+
+    def finish(self, job: BatchJob[L], error: str = "", *, cancelled: bool = False) -> None:
+        """End `job`; the mover calls it exactly once, when it no longer touches memory for it."""
+        with self._lock:
+            if self._jobs.pop(job.ticket, None) is None:
+                raise Bug(f"ticket {job.ticket} was finished twice")
+            self._complete(job, error, cancelled)
+
+    def take_completions(self) -> list[Completion]:
+        """What has finished since the last call."""
+        with self._lock:
+            completions, self._completions = self._completions, []
+            for completion in completions:
+                self._uncount(self._peer_of.pop(completion.ticket))
+            self.done.clear()
+            return completions
+
+    def shut(self, reason: str) -> None:
+        """Accept nothing more and have the mover end; the first reason stays."""
+        with self._lock:
+            self._shut_reason = self._shut_reason or reason
+            self.work.set()
+
+    def finish_all(self, but: Collection[Ticket] = ()) -> None:
+        """End what is still in flight, except `but`, with the reason given to `shut`; called when no mover runs any more."""
+        with self._lock:
+            self._commands.clear()
+            for ticket in [ticket for ticket in self._jobs if ticket not in but]:
+                self._complete(self._jobs.pop(ticket), self._shut_reason, cancelled=False)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self.work.close()
+        self.done.close()
+
+    def _uncount(self, peer: PeerRank) -> None:
+        self._count_of[peer] -= 1
+        if not self._count_of[peer]:
+            del self._count_of[peer]
+
+    def _known(self, peer: PeerRank) -> _KnownPeer[L]:
+        self._refuse_when_shut()
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(
+                f"peer {peer.incarnation!r} rank {peer.rank} is not connected (or was revoked); connect it first"
+            )
+        return known
+
+    def _refuse_peer(self, peer: PeerRank) -> None:
+        self._refuse_when_shut()
+        if peer in self._peers:
+            raise TransportError(f"peer {peer.incarnation!r} rank {peer.rank} is connected already; revoke it first")
+        if len(self._peers) >= self._settings.max_peers:
+            raise TransportError(f"{len(self._peers)} peers are known, the limit (max_peers); revoke those that are gone")
+
+    def _refuse_when_shut(self) -> None:
+        if self._shut_reason:
+            raise TransportError(f"{self._shut_reason}; open a new transport")
+
+    def _command(self, command: MoverCommand[L]) -> None:
+        self._commands.append(command)
+        self.work.set()
+
+    def _complete(self, job: BatchJob[L], error: str, cancelled: bool) -> None:
+        self._cancelling.discard(job.ticket)
+        self._completions.append(Completion(job.ticket, job.moved_bytes, error, cancelled))
+        self.done.set()
+
+
+def describe(error: Exception) -> str:
+    """An error as the text of a completion: its name and its message; a foreign one is called a bug."""
+    if isinstance(error, KVBatonError):
+        return f"{type(error).__name__}: {error}"
+    return f"Bug: {type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WaitingJob(Generic[L]):
+    job: BatchJob[L]
+    since: float
+
+
+class Schedule(Generic[L]):
+    """Jobs in order of posting per link, links in turns. Time is an argument; `timeout_s` limits the wait for an event."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._waiting: dict[Ticket, _WaitingJob[L]] = {}
+        self._ready: OrderedDict[L, OrderedDict[Ticket, BatchJob[L]]] = OrderedDict()
+        self._next_check = 0.0
+
+    def add(self, job: BatchJob[L], now: float) -> None:
+        """Take `job` in: ready at once, or once its event has come."""
+        if job.after is None:
+            self._make_ready(job)
+        else:
+            self._waiting[job.ticket] = _WaitingJob(job, now)
+            self._next_check = now
+
+    def check_events(self, now: float) -> list[tuple[BatchJob[L], str]]:
+        """Make jobs ready whose event has come; take out and return those whose event failed or is overdue, with the reason."""
+        if not self._waiting or now < self._next_check:
+            return []
+        failed: list[tuple[BatchJob[L], str]] = []
+        for waiting in list(self._waiting.values()):
+            ready, error = self._ask(waiting, now)
+            if ready or error:
+                del self._waiting[waiting.job.ticket]
+            if error:
+                failed.append((waiting.job, error))
+            elif ready:
+                self._make_ready(waiting.job)
+        if self._waiting:
+            # The event of a layer that was just posted comes soon and is asked often; the older the newest, the more rarely.
+            newest = next(reversed(self._waiting.values()))
+            self._next_check = now + min(max((now - newest.since) / 8, _CHECK_MIN_S), _CHECK_MAX_S)
+        return failed
+
+    def links(self) -> list[L]:
+        """Links with ready jobs."""
+        return list(self._ready)
+
+    def head(self, link: L) -> BatchJob[L] | None:
+        """The first ready job of `link`."""
+        jobs = self._ready.get(link)
+        return next(iter(jobs.values())) if jobs else None
+
+    def next_turn(self) -> BatchJob[L] | None:
+        """The first ready job of the link whose turn it is; the turn then passes on."""
+        if not self._ready:
+            return None
+        link = next(iter(self._ready))
+        self._ready.move_to_end(link)
+        return self.head(link)
+
+    def discard(self, job: BatchJob[L]) -> bool:
+        """Take `job` out, wherever it is; returns whether it was here."""
+        jobs = self._ready.get(job.link, OrderedDict())
+        found = self._waiting.pop(job.ticket, None) is not None or jobs.pop(job.ticket, None) is not None
+        if not jobs:
+            self._ready.pop(job.link, None)
+        return found
+
+    def discard_link(self, link: L, *, waiting: bool) -> list[BatchJob[L]]:
+        """Take the ready jobs of `link` out and return them, and with `waiting` those that wait for their event too."""
+        early = [entry.job for entry in self._waiting.values() if waiting and entry.job.link is link]
+        for job in early:
+            del self._waiting[job.ticket]
+        return [*early, *self._ready.pop(link, OrderedDict()).values()]
+
+    def wait_s(self, now: float) -> float:
+        """How long the mover may sleep before `check_events` is due again."""
+        return max(0.0, self._next_check - now) if self._waiting else IDLE_S
+
+    def _make_ready(self, job: BatchJob[L]) -> None:
+        self._ready.setdefault(job.link, OrderedDict())[job.ticket] = job
+
+    def _ask(self, waiting: _WaitingJob[L], now: float) -> tuple[bool, str]:
+        assert waiting.job.after is not None  # noqa: S101
+        try:
+            if waiting.job.after():
+                return True, ""
+        except Exception as error:  # noqa: BLE001 - the caller's event may raise anything; it becomes the completion
+            return False, f"TransportError: the event that the batch waits for raised {describe(error)}"
+        if now - waiting.since >= self._timeout_s:
+            return False, f"TransportError: the event that the batch waits for did not come within {self._timeout_s:g} s"
+        return False, ""
+
+
+class Mover(abc.ABC, Generic[L]):
+    """One thread, which runs until the ledger is shut. Only this thread acts on jobs, so that what it keeps needs no lock."""
+
+    def __init__(self, name: str, ledger: Ledger[L], timeout_s: float) -> None:
+        """Starts the thread: a subclass calls it last."""
+        self._ledger = ledger
+        self._schedule: Schedule[L] = Schedule(timeout_s)
+        self._thread = threading.Thread(target=self._run, name=f"kvbaton-{name}-mover", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, at most `timeout_s`; returns whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @abc.abstractmethod
+    def _move(self) -> None:
+        """Serve what is ready, or wait until there is something to do."""
+
+    @abc.abstractmethod
+    def _cancel(self, job: BatchJob[L]) -> None:
+        """End a job as cancelled, unless it is over."""
+
+    @abc.abstractmethod
+    def _revoke(self, link: L) -> None:
+        """Fail every job of a link, and release it."""
+
+    def _stop(self) -> Collection[Ticket]:
+        """Give back what the thread owns; returns the jobs whose memory is not quiet even then. Must not raise."""
+        return ()
+
+    def _run(self) -> None:
+        failure = ""
+        try:
+            while not self._ledger.is_shut:
+                self._take_commands()
+                self._move()
+        except Exception as error:  # noqa: BLE001 - the last resort: a caller must not wait for a mover that is dead
+            failure = f"{describe(error)} (the mover ended)"
+        moving = self._stop()
+        self._ledger.shut(failure)  # a reason that was given before stays
+        self._ledger.finish_all(but=moving)
+
+    def _take_commands(self) -> None:
+        for command in self._ledger.take_commands():
+            if isinstance(command, PostJob):
+                self._schedule.add(command.job, time.monotonic())
+            elif isinstance(command, CancelJob):
+                self._cancel(command.job)
+            else:
+                self._revoke(command.link)
+        for job, error in self._schedule.check_events(time.monotonic()):
+            self._ledger.finish(job, error)
+
+
+class Reach(Protocol[L_contra]):
+    """How bytes of a peer get into this side's region."""
+
+    def copy(self, link: L_contra, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
+        """Copy some of what follows the cursor, which is not at its end; returns how many bytes. Raises KVBatonError."""
+
+    def confirm(self, link: L_contra) -> None:
+        """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
+
+    def release(self, link: L_contra) -> None:
+        """Release a revoked peer: nothing will be copied from it any more. Must not raise."""
+
+
+class SliceMover(Mover[L]):
+    """One thread that serves the ledger's jobs, a slice per turn; cancels and revokes take effect between two slices."""
+
+    def __init__(
+        self,
+        name: str,
+        ledger: Ledger[L],
+        settings: TransportSettings,
+        reach: Reach[L],
+        slice_bytes: int | None = None,
+        slice_runs: int = MAX_SLICE_RUNS,
+    ) -> None:
+        """`slice_bytes` in at most `slice_runs` runs are moved per turn; by default those of the settings."""
+        self._slice_bytes = slice_bytes or settings.slice_bytes
+        self._slice_runs = slice_runs
+        self._reach = reach
+        super().__init__(name, ledger, settings.timeout_s)
+
+    def _move(self) -> None:
+        job = self._schedule.next_turn()
+        if job is not None:
+            self._move_slice(job)
+        else:
+            self._ledger.work.wait(self._schedule.wait_s(time.monotonic()))
+
+    def _cancel(self, job: BatchJob[L]) -> None:
+        if self._schedule.discard(job):
+            self._ledger.finish(job, "cancelled", cancelled=True)
+
+    def _revoke(self, link: L) -> None:
+        for job in self._schedule.discard_link(link, waiting=True):
+            self._ledger.finish(job, REVOKED)
+        self._reach.release(link)
+
+    def _move_slice(self, job: BatchJob[L]) -> None:
+        error = ""
+        try:
+            if job.cursor.remaining_bytes:
+                count = self._reach.copy(job.link, job.cursor, self._slice_bytes, self._slice_runs)
+                job.cursor.advance(count)
+                job.moved_bytes += count
+                if job.cursor.remaining_bytes:
+                    return
+                # After the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
+                self._reach.confirm(job.link)
+        except (KVBatonError, OSError, ValueError) as problem:
+            error = describe(problem)
+        self._schedule.discard(job)
+        self._ledger.finish(job, error)
+
+
 class QueuedTransport(abc.ABC, Generic[L]):
-    """A transport whose mover fills this side's memory by reading; nobody else ever writes there, unless a subclass says so."""
+    """A transport whose mover fills this side's memory by reading; no peer ever writes there, unless a subclass allows it."""
+
+    name: str
+    late_writes = LateWrites.IMPOSSIBLE
+    directions = frozenset({Direction.READ})
+    _alternative = "the side that holds the target has to read"
+    """What to do instead of a batch whose direction is not accepted."""
 
     def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover[L]) -> None:
         self._region = region
@@ -42,27 +526,10 @@ class QueuedTransport(abc.ABC, Generic[L]):
         self._closed = False
 
     @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The name users choose it by."""
-
-    @property
-    def late_writes(self) -> LateWrites:
-        """Impossible: this side's own mover executes every copy into its memory."""
-        return LateWrites.IMPOSSIBLE
-
-    @property
-    def directions(self) -> frozenset[Direction]:
-        """Reads only."""
-        return frozenset({Direction.READ})
-
-    @property
     def wakeup_fd(self) -> int:
-        """Readable while `poll` has completions to hand out; -1 once closed."""
         return self._ledger.done.fd
 
     def endpoint(self) -> Endpoint:
-        """Describe this rank's region for its card."""
         details = {"incarnation": self._settings.incarnation or "", **self._details()}
         return Endpoint(self.name, self._region.region_bytes, details)
 
@@ -73,28 +540,24 @@ class QueuedTransport(abc.ABC, Generic[L]):
                 self._check(peer, endpoint)
                 self._ledger.check_room(peer)
                 link = self._link(peer, endpoint)
-                try:
+                try:  # `close` may come in between: then the link belongs to no mover
                     self._ledger.add_peer(peer, endpoint, link)
                 except TransportError:
                     self._unlink(link)
                     raise
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Start moving `batch`; raises RangeError or TransportError, and then nothing was started."""
         if batch.direction not in self.directions:
-            raise TransportError(f"{self.name} does not {batch.direction}; {self._way_out}")
+            raise TransportError(f"{self.name} does not {batch.direction}; {self._alternative}")
         return self._ledger.admit(batch, after)
 
     def poll(self) -> list[Completion]:
-        """Hand out what has completed since the last call; never waits."""
         return self._ledger.take_completions()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask for `ticket` to stop; unknown or finished tickets are ignored."""
         self._ledger.ask_cancel(ticket)
 
     def revoke(self, peer: PeerRank) -> None:
-        """End all use of `peer`; unknown peers are ignored."""
         self._ledger.remove_peer(peer)
 
     def close(self) -> None:
@@ -105,6 +568,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
         with self._closing:
             if self._closed:
                 return
+            # The order counts: the mover must be quiet before memory is given back, and before a completion calls it quiet.
             self._ledger.shut("TransportError: the transport is closed")
             if not self._mover.join(self._closing_s):
                 raise TransportError(f"the {self.name} mover did not end within {self._closing_s:g} s; close again")
@@ -112,11 +576,6 @@ class QueuedTransport(abc.ABC, Generic[L]):
             self._ledger.finish_all()
             self._ledger.close()
             self._closed = True
-
-    @property
-    def _way_out(self) -> str:
-        """What to do instead of a batch whose direction is not accepted."""
-        return "the side that holds the target has to read"
 
     @property
     def _closing_s(self) -> float:
@@ -143,7 +602,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
         """What the mover keeps for `peer`; raises TransportError when it cannot be reached from here."""
 
     def _unlink(self, link: L) -> None:
-        """Let go of a link that no mover ever saw."""
+        """Release a link that no mover ever saw."""
 
     def _release(self) -> None:
         """Give back what the subclass owns, once the mover has ended."""
@@ -155,3 +614,11 @@ def detail(endpoint: Endpoint, field: str, kind: type[T]) -> T:
     if type(value) is not kind:
         raise TransportError(f"{endpoint.transport} endpoint: {field} is {value!r}; it must be of type {kind.__name__}")
     return value
+
+
+def bytes_detail(endpoint: Endpoint, field: str) -> bytes:
+    """One field of an endpoint's details that has bytes as hexadecimal digits; raises TransportError, naming it."""
+    try:
+        return bytes.fromhex(detail(endpoint, field, str))
+    except ValueError as error:
+        raise TransportError(f"{endpoint.transport} endpoint: {field} is not usable ({error}); fetch its card again") from error

@@ -1,7 +1,7 @@
 """Memory that other processes of this host can map, and only read: an anonymous file whose descriptor they open through /proc.
 
 The last page of the file lies behind the region. It holds the *mark* of the transport that hands the region out, and is cleared
-when that closes, so that a reader notices that the memory was withdrawn. The file is sealed: nobody can shrink it later. A
+when that closes, so that a reader notices that the memory was withdrawn. The file is sealed: no process can shrink it later. A
 reader looks at the seal before it maps a file, because reading behind the end of one that has shrunk would kill the reader.
 """
 
@@ -60,7 +60,7 @@ class SharedMemory:
 
 
 class SharedMapping:
-    """The shared memory of another process, read-only; the memory lives on until `array` and this are let go of.
+    """The shared memory of another process, read-only; the memory lives on until `array` and this are dropped.
 
     Raises TransportError when it may not be opened, PeerLost when the descriptor is no longer that of the card.
     """
@@ -98,7 +98,7 @@ class SharedMapping:
 
 
 def write_mark(region: Region, mark: int) -> None:
-    """Show `mark` to those who map the shared memory of `region`; 0 withdraws it."""
+    """Show `mark` to processes that map the shared memory of `region`; 0 withdraws it."""
     os.pwrite(region.memory_fd, mark.to_bytes(MARK_BYTES, "little"), _mark_offset(region.region_bytes))
 
 
@@ -113,7 +113,7 @@ def _checked_bytes(opened: int, name: str, inode: int, region_bytes: int) -> int
     if not stat.S_ISREG(state.st_mode) or state.st_ino != inode or state.st_size - mmap.PAGESIZE < region_bytes:
         raise PeerLost(
             f"{name} is another file now: {stat.filemode(state.st_mode)}, inode {state.st_ino} with {state.st_size} bytes, "
-            f"the card says inode {inode}, {region_bytes} bytes"
+            f"the card has inode {inode}, {region_bytes} bytes"
         )
     try:
         seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS)

@@ -1,34 +1,39 @@
-"""The table of transports: one entry each, and what is found by name. A new transport is added here, or from outside.
+"""The table of transports: one entry each, with all that the rest of kvbaton has to know before it opens the transport.
 
-A package outside of kvbaton adds one through an entry point of the group `kvbaton.transports`, which is called like the
-transport and refers to its `TransportEntry`. Entry points are imported when they are asked for, so a package that is broken
-costs only those that use its transport.
+A new transport is added here, or from outside: a package adds one through an entry point of the group `kvbaton.transports`,
+which is called like the transport and refers to its `TransportEntry`. Entry points are imported when they are asked for, so a
+package that is broken costs only those that use its transport. Nothing heavy is imported here: the command line reads the
+table to list its choices. What has to be imported to be used is therefore named as `module:attribute`, and loaded by `load`.
 """
 
 from __future__ import annotations
 
 import difflib
+import enum
 import functools
+import importlib
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 from kvbaton.errors import ConfigError
-from kvbaton.transport.entry import (
-    AutoOffer,
-    Direction,
-    LateWrites,
-    LibrarySetting,
-    MemoryKind,
-    PeerPart,
-    TransportEntry,
-    TransportVariant,
-)
 
 __all__ = [
+    "AutoOffer",
     "AUTO",
-    "ENTRY_POINTS",
+    "Direction",
+    "LateWrites",
+    "LibrarySetting",
+    "MemoryKind",
+    "PeerPart",
+    "Reference",
     "TRANSPORTS",
+    "TransportEntry",
+    "TransportVariant",
     "library_settings",
+    "load",
     "nearest",
     "transport_entries",
     "transport_entry",
@@ -36,13 +41,172 @@ __all__ = [
     "variant_of",
 ]
 
+_log = logging.getLogger("kvbaton.transport")
+
+Reference = str | Callable[..., Any]
+"""Something to call, or its name as `module:attribute`, which is imported when it is first needed."""
+
+
+class Direction(enum.StrEnum):
+    """Which side holds the source: READ fills this side's memory from the peer's, WRITE the other way round."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class LateWrites(enum.StrEnum):
+    """What a peer can do to this side's memory after it lost the right to: nothing; nothing once it is revoked; still write."""
+
+    IMPOSSIBLE = "impossible"
+    REVOCABLE = "revocable"
+    UNFENCED = "unfenced"
+
+
+class MemoryKind(enum.StrEnum):
+    """Where a region lies."""
+
+    MAIN = "main memory"
+    GPU = "GPU memory"
+
+
+class PeerPart(enum.StrEnum):
+    """What the peer's process has to do while this side reads: nothing, answer the first connection, or move every byte."""
+
+    NONE = "none"
+    CONNECT = "connect"
+    MOVE = "move"
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySetting:
+    """A setting of one transport, which `KVBATON_TRANSPORT_SETTINGS` may change; the default gives its type."""
+
+    name: str
+    default: int | str
+    least: int | None = None
+    most: int | None = None
+    choices: tuple[str, ...] = ()
+
+    def parsed(self, text: str) -> int | str:
+        """The value that `text` stands for. Raises ConfigError."""
+        try:
+            return type(self.default)(text)
+        except ValueError as error:
+            raise ConfigError(f"transport setting {self.name} is {text!r}; it must be a whole number") from error
+
+    def check(self, value: int | str) -> None:
+        """Raise ConfigError, with the limit, unless `value` is allowed."""
+        problem = ""
+        if type(value) is not type(self.default):
+            problem = f"of type {type(self.default).__name__}"
+        elif self.choices and value not in self.choices:
+            problem = " or ".join(self.choices)
+        elif self.least is not None and isinstance(value, int) and value < self.least:
+            problem = f"at least {self.least}"
+        elif self.most is not None and isinstance(value, int) and value > self.most:
+            problem = f"at most {self.most}"
+        if problem:
+            raise ConfigError(f"transport setting {self.name} is {value!r}; it must be {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class AutoOffer:
+    """That `auto` offers the transport: those of a lower `rank` are tried first.
+
+    `unless` may name a function that returns why the transport is not offered on this machine, or an empty string.
+    """
+
+    rank: int
+    unless: Reference = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportVariant:
+    """One kind of memory with which a transport is tried, tested and measured.
+
+    kind:    its name in `kvbaton doctor` and in the contract suite
+    memory:  makes such memory from its content (an array of bytes); returns the region and an array to look at it
+    subject: its name in `kvbaton bench wire`; empty where it is not measured by size of blocks
+    beside:  the subject of `kvbaton bench wire` that it is compared with
+    """
+
+    kind: str
+    memory: Reference = "kvbaton.transport.trial:private_memory"
+    subject: str = ""
+    beside: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportEntry:
+    """One transport, as `choose`, `auto`, `doctor`, the command line, the contract suite and `bench wire` know it.
+
+    name:        how users choose it
+    opener:      called with the region and the `TransportSettings`; returns the transport. Raises KVBatonError
+    promises:    the directions that can be chosen, and what each lets a peer do late to this side's memory; a direction that
+                 is UNFENCED has to be chosen with `unfenced_writes`
+    memory:      the kinds of memory that it moves
+    crosses_hosts: whether peers may be on other hosts
+    peer_part:   what the peer's process has to do during a read
+    sees_withdrawal: whether a peer that closes its transport, and lives on, is noticed by the transport itself
+    stands_alone: whether it needs nothing but kvbaton; `doctor` succeeds when one such transport works
+    check:       may name a function that raises KVBatonError where the transport cannot run on this machine
+    auto:        whether, and in which order, `auto` offers it
+    settings:    its settings in `KVBATON_TRANSPORT_SETTINGS`
+    variants:    with which memory it is tried, tested and measured
+    bench:       may name the function that measures it in `bench wire`, where blocks in main memory are not its case: called
+                 with the tokens of a batch, the rounds, and what is given each line of progress
+    stand_in:    may name a function like `opener` that opens it, with both ends in one process, where its hardware is missing:
+                 the contract suite then runs on that
+    """
+
+    name: str
+    opener: Reference
+    promises: Mapping[Direction, LateWrites] = field(default_factory=lambda: {Direction.READ: LateWrites.IMPOSSIBLE})
+    memory: frozenset[MemoryKind] = frozenset({MemoryKind.MAIN})
+    crosses_hosts: bool = False
+    peer_part: PeerPart = PeerPart.NONE
+    sees_withdrawal: bool = True
+    stands_alone: bool = False
+    check: Reference = ""
+    auto: AutoOffer | None = None
+    settings: tuple[LibrarySetting, ...] = ()
+    variants: tuple[TransportVariant, ...] = ()
+    bench: Reference = ""
+    stand_in: Reference = ""
+
+    @property
+    def can_write(self) -> bool:
+        """Whether `post` can be made to accept writes."""
+        return Direction.WRITE in self.promises
+
+    def why_not_here(self) -> str:
+        """Why the transport cannot run on this machine, as far as `check` finds; else an empty string."""
+        try:
+            if self.check:
+                load(self.check)()
+        except Exception as error:  # noqa: BLE001 - a library that is broken may raise anything when it is imported
+            return str(error) or type(error).__name__
+        return ""
+
+
+def load(reference: Reference) -> Callable[..., Any]:
+    """What `reference` names. Raises ConfigError when the module or the attribute does not exist."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{reference!r} of a transport's registration cannot be loaded: {error}") from error
+    return found
+
+
 ENTRY_POINTS = "kvbaton.transports"
 """The group of entry points under which packages add transports."""
 
 AUTO = "auto"
 """Each pair of ranks on its own: the first that both ends offer and that works."""
 
-_log = logging.getLogger("kvbaton.transport")
 _WRITES_UNFENCED = {Direction.READ: LateWrites.IMPOSSIBLE, Direction.WRITE: LateWrites.UNFENCED}
 
 TRANSPORTS: dict[str, TransportEntry] = {
@@ -56,7 +220,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             variants=(
                 TransportVariant(
                     kind="local, shared memory",
-                    memory="kvbaton.transport.sample_memory:shared_memory",
+                    memory="kvbaton.transport.trial:shared_memory",
                     subject="local",
                     beside="memcpy",
                 ),
@@ -77,9 +241,9 @@ TRANSPORTS: dict[str, TransportEntry] = {
             opener="kvbaton.transport.cuda:CudaTransport",
             memory=frozenset({MemoryKind.GPU}),
             sees_withdrawal=False,  # memory that was opened through CUDA IPC stays readable until the process ends
-            check="kvbaton.transport.cuda.sample_memory:check_gpu",
+            check="kvbaton.transport.cuda.region:check_gpu",
             auto=AutoOffer(rank=10),
-            variants=(TransportVariant(kind="cuda", memory="kvbaton.transport.cuda.sample_memory:gpu_memory"),),
+            variants=(TransportVariant(kind="cuda", memory="kvbaton.transport.cuda.region:gpu_memory"),),
             bench="kvbaton.bench.wire.cuda:measure_cuda",
         ),
         TransportEntry(
@@ -88,8 +252,8 @@ TRANSPORTS: dict[str, TransportEntry] = {
             promises=_WRITES_UNFENCED,
             crosses_hosts=True,
             peer_part=PeerPart.CONNECT,
-            check="kvbaton.transport.nixl.library:check_nixl",
-            auto=AutoOffer(rank=20, unless="kvbaton.transport.nixl.library:why_not_offered"),
+            check="kvbaton.transport.nixl:check_nixl",
+            auto=AutoOffer(rank=20, unless="kvbaton.transport.nixl:why_not_offered"),
             settings=(LibrarySetting("nixl_backends", "UCX"), LibrarySetting("nixl_lanes", 2, least=1, most=16)),
             variants=(TransportVariant(kind="nixl", subject="nixl", beside="raw nixl"),),
         ),
@@ -99,7 +263,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             promises=_WRITES_UNFENCED,
             crosses_hosts=True,
             peer_part=PeerPart.MOVE,
-            check="kvbaton.transport.mooncake.library:load_mooncake",
+            check="kvbaton.transport.mooncake:load_mooncake",
             settings=(LibrarySetting("mooncake_protocol", "tcp"), LibrarySetting("mooncake_devices", "")),
             variants=(TransportVariant(kind="mooncake", subject="mooncake", beside="raw mooncake"),),
         ),
@@ -110,7 +274,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             memory=frozenset(MemoryKind),
             crosses_hosts=True,
             peer_part=PeerPart.CONNECT,
-            check="kvbaton.transport.mori.library:load_mori",
+            check="kvbaton.transport.mori:load_mori",
             settings=(
                 LibrarySetting("mori_backend", "rdma", choices=("rdma", "xgmi")),
                 LibrarySetting("mori_queue_pairs", 1, least=1),

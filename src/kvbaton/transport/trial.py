@@ -5,34 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import ConfigError, KVBatonError, PeerLost
-from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Transport, TransportSettings
+from kvbaton.errors import ConfigError, KVBatonError
+from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import load
-from kvbaton.transport.table import transport_entry, transport_names, variant_of
+from kvbaton.transport.shared_memory import SharedMemory
+from kvbaton.transport.source_process import SourceProcess
+from kvbaton.transport.table import load, transport_entry, transport_names, variant_of
 
-__all__ = ["Trial", "try_all", "try_transport"]
+__all__ = ["Trial", "private_memory", "shared_memory", "try_all", "try_transport"]
 
 _BYTES = 1 << 20
 _TIMEOUT_S = 60.0
-_KILL_S = 10.0
 _SOURCE_COMMAND = (sys.executable, "-m", "kvbaton.transport.trial")
-_LAST_OUTPUT_BYTES = 2048
-_LAST_OUTPUT_LINES = 3
 _PEER = PeerRank(Incarnation("trial"))
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,63 +76,9 @@ def try_transport(kind: str, *, timeout_s: float = _TIMEOUT_S, source_command: S
     return Trial(kind, problem, is_enough)
 
 
-class _SourceProcess:
-    """The other process, killed in the end. Its output is kept, to be shown when it fails."""
-
-    def __init__(self, kind: str, command: Sequence[str]) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self._answers, answer = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [*command, kind, str(answer)],
-                stdin=subprocess.PIPE,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[answer],
-            )
-        except OSError:
-            self._close()
-            raise
-        finally:
-            os.close(answer)
-
-    def __enter__(self) -> _SourceProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
-        assert self._process.stdin is not None  # noqa: S101
-        self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILL_S)
-        self._close()
-
-    def endpoint(self, timeout_s: float) -> Endpoint:
-        """The endpoint that the process sends. Raises PeerLost when it ends first, or sends none within `timeout_s`."""
-        deadline, line = time.monotonic() + timeout_s, b""
-        while not line.endswith(b"\n"):
-            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise PeerLost(f"the other process did not open it within {timeout_s:g} s{self._last_output()}")
-            part = os.read(self._answers, 1 << 16)
-            if not part:
-                raise PeerLost(f"the other process could not open it, though this one could{self._last_output()}")
-            line += part
-        return msgspec.json.decode(line, type=Endpoint)
-
-    def _last_output(self) -> str:
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - _LAST_OUTPUT_BYTES))
-        lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
-        return "; its last output: " + " / ".join(lines[-_LAST_OUTPUT_LINES:]) if lines else ", and printed nothing"
-
-    def _close(self) -> None:
-        os.close(self._answers)
-        self._output.close()
-
-
 def _problem_of(kind: str, timeout_s: float, command: Sequence[str]) -> str:
     memory, transport = _open(kind, 0, timeout_s)
-    with contextlib.closing(transport), _SourceProcess(kind, command) as source:
+    with contextlib.closing(transport), SourceProcess([*command, kind]) as source:
         problem = _read_all(memory, transport, source, timeout_s)
         transport.close()
         return problem
@@ -148,8 +91,8 @@ def _open(kind: str, fill: int, timeout_s: float) -> tuple[Any, Transport]:
     return memory, open_entry(entry, region, TransportSettings(timeout_s=timeout_s / 2))
 
 
-def _read_all(memory: Any, transport: Transport, source: _SourceProcess, timeout_s: float) -> str:
-    transport.connect(_PEER, source.endpoint(timeout_s))
+def _read_all(memory: Any, transport: Transport, source: SourceProcess, timeout_s: float) -> str:
+    transport.connect(_PEER, msgspec.json.decode(source.line(timeout_s), type=Endpoint))
     transport.post(Batch(_PEER, Direction.READ, np.array([[0, 0, _BYTES]], np.uint64)))
     if not select.select([transport.wakeup_fd], [], [], timeout_s)[0]:
         return f"no byte arrived within {timeout_s:g} s"
@@ -172,3 +115,15 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _main()
+
+
+def private_memory(content: Bytes) -> tuple[Region, Bytes]:
+    """Memory of this process alone: `content` itself."""
+    return Region.of(content), content
+
+
+def shared_memory(content: Bytes) -> tuple[Region, Bytes]:
+    """Memory that other processes can map."""
+    memory = SharedMemory(len(content))
+    memory.array[:] = content
+    return memory.region, memory.array

@@ -27,6 +27,7 @@ class Wakeup:
     def set(self) -> None:
         """Make the descriptor readable."""
         with self._lock:
+            # One byte at most: a pipe that is written for every completion would fill up, and block the mover.
             if not self._is_set and self._write_fd >= 0:
                 os.write(self._write_fd, b"\0")
                 self._is_set = True

@@ -19,7 +19,7 @@ _WORDS = tuple(
 )
 _FRAMES = (
     "The {} near the {} was older than anyone in the {} could remember.",
-    "When the {} came back from the {}, no one spoke about the {} again.",
+    "When the {} came back from the {}, none spoke about the {} again.",
     "She wrote {} short notes on the {} before the {} arrived.",
     "Every {} has a {}, and every {} has a reason to keep it.",
     "In the {}, between the {} and the {}, there is a small door.",

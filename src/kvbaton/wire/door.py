@@ -41,7 +41,7 @@ from kvbaton.core.auth import NONCE_BYTES, TAG_BYTES, Session
 from kvbaton.errors import ProtocolError
 from kvbaton.wire.zmtp import Zmtp, ZmtpError, ZmtpLimits, ZmtpPartsError, ZmtpRefused, encode_error, encode_frame
 
-__all__ = ["Door", "DoorLimits", "Ended", "PeerConnection", "listen_on"]
+__all__ = ["Door", "DoorLimits", "EndCause", "PeerConnection", "listen_on"]
 
 _NONCE = b"X-KVBaton-Nonce"
 _BACKLOG = 512
@@ -61,7 +61,7 @@ _KEEPALIVE_S = 30
 _MOST_CONNECTIONS = 2048
 
 
-class Ended(enum.StrEnum):
+class EndCause(enum.StrEnum):
     """Why a connection ended."""
 
     LOST = "lost"
@@ -168,7 +168,7 @@ class Door:
     def __init__(
         self,
         limits: DoorLimits,
-        on_end: Callable[[PeerConnection, Ended, str], None],
+        on_end: Callable[[PeerConnection, EndCause, str], None],
         *,
         key: bytes | None = None,
         on_open: Callable[[PeerConnection], None] = lambda _: None,
@@ -184,7 +184,7 @@ class Door:
         self._frames = ZmtpLimits(limits.frame_bytes + sealed, limits.parts, sealed or limits.unknown_frame_bytes)
         self._selector = selectors.DefaultSelector()
         self._unknown_selector = selectors.DefaultSelector()
-        self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)  # type: ignore[attr-defined]
+        self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)
         self._listener: socket.socket | None = None
         self._accept_at: float | None = None
         self._unknown: OrderedDict[PeerConnection, None] = OrderedDict()
@@ -224,7 +224,7 @@ class Door:
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
             connection = PeerConnection(sock, name, self._zmtp(is_listener=False), self._clock(), is_dialled=True)
-            self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+            self._register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
         except BaseException:
             sock.close()
             raise
@@ -287,11 +287,11 @@ class Door:
         else:
             self._unknown.pop(connection, None)
             self._unknown_selector.unregister(connection.sock)
-            self._selector.register(connection.sock, _events(connection), connection)
+            self._register(connection, _events(connection))
         self._known[connection] = None
         if len(self._known) > self._limits.known:
             oldest = min((each for each in self._known if each is not connection), key=lambda each: each.seen_at)
-            self.finish(oldest, Ended.NO_ROOM, "the peer was silent for longest")
+            self.finish(oldest, EndCause.NO_ROOM, "the peer was silent for longest")
 
     def send(self, connection: PeerConnection, body: bytes) -> bool:
         """Queue one message of one part; False when it does not fit, or the connection is not open."""
@@ -307,7 +307,7 @@ class Door:
         self._queue(connection, encode_frame(body))
         return True
 
-    def refuse(self, connection: PeerConnection, cause: Ended, reason: str) -> None:
+    def refuse(self, connection: PeerConnection, cause: EndCause, reason: str) -> None:
         """End a connection and send the peer the reason; it has a moment to read it."""
         if connection.is_over:
             return
@@ -323,7 +323,7 @@ class Door:
             self._close(self._ending.popitem(last=False)[0])
         self._on_end(connection, cause, reason)
 
-    def finish(self, connection: PeerConnection, cause: Ended, detail: str = "") -> None:
+    def finish(self, connection: PeerConnection, cause: EndCause, detail: str = "") -> None:
         """End a connection at once."""
         if connection.is_over:
             return
@@ -348,7 +348,7 @@ class Door:
                 self._flush(connection)
             time.sleep(0.005)
         for connection in [*self._unknown, *self._dialling, *self._known]:
-            self.finish(connection, Ended.CLOSED)
+            self.finish(connection, EndCause.CLOSED)
         while self._ending:
             self._close(self._ending.popitem()[0])
         if self._listener is not None:
@@ -361,7 +361,8 @@ class Door:
 
     def _due_s(self, now: float) -> float:
         """For how long nothing becomes due."""
-        due = self._check_at - now if self._known else float("inf")
+        # An idle process is not woken: only what is half sent or half received can stall.
+        due = self._check_at - now if self._unsent_bytes or self._buffered[True] else float("inf")
         if self._unknown:
             due = min(due, next(iter(self._unknown)).since + self._limits.handshake_s - now)
         if self._dialling:
@@ -377,7 +378,7 @@ class Door:
         late = now - self._limits.handshake_s
         for table in (self._unknown, self._dialling):
             while table and (oldest := next(iter(table))).since <= late:
-                self.finish(oldest, Ended.SILENT, f"no handshake within {self._limits.handshake_s:g} s")
+                self.finish(oldest, EndCause.SILENT, f"no handshake within {self._limits.handshake_s:g} s")
         while self._ending and next(iter(self._ending.values())) <= now:
             self._close(self._ending.popitem(last=False)[0])
         if self._check_at <= now:
@@ -385,7 +386,7 @@ class Door:
             self._end_stalled(now - self._limits.stalled_s)
         if self._resume_at is not None and self._resume_at <= time.monotonic():
             self._resume_at = None
-            self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)  # type: ignore[attr-defined]
+            self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)
         if self._accept_at is not None and self._accept_at <= time.monotonic() and self._listener is not None:
             self._accept_at = None
             self._unknown_selector.register(self._listener, selectors.EVENT_READ)
@@ -394,7 +395,7 @@ class Door:
         for connection in list(self._known):
             began = connection.partial_since
             if (began is not None and began < late) or (connection.unsent and connection.moved_at < late):
-                self.finish(connection, Ended.STALLED, f"a frame was not finished within {self._limits.stalled_s:g} s")
+                self.finish(connection, EndCause.STALLED, f"a frame was not finished within {self._limits.stalled_s:g} s")
 
     # Unknown peers.
 
@@ -411,12 +412,13 @@ class Door:
         self._credited_at = now
         self._credit_s -= time.thread_time() - began
         if self._credit_s < 0 and self._limits.unknown_share < 1.0:
-            self._selector.unregister(self._unknown_selector.fileno())  # type: ignore[attr-defined]
+            self._selector.unregister(self._unknown_selector.fileno())
             self._resume_at = now - self._credit_s / self._limits.unknown_share
 
     def _accept(self) -> Iterator[tuple[PeerConnection, list[bytes]]]:
         for _ in range(_ACCEPTS_PER_TURN):
-            if len(self._unknown) >= self._limits.unknown and not self._make_room():
+            is_full = len(self._unknown) >= self._limits.unknown
+            if is_full and not self._may_give_way():
                 self._pause_accepting()
                 return
             try:
@@ -425,15 +427,18 @@ class Door:
                 return
             except OSError:
                 # No descriptor is left.
-                self._make_room()
+                if self._may_give_way():
+                    self._end_oldest_unknown()
                 self._pause_accepting()
                 return
+            if is_full:
+                self._end_oldest_unknown()
             connection = PeerConnection(sock, str(address[0]), self._zmtp(is_listener=True), self._now, is_dialled=False)
             self._unknown[connection] = None
             self._unknown_selector.register(sock, selectors.EVENT_READ, connection)
             if reason := self._refusal(connection.name):
                 self._queue(connection, connection.zmtp.outgoing())
-                self.refuse(connection, Ended.NOT_ALLOWED, reason)
+                self.refuse(connection, EndCause.NOT_ALLOWED, reason)
             else:
                 # A dialler of ours sends its whole handshake with the connection: it is mostly there already.
                 yield from self._serve(connection, selectors.EVENT_READ)
@@ -449,13 +454,13 @@ class Door:
             raise ConnectionError from error
         return sock, address
 
-    def _make_room(self) -> bool:
-        """End the oldest unknown peer, if it had its guaranteed time."""
+    def _may_give_way(self) -> bool:
+        """Whether the oldest unknown peer had its guaranteed time."""
         oldest = next(iter(self._unknown), None)
-        if oldest is None or self._now - oldest.since < self._limits.guaranteed_s:
-            return False
-        self.finish(oldest, Ended.NO_ROOM, "the oldest of too many unknown peers")
-        return True
+        return oldest is not None and self._now - oldest.since >= self._limits.guaranteed_s
+
+    def _end_oldest_unknown(self) -> None:
+        self.finish(next(iter(self._unknown)), EndCause.NO_ROOM, "the oldest of too many unknown peers")
 
     def _pause_accepting(self) -> None:
         """Take the listening socket out of the selector for a moment: it would keep the thread busy with nothing."""
@@ -481,10 +486,10 @@ class Door:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self.finish(connection, Ended.LOST, error.strerror or str(error))
+                self.finish(connection, EndCause.LOST, error.strerror or str(error))
                 return
             if not data:
-                self.finish(connection, Ended.LOST, "closed by the peer")
+                self.finish(connection, EndCause.LOST, "closed by the peer")
                 return
             connection.seen_at = self._now
             for parts in self._take(connection, data):
@@ -539,7 +544,9 @@ class Door:
         connection.buffered = buffered
         if self._buffered[is_known] > (self._limits.known_bytes if is_known else self._limits.unknown_bytes):
             candidates = self._known if is_known else [*self._unknown, *self._dialling]
-            self.finish(max(candidates, key=lambda each: each.buffered), Ended.NO_ROOM, "too many bytes of unfinished messages")
+            self.finish(
+                max(candidates, key=lambda each: each.buffered), EndCause.NO_ROOM, "too many bytes of unfinished messages"
+            )
 
     def _shake_hands(self, connection: PeerConnection) -> None:
         """Go on with the handshake as far as what was received allows."""
@@ -553,13 +560,13 @@ class Door:
         elif self._key is None:
             self.refuse(
                 connection,
-                Ended.NOT_AUTHENTICATED,
+                EndCause.NOT_AUTHENTICATED,
                 "no key here: the peer has a cluster key, but none is set here; set the same on both sides",
             )
         elif nonce is None or len(nonce) != NONCE_BYTES:
             self.refuse(
                 connection,
-                Ended.NOT_AUTHENTICATED,
+                EndCause.NOT_AUTHENTICATED,
                 "not authenticated: a cluster key is set here, but the peer has none; set the same on both sides",
             )
         else:
@@ -576,7 +583,7 @@ class Door:
                 raise ProtocolError(f"a message of {len(parts)} parts; sealed ones have one")
             content = session.open(parts[0])
         except ProtocolError as error:
-            self.refuse(connection, Ended.NOT_AUTHENTICATED, str(error))
+            self.refuse(connection, EndCause.NOT_AUTHENTICATED, str(error))
             return None
         if connection.is_open:
             return content
@@ -593,15 +600,17 @@ class Door:
             self._on_open(connection)
 
     def _on_violation(self, connection: PeerConnection, error: ZmtpError) -> None:
+        is_proving = connection.session is not None and not connection.is_known
         if isinstance(error, ZmtpRefused):
-            self.finish(connection, Ended.REFUSED, str(error))
-        elif connection.session is not None and not connection.is_known:
+            # Where the keys differ, the dialler is the first to see it.
+            self.finish(connection, EndCause.NOT_AUTHENTICATED if is_proving else EndCause.REFUSED, str(error))
+        elif is_proving:
             # Longer than a proof, or no frame at all: a release of another protocol, or a peer without the key.
-            self.refuse(connection, Ended.NOT_AUTHENTICATED, f"not authenticated: {error}")
+            self.refuse(connection, EndCause.NOT_AUTHENTICATED, f"not authenticated: {error}")
         elif isinstance(error, ZmtpPartsError):
-            self.refuse(connection, Ended.TOO_MANY_PARTS, str(error))
+            self.refuse(connection, EndCause.TOO_MANY_PARTS, str(error))
         else:
-            self.refuse(connection, Ended.TOO_LONG if error.is_too_long else Ended.NOT_ZMTP, str(error))
+            self.refuse(connection, EndCause.TOO_LONG if error.is_too_long else EndCause.NOT_ZMTP, str(error))
 
     def _drain(self, connection: PeerConnection) -> None:
         """Throw away what a refused peer still sends: closing with unread bytes would reset the connection, and our reason."""
@@ -638,7 +647,7 @@ class Door:
         if connection.is_connecting:
             code = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                self.finish(connection, Ended.UNREACHABLE, os.strerror(code))
+                self.finish(connection, EndCause.UNREACHABLE, os.strerror(code))
                 return False
             connection.is_connecting = False
             self._queue(connection, connection.zmtp.outgoing())
@@ -658,7 +667,7 @@ class Door:
             if connection.is_over:
                 self._close(connection)
             else:
-                self.finish(connection, Ended.LOST, error.strerror or str(error))
+                self.finish(connection, EndCause.LOST, error.strerror or str(error))
             return
         if sent:
             connection.moved_at = self._now
@@ -688,6 +697,12 @@ class Door:
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(connection.sock)
         connection.sock.close()
+
+    def _register(self, connection: PeerConnection, events: int) -> None:
+        """A watched descriptor that its owner has closed may have the number of a new socket: its entry is void."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.sock)
+        self._selector.register(connection.sock, events, connection)
 
     def _zmtp(self, *, is_listener: bool) -> Zmtp:
         extra = None if self._key is None else {_NONCE: secrets.token_bytes(NONCE_BYTES)}

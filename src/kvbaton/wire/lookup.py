@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["Found", "Lookups"]
@@ -16,13 +17,16 @@ _MOST_AT_ONCE = 8
 _MOST_KEPT = 256
 _KEEP_S = 10.0
 
+Address = tuple[str | int, ...]
+_NOWHERE: Address = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """Where a host is: the family and the address to connect to, or the error that the lookup ended with."""
 
     family: int
-    address: tuple[str | int, ...]
+    address: Address
     error: str = ""
 
 
@@ -36,7 +40,7 @@ class Lookups:
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self._was_used = False
-        self._found: OrderedDict[str, tuple[float, int, tuple[str | int, ...], str]] = OrderedDict()
+        self._found: OrderedDict[str, tuple[float, int, Address, str]] = OrderedDict()
 
     @property
     def fd(self) -> int:
@@ -72,16 +76,16 @@ class Lookups:
             self._far.close()
 
     def _look_up(self, host: str) -> None:
-        family, address, error = 0, (), ""
+        family, address, error = 0, _NOWHERE, ""
         try:
             # Where a name has both kinds of addresses, IPv4, as libzmq does.
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+            found = min(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), key=lambda each: each[0] != socket.AF_INET)
+            family, address = int(found[0]), _address_of(found[4])
         except (OSError, UnicodeError) as failure:
             error = str(failure)
         with self._lock:
             self._running.discard(host)
-            self._found[host] = (time.monotonic(), int(family), address, error)
+            self._found[host] = (time.monotonic(), family, address, error)
             self._found.move_to_end(host)
             while len(self._found) > _MOST_KEPT:
                 self._found.popitem(last=False)
@@ -99,5 +103,10 @@ def _literal(host: str, port: int) -> Found | None:
     # A link-local address has a zone, which only the system can turn into a number; that needs no name server.
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, port, socket.AF_INET6, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-        return Found(socket.AF_INET6, found[0][4])
+        return Found(socket.AF_INET6, _address_of(found[0][4]))
     return Found(socket.AF_INET6, (), "no such zone")
+
+
+def _address_of(found: Iterable[object]) -> Address:
+    """An address as the system has returned it: a host, a port, and two numbers more in IPv6."""
+    return tuple(part for part in found if isinstance(part, str | int))

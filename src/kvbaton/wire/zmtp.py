@@ -57,7 +57,7 @@ class ZmtpLimits:
         self.unknown_bytes = frame_bytes if unknown_bytes is None else unknown_bytes
 
 
-class _Stage(enum.Enum):
+class _ZmtpStage(enum.Enum):
     GREETING = "greeting"
     HANDSHAKE = "handshake"
     TRAFFIC = "traffic"
@@ -70,7 +70,7 @@ class Zmtp:
         self, limits: ZmtpLimits | None = None, *, is_listener: bool = True, extra: Mapping[bytes, bytes] | None = None
     ) -> None:
         self._limits = limits or ZmtpLimits()
-        self._stage = _Stage.GREETING
+        self._stage = _ZmtpStage.GREETING
         self._expects = _DIALLERS if is_listener else _LISTENERS
         self._is_trusted = False
         self._max_bytes = self._limits.unknown_bytes
@@ -94,7 +94,7 @@ class Zmtp:
     @property
     def is_ready(self) -> bool:
         """Whether both ends have sent READY."""
-        return self._stage is _Stage.TRAFFIC
+        return self._stage is _ZmtpStage.TRAFFIC
 
     @property
     def buffered_bytes(self) -> int:
@@ -139,8 +139,8 @@ class Zmtp:
             self._buffer.clear()
         messages: list[list[bytes]] = []
         try:
-            used = self._read_greeting(data) if self._stage is _Stage.GREETING else 0
-            if self._stage is not _Stage.GREETING:
+            used = self._read_greeting(data) if self._stage is _ZmtpStage.GREETING else 0
+            if self._stage is not _ZmtpStage.GREETING:
                 used = self._read_frames(data, used, messages)
         except ZmtpError as error:
             self._parts, self._parts_bytes = [], 0
@@ -158,7 +158,7 @@ class Zmtp:
         The body of one function, without helpers per frame: this loop is what a control message costs.
         """
         size_of_data, limit, is_trusted = len(data), self._max_bytes, self._is_trusted
-        is_open = self._stage is _Stage.TRAFFIC
+        is_open = self._stage is _ZmtpStage.TRAFFIC
         self._missing_until = 0
         while at + 2 <= size_of_data:
             flags = data[at]
@@ -181,7 +181,7 @@ class Zmtp:
             body, at = data[start:end], end
             if flags & _COMMAND:
                 self._obey(body)
-                is_open = self._stage is _Stage.TRAFFIC
+                is_open = self._stage is _ZmtpStage.TRAFFIC
                 continue
             if flags & _MORE or self._parts:
                 self._take_part(body, has_more=bool(flags & _MORE))
@@ -202,7 +202,7 @@ class Zmtp:
         if flags & _COMMAND:
             if size > _MAX_COMMAND_BYTES:
                 raise _too_long(size, _MAX_COMMAND_BYTES)
-        elif self._stage is not _Stage.TRAFFIC:
+        elif self._stage is not _ZmtpStage.TRAFFIC:
             raise ZmtpError("a message was sent before the handshake was over")
         elif self._parts_bytes + size > self._max_bytes:
             raise _too_long(self._parts_bytes + size, self._max_bytes)
@@ -224,7 +224,7 @@ class Zmtp:
         mechanism = data[12:32].rstrip(b"\0")
         if mechanism != b"NULL":
             raise ZmtpError(f"the peer asks for the security mechanism {mechanism!r}; only NULL is known here")
-        self._stage = _Stage.HANDSHAKE
+        self._stage = _ZmtpStage.HANDSHAKE
         if self._is_listener:
             self._outgoing += _command(self.own_ready)
         return _GREETING_BYTES
@@ -233,13 +233,13 @@ class Zmtp:
         name, content = body[1 : 1 + body[0]] if body else b"", body[1 + body[0] :] if body else b""
         if name == b"ERROR":
             raise ZmtpRefused(content[1:].decode("utf-8", "replace"))
-        if self._stage is _Stage.HANDSHAKE:
+        if self._stage is _ZmtpStage.HANDSHAKE:
             properties = _properties(content) if name == b"READY" else {}
             kind = properties.get(b"socket-type", b"")
             if kind not in self._expects:
                 raise ZmtpError(f"the peer is {(kind or name)[:40]!r}; connect a DEALER socket to a ROUTER socket")
             self.peer_ready, self.peer_properties = body, properties
-            self._stage = _Stage.TRAFFIC
+            self._stage = _ZmtpStage.TRAFFIC
         elif name == b"PING" and len(content) <= 2 + _MAX_PING_CONTEXT:
             # A peer that sends pings and does not read would make this grow without end.
             if len(self._outgoing) < _MAX_COMMAND_BYTES:

@@ -19,6 +19,8 @@ from watching import wait_until
 __all__ = ["InstanceAnswer", "RealStand", "ask", "handed_over", "requests_to_try"]
 
 _START_S = 120.0
+_ALLOW = ("--allow", "127.0.0.0/8")
+"""vllm-router sends no token of the cluster key, so the operator has to name the hosts that its requests may."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _HANDED_OVER = re.compile(r'^kvbaton_handoffs_total\{(?=[^}]*outcome="delivered")[^}]*\} (\S+)$', re.MULTILINE)
 
@@ -77,7 +79,7 @@ class RealStand(Stand):
 
     def launch(self, name: str, role: str, *extra: str, port: int | None = None, mode: Mode | None = None) -> int:
         """Start an instance, on this port if one is named; its port. It registers when it is healthy."""
-        options = replace(self._options(("--poison", *extra)), handoff=HandoffSettings(mode=mode or self.mode))
+        options = replace(self._options(("--poison", *_ALLOW, *extra)), handoff=HandoffSettings(mode=mode or self.mode))
         part = EmbeddedServers(options).part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         picked = part.base_url.rpartition(":")[2]
         if port is not None:

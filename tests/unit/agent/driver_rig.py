@@ -16,7 +16,6 @@ import zmq
 
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -30,6 +29,7 @@ from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
+from kvbaton.transport.neighbour import this_process
 from mori_stand_in import MoriWorld
 from watching import wait_until
 from wire_peer import WirePeer

@@ -11,8 +11,7 @@ import pytest
 from agent_rig import Clock, card_of, key_of, layout_of_tokens
 from driver_rig import is_equal, landed, pair
 
-from kvbaton.agent.backlog import Backlog, Part
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank import Backlog, Part, RankAgent
 from kvbaton.agent.rank_orders import (
     Connect,
     CopyFailed,

@@ -11,6 +11,7 @@ from agent_rig import AUX, BLOCKS, LIMITS, Net, Node, card_of, key_of
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.rank_orders import PeerFenced, RegionFenced
 from kvbaton.config import Limits
+from kvbaton.core.card import PROTOCOL
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
 from kvbaton.core.messages import Announced, Grant, Heartbeat, Hello, Refused, Stop, decode, encode
 from kvbaton.errors import TransportError
@@ -105,7 +106,7 @@ def test_a_report_about_a_copy_is_late_on_no_side_when_it_belongs_to_one() -> No
     ("change", "here", "there"),
     [
         ({"fingerprint": "beef"}, "tiny (f00d)", "tiny (beef)"),
-        ({"protocol": 9}, "1", "9"),
+        ({"protocol": 9}, str(PROTOCOL), "9"),
         ({"shape": "pp2"}, "'whole'", "stages 0 and 1 are the same"),
         ({"defer_timeout": 5.0}, "transfer_timeout 30.0", "defer_timeout 5.0"),
         ({"ranks": card_of("x").ranks}, "'whole'", "1 ranks where shape tp2 has 2"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_rig import card_of
 
-from kvbaton.agent.peers import Peers
+from kvbaton.agent.coordinator import Peers
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import TransportError

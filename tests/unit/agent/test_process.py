@@ -7,13 +7,13 @@ import sys
 
 import msgspec
 
-from kvbaton.agent.process import is_gone, this_process
 from kvbaton.core.card import ProcessId
+from kvbaton.transport.neighbour import is_gone, this_process
 
 NAME_ME = """
 import sys
 import msgspec
-from kvbaton.agent.process import this_process
+from kvbaton.transport.neighbour import this_process
 print(msgspec.json.encode(this_process()).decode(), flush=True)
 sys.stdin.read()
 """

@@ -12,7 +12,6 @@ import pytest
 from agent_rig import card_of, key_of
 
 from kvbaton.agent.channel import Channel, channel_pair
-from kvbaton.agent.rank_loop import RankLoop
 from kvbaton.agent.rank_orders import (
     AuxRead,
     CloseCopy,
@@ -42,7 +41,7 @@ from kvbaton.agent.rank_orders import (
     encode_order,
     encode_reports,
 )
-from kvbaton.agent.rank_sets import RemoteRanks
+from kvbaton.agent.rank_sets import RankLoop, RemoteRanks
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
 from kvbaton.core.layout import HeadRange, Layout

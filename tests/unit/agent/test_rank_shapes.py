@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from agent_rig import card_of, key_of
 
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank import RankAgent, RegionMemory
 from kvbaton.agent.rank_orders import (
     Connect,
     CopyId,
@@ -23,7 +23,6 @@ from kvbaton.agent.rank_orders import (
     SumSpans,
     sums_by_leg,
 )
-from kvbaton.agent.summing import RegionMemory
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.checks import sums_problem
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span

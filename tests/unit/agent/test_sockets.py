@@ -441,6 +441,21 @@ def test_a_dial_ends_soon_after_the_last_request_has_asked_for_it(rig: Rig, monk
         assert connections() == before
 
 
+def test_a_peer_that_is_gone_is_not_dialled_for_ever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets_module, "_DIAL_LIFE_S", 0.3)
+    alice, bob = rig.make(ALICE, KEY), rig.make(BOB, KEY)
+    alice.dial(bob.address, BEAT)
+    exchange(alice, bob)
+    bob.send(ALICE, BEAT)
+    exchange(bob, alice)
+    bob.close()
+    turn_until(lambda: alice._dialled[bob.address].connection is None, alice)
+    alice.send(BOB, BEAT)
+    turn_until(lambda: not alice._dialled, alice)
+    alice.send(BOB, BEAT)
+    assert alice.dropped_total[Dropped.NO_ROUTE] == 1
+
+
 def test_dials_of_addresses_that_never_answered_are_few_per_second(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets_module, "_DIAL_BURST", 5.0)
     monkeypatch.setattr(sockets_module, "_DIALS_PER_S", 0.001)

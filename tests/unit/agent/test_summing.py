@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from agent_rig import key_of, layout_of_tokens
 
+from kvbaton.agent.rank import RegionMemory, Summer
 from kvbaton.agent.rank_orders import CopyId, SpanSummed, SumSpans
-from kvbaton.agent.summing import RegionMemory, Summer
 from kvbaton.core.checks import Pieces
 from kvbaton.core.handoff import BlockLists, Integrity, Span
 from kvbaton.core.layout import Axis, Layout

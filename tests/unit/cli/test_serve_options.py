@@ -15,6 +15,7 @@ from kvbaton.core.handoff import AuxWay, Integrity, Mode
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.engines.embedded.instance import InstanceSettings
+from kvbaton.engines.embedded.settings import HttpSettings
 from kvbaton.router import app
 from kvbaton.router.settings import RouterSettings
 
@@ -54,6 +55,31 @@ def _served(monkeypatch: pytest.MonkeyPatch, started: list[Any], *arguments: str
     settings = started.pop()
     assert isinstance(settings, InstanceSettings)
     return settings
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "shown"),
+    [
+        ({}, (), True),
+        ({"KVBATON_API_KEY": "k"}, (), False),
+        ({"KVBATON_INSTANCE_API_KEY": "k"}, (), False),
+        ({"KVBATON_API_KEY": "k"}, ("--show-details",), True),
+        ({}, ("--no-show-details",), False),
+    ],
+)
+def test_details_are_hidden_where_clients_need_a_key(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], environment: dict[str, str], arguments: tuple[str, ...], shown: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _served(monkeypatch, started, *arguments).http.show_details is shown
+
+
+def test_the_budgets_of_requests_reach_the_server(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    limits = ("--max-prompt-bytes", "1", "--max-request-bytes", "2", "--max-body-bytes", "3", "--max-request-sequences", "4")
+    settings = _served(monkeypatch, started, *limits, "--max-waiting", "5")
+    assert settings.http == HttpSettings(1, 2, 3, 4)
+    assert settings.engine.max_waiting == 5
 
 
 def test_how_it_hands_over_reaches_agents_and_engine(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:

@@ -147,7 +147,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_what_was_sealed_for_another_session_does_not_open(other: Session) -> None:
-    with pytest.raises(ProtocolError, match=r"^wrong key: .* set the same key on both sides"):
+    with pytest.raises(ProtocolError, match=r"^wrong key: .* set the same on both sides"):
         session(is_listener=True).open(other.seal(FRAME))
 
 

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 from table_diagrams import put_diagram, render_classes, render_diagram
 
-from kvbaton.core.lifecycle import COPY, SOURCE, TARGET, CopyEffect, CopyEvent, CopyState, SourceEffect, TargetEffect
-from kvbaton.core.table import Row, Table
+from kvbaton.core.lifecycle import (
+    COPY,
+    SOURCE,
+    TARGET,
+    CopyEffect,
+    CopyEvent,
+    CopyState,
+    Row,
+    SourceEffect,
+    Table,
+    TargetEffect,
+)
 from kvbaton.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,14 +16,15 @@ from kvbaton.core.lifecycle import (
     CopyEffect,
     CopyEvent,
     CopyState,
+    Row,
     SourceEffect,
     SourceEvent,
     SourceState,
+    Table,
     TargetEffect,
     TargetEvent,
     TargetState,
 )
-from kvbaton.core.table import Row, Table
 from kvbaton.errors import Bug, IllegalTransition
 
 AnyTable = Table[Any, Any, Any]

@@ -297,7 +297,7 @@ def test_a_client_that_leaves_in_mid_stream_is_no_error(caplog: pytest.LogCaptur
         async with prefill() as p, decode(flood) as d, routing(p, d) as router:
             reader, writer = await asyncio.open_connection("127.0.0.1", router.settings.port)
             content = json.dumps({**BODY, "stream": True}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
             writer.write(head.encode() + content)
             await reader.readuntil(b"data: x")
             writer.transport.abort()
@@ -318,7 +318,9 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
     async with prefill() as p, decode(flood) as d, routing(p, d, client_timeout_s=0.5) as router:
         _, writer = await asyncio.open_connection("127.0.0.1", router.settings.port, limit=1024)
         content = json.dumps({**BODY, "stream": True}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
         await until(lambda: len(d.seen) == 1)
         async with asyncio.timeout(20):
             await d.cancelled.wait()

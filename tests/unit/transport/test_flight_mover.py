@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, QueueFull, TransportError
-from kvbaton.transport import flights
+from kvbaton.transport import library_transport
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
-from kvbaton.transport.flights import FlightMover
-from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.lanes import LibraryPeer, PeerFlights
+from kvbaton.transport.library_transport import FlightMover
+from kvbaton.transport.queued import Ledger
 from watching import wait_until
 
 PEER = PeerRank(Incarnation("peer"))
@@ -77,8 +79,8 @@ class Stand:
     """A ledger with one peer, and the mover that serves it."""
 
     library: Library
-    ledger: Ledger[str]
-    mover: FlightMover[str]
+    ledger: Ledger[LibraryPeer]
+    mover: FlightMover
     done: list[Completion] = field(default_factory=list)
 
     def post(self, size: int) -> Ticket:
@@ -101,10 +103,10 @@ class Stand:
 @pytest.fixture
 def stand() -> Iterator[Stand]:
     settings = TransportSettings(timeout_s=TIMEOUT_S)
-    ledger: Ledger[str] = Ledger(Region.of(bytearray(64)), settings)
-    ledger.add_peer(PEER, Endpoint("test", 64, {}), "the peer")
+    ledger: Ledger[LibraryPeer] = Ledger(Region.of(bytearray(64)), settings)
+    ledger.add_peer(PEER, Endpoint("test", 64, {}), cast("LibraryPeer", "the peer"))
     library = Library()
-    made = Stand(library, ledger, FlightMover("test", ledger, settings, library))
+    made = Stand(library, ledger, FlightMover("test", ledger, settings, cast("PeerFlights", library)))
     yield made
     library.is_stuck = False
     ledger.shut("the test is over")
@@ -148,8 +150,8 @@ def test_a_quick_peer_is_given_longer_slices_and_a_slow_one_shorter_ones(stand: 
     assert stand.wait(1)[0].error == ""
     assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [4, 8, 16, 32, 4]
     stand.library.slices.clear()
-    monkeypatch.setattr(flights, "_QUICK_S", -1.0)
-    monkeypatch.setattr(flights, "_SLOW_S", -1.0)
+    monkeypatch.setattr(library_transport, "_QUICK_S", -1.0)
+    monkeypatch.setattr(library_transport, "_SLOW_S", -1.0)
     stand.post(64)
     assert stand.wait(2)[1].error == ""
     assert [int(each.runs[:, 2].sum()) for each in stand.library.slices] == [32, 16, 8, 4, 2, 1, 1]

@@ -9,8 +9,7 @@ import pytest
 
 from kvbaton.errors import Bug, ConfigError, PeerLost, QueueFull, TransportError
 from kvbaton.transport.base import Direction, Runs
-from kvbaton.transport.lanes import Lane, LaneSlice, MarkCheck
-from kvbaton.transport.marks import MARK_BYTES, Marks
+from kvbaton.transport.lanes import MARK_BYTES, Lane, LaneSlice, MarkCheck, Marks
 from watching import wait_until
 
 RUNS = np.array([[n, n, 1] for n in range(8)], np.uint64)

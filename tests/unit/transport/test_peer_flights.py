@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, QueueFull
 from kvbaton.transport.base import Direction, PeerRank, Runs, TransportSettings
-from kvbaton.transport.lanes import LaneSlice, cut
-from kvbaton.transport.marks import MARK_BYTES, Marks
-from kvbaton.transport.peer_flights import LibraryPeer, PeerFlights
+from kvbaton.transport.lanes import MARK_BYTES, LaneSlice, LibraryPeer, Marks, PeerFlights, cut
 from watching import wait_until
 
 MIB = 1 << 20

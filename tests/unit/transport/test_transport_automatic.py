@@ -13,7 +13,6 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, TransportError
-from kvbaton.transport.automatic import AutoTransport, TransportChoice
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -27,7 +26,7 @@ from kvbaton.transport.base import (
     Transport,
     TransportSettings,
 )
-from kvbaton.transport.choose import open_transport
+from kvbaton.transport.choose import AutoTransport, TransportChoice, open_transport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
 from kvbaton.transport.table import TRANSPORTS

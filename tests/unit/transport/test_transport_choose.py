@@ -10,7 +10,7 @@ import pytest
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import check_writes, open_transport
-from kvbaton.transport.open_files import files_left
+from kvbaton.transport.neighbour import files_left
 from kvbaton.transport.table import TRANSPORTS
 
 

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.copying import RunCopier
-from kvbaton.transport.loops import CopyCrew, load_loops
-from kvbaton.transport.runs import RunCursor
+from kvbaton.transport.runs import CopyCrew, RunCopier, RunCursor, load_loops
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -113,4 +111,4 @@ def test_a_place_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: py
     tmp_path.chmod(0o777)
     with caplog.at_level(logging.INFO, "kvbaton.transport"):
         assert load_loops(tmp_path) is None
-    assert "somebody else" in caplog.text
+    assert "another user" in caplog.text

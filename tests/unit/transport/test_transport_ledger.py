@@ -11,7 +11,7 @@ import pytest
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import Bug, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.ledger import CancelJob, Ledger, PostJob, RevokeLink
+from kvbaton.transport.queued import CancelJob, Ledger, PostJob, RevokeLink
 from kvbaton.transport.wakeup import Wakeup
 
 PEER = PeerRank(Incarnation("p"))

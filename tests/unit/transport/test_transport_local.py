@@ -14,11 +14,10 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, TransportError
-from kvbaton.transport import process_memory
+from kvbaton.transport import neighbour
 from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.local import LocalTransport
-from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.process_memory import ProcessMemory, host_id, start_ticks
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, host_id, start_ticks
 from kvbaton.transport.shared_memory import SharedMemory
 
 PEER = PeerRank(Incarnation("p"))
@@ -127,4 +126,4 @@ def test_a_read_stops_where_memory_ends() -> None:
 )
 def test_system_errors_say_what_to_do(code: int, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
-        raise process_memory._explain(code, 77)
+        raise neighbour._explain(code, 77)

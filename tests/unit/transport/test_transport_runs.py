@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvbaton.errors import RangeError
 from kvbaton.transport.base import Runs
-from kvbaton.transport.loops import Loops, load_loops
-from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, check_runs
+from kvbaton.transport.runs import MAX_SLICE_RUNS, Loops, RunCursor, check_runs, load_loops
 
 ROWS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 60)), max_size=12)
 LOOPS = load_loops()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvbaton.transport.base import AfterEvent, Ticket
-from kvbaton.transport.ledger import BatchJob
+from kvbaton.transport.queued import IDLE_S, BatchJob, Schedule
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.schedule import IDLE_S, Schedule
 
 
 def job(ticket: int, link: str, after: AfterEvent | None = None) -> BatchJob[str]:

@@ -36,7 +36,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, ProtocolError, TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport
-from kvbaton.transport.tcp.vectors import Vectors
+from kvbaton.transport.tcp.sockets import Vectors
 from kvbaton.transport.tcp.wire import (
     HELLO_BYTES,
     PIECE_BYTES,
@@ -88,7 +88,7 @@ def test_garbage_closes_that_connection_only(source: TcpTransport, target: TcpTr
     with dial(source.endpoint()) as stranger:
         stranger.sendall(garbage)
         assert is_closed(stranger)
-    assert source.garbage_total == 1
+    assert source._server.garbage_total == 1
     assert read(target).error == ""
 
 
@@ -111,7 +111,7 @@ def test_garbage_after_the_handshake_closes_that_connection_only(
         shake_hands(stranger, source.endpoint())
         stranger.sendall(garbage)
         assert is_closed(stranger)
-    assert source.garbage_total == 1
+    assert source._server.garbage_total == 1
     assert read(target).error == ""
 
 
@@ -179,7 +179,7 @@ def test_a_wrong_token_or_incarnation_is_refused(source: TcpTransport, target: T
     completion = read(target)
     assert completion.error.startswith("PeerRefused")
     assert "fetch its card again" in completion.error
-    while not source.refused_total:
+    while not source._server.refused_total:
         select.select([], [], [], 0.001)
 
 

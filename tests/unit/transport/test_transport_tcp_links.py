@@ -36,9 +36,10 @@ from tcp_rig import (
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
-from kvbaton.transport.tcp import TcpTransport, link, server
-from kvbaton.transport.tcp.link import TcpLink
+from kvbaton.transport.tcp import TcpTransport, server
+from kvbaton.transport.tcp import transport as tcp_transport
 from kvbaton.transport.tcp.sockets import tune
+from kvbaton.transport.tcp.transport import TcpLink
 from kvbaton.transport.tcp.wire import (
     HANDSHAKE_BYTES,
     HELLO_BYTES,
@@ -166,13 +167,13 @@ def test_an_answer_counts_when_the_connection_ends_right_behind_it(listener: soc
 def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have requests that the socket does not take, so the mover is told of both, that it can write, in one turn."""
+    """Both have requests that the socket does not take, so the mover may write to both in one turn."""
 
     def tune_small(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         tune(sock)
 
-    monkeypatch.setattr(link, "tune", tune_small)
+    monkeypatch.setattr(tcp_transport, "tune", tune_small)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     runs = np.zeros((4 * MAX_PIECES, 3), np.uint64)
     runs[:, 0] = runs[:, 1] = np.arange(len(runs), dtype=np.uint64) * np.uint64(16)
@@ -183,7 +184,7 @@ def test_connections_of_a_peer_that_are_lost_at_once_cost_that_peer_only(
     lost = target.post(Batch(SOURCE, Direction.READ, runs))
     owners = [welcomed(listener), welcomed(listener)]
     links = target._ledger.links()[0].links
-    wait_until(lambda: all(each.request_count == 2 and each.wants_write for each in links), "both are full of requests")
+    wait_until(lambda: all(each.request_count == 2 and each.has_to_write for each in links), "both are full of requests")
     is_held, may_go_on = threading.Event(), threading.Event()
 
     def holds_the_mover() -> bool:
@@ -271,7 +272,7 @@ def test_a_reader_beyond_the_limit_is_refused_with_its_name() -> None:
         refused = read(target).error
         assert refused.startswith("PeerRefused")
         assert "settings max_peers (1) times streams (1)" in refused
-        wait_until(lambda: source.refused_total == 1, "the refusal is counted")
+        wait_until(lambda: source._server.refused_total == 1, "the refusal is counted")
     wait_until(lambda: not source._server._readers, "the first reader has left")
     assert read(target).error == ""
     target.close()
@@ -370,7 +371,7 @@ def test_a_connection_from_an_address_that_is_not_admitted_is_closed_at_once(cap
         for _ in range(3):
             with socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0)) as other:
                 assert take_all(other) == b""
-    wait_until(lambda: source.refused_total == 3, "the refusals are counted")
+    wait_until(lambda: source._server.refused_total == 3, "the refusals are counted")
     assert [record.getMessage() for record in caplog.records if "127.0.0.2" in record.getMessage()][1:] == []
     target = make("target")
     target.connect(SOURCE, source.endpoint())
@@ -423,5 +424,5 @@ def test_an_unknown_connection_does_not_renew_its_deadline_byte_by_byte() -> Non
                 break
         watcher.join(20)
         assert sent < HANDSHAKE_BYTES - 1
-    assert source.garbage_total == 0
+    assert source._server.garbage_total == 0
     source.close()

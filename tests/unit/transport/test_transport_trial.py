@@ -11,8 +11,7 @@ import pytest
 
 from kvbaton.transport import trial
 from kvbaton.transport.base import Region, Transport, TransportSettings
-from kvbaton.transport.entry import TransportEntry
-from kvbaton.transport.table import AUTO, TRANSPORTS
+from kvbaton.transport.table import AUTO, TRANSPORTS, TransportEntry
 from kvbaton.transport.trial import Trial, try_all, try_transport
 from watching import descendants
 
@@ -60,10 +59,10 @@ def test_wrong_bytes_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("script", "timeout_s", "problem"),
     [
-        (HANGS, 0.5, r"the other process did not open it within 0\.5 s.*"),
-        (SENDS_HALF, 0.5, r"the other process did not open it within 0\.5 s, and printed nothing"),
-        (DIES, 20.0, r"the other process could not open it, though .*; its last output: .*libfabric: no such device.*"),
-        (DIES_SILENTLY, 20.0, r"the other process could not open it, though this one could, and printed nothing"),
+        (HANGS, 0.5, r"the other process was not ready within 0\.5 s.*"),
+        (SENDS_HALF, 0.5, r"the other process was not ready within 0\.5 s, and printed nothing"),
+        (DIES, 20.0, r"the other process ended before it was ready; its last output: .*libfabric: no such device.*"),
+        (DIES_SILENTLY, 20.0, r"the other process ended before it was ready, and printed nothing"),
         (LIES, 20.0, r"DecodeError: .*"),
     ],
     ids=["hangs", "sends half", "dies with output", "dies silently", "lies"],

@@ -53,3 +53,9 @@ def test_some_prompts_share_prefixes_and_most_do_not() -> None:
 @pytest.mark.parametrize("words", [0, 1, 50])
 def test_text_is_at_least_as_long_as_asked_for(words: int) -> None:
     assert len(make_text(random.Random(0), words).split()) >= words
+
+
+def test_a_seed_gives_the_same_lengths_for_good() -> None:
+    """A word more in a sentence would shift what is drawn after it, and with it every kept result of a seed."""
+    lengths = [len(prompt) for prompt in make_prompts(lambda text: list(text.encode()), 8, 0, 1500)]
+    assert lengths == [481, 1, 3, 5, 190, 445, 167, 102]

@@ -11,6 +11,7 @@ slices of pages between unequal shapes, and slots in no order at all.
 
 from __future__ import annotations
 
+import os
 import select
 import statistics
 import sys
@@ -24,20 +25,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.bench.child import LineProcess
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.bench.wire.pages import POISON
-from kvbaton.bench.wire.run import WireOptions
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
-from kvbaton.transport.cuda.copier import GpuCopier
+from kvbaton.transport.cuda.copier import GpuCopier, Launch, Placement, Segment, launches_for
 from kvbaton.transport.cuda.driver import CudaDriver
-from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
+from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
+from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["PLANES", "TOKEN_BYTES", "CudaWireBench", "main", "measure_cuda", "patterns", "run_cuda_wire_bench"]
 
@@ -52,6 +50,7 @@ TOKEN_BYTES = 2048
 _PEER = PeerRank(Incarnation("source"))
 _START_S = 120.0
 _BATCH_S = 30.0
+_START_S = 120.0
 _WARM_UP = 3
 _CURTAIN_BYTES = 1 << 30
 _FULL = "full-tensor copy"
@@ -209,10 +208,10 @@ class _Stand:
         self._torch.cuda.synchronize()
         return bool(self._torch.equal(self.target[: pattern.target_bytes], expected))
 
-    def check(self, pattern: Pattern, expected: Any, who: str) -> None:
+    def check(self, pattern: Pattern, expected: Any, method: str) -> None:
         """Raise LocalError unless every byte is right."""
         if not self.is_right(pattern, expected):
-            raise LocalError(f"{pattern.name}: {who} left bytes in target memory that are not the source's")
+            raise LocalError(f"{pattern.name}: {method} left bytes in target memory that are not the source's")
 
     def copy_all_but_one(self, pattern: Pattern) -> None:
         """The negative control: everything but the last run."""
@@ -262,9 +261,9 @@ class _Stand:
         return posted - start, done - start
 
 
-def measure_cuda(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
     """What `kvbaton bench wire` does for transport cuda; returns the report and the settings that it was made with."""
-    bench = CudaWireBench(options.tokens, options.rounds)
+    bench = CudaWireBench(tokens, rounds)
     return run_cuda_wire_bench(bench, progress), bench.described()
 
 
@@ -275,14 +274,9 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
     report = BenchReport([], _hardware(torch), [{} for _ in range(bench.rounds)])
     with ExitStack() as undo:
         arguments = str(max(pattern.source_bytes for pattern in batches)), _PEER.incarnation
-        source = undo.enter_context(LineProcess([sys.executable, "-m", "kvbaton.bench.wire.cuda", *arguments]))
-        try:
-            line = source.read(_START_S)
-        except TimeoutError:
-            raise LocalError(f"the source process did not start within {_START_S:g} s") from None
-        if not line:
-            raise LocalError("the source process ended; its error is above")
-        endpoint = msgspec.json.decode(line, type=Endpoint)
+        command = (sys.executable, "-m", "kvbaton.bench.wire.cuda", *arguments)
+        source = undo.enter_context(SourceProcess(command))
+        endpoint = msgspec.json.decode(source.line(_START_S), type=Endpoint)
         target_bytes = max(pattern.target_bytes for pattern in batches)
         stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
         for pattern in batches:
@@ -348,15 +342,14 @@ def _hardware(torch: Any) -> dict[str, Setting]:
 
 
 def main() -> None:
-    """Serve one region of so many bytes; its endpoint goes to standard output as one line of JSON."""
+    """Serve one region of so many bytes; its endpoint goes to the descriptor that is the last argument, as one line of JSON."""
     torch = _torch()
     region_bytes, incarnation = int(sys.argv[1]), Incarnation(sys.argv[2])
     memory = torch.empty(region_bytes, dtype=torch.uint8, device="cuda:0")
     _fill_source(torch, memory)
     torch.cuda.synchronize()
     transport = CudaTransport(DeviceRegion.of_tensors(memory), TransportSettings(incarnation=incarnation))
-    sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
-    sys.stdout.flush()
+    os.write(int(sys.argv[3]), msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdin.read()
     transport.close()
 

@@ -19,7 +19,7 @@ SPREAD = 2
 
 
 def content(seed: int, region_bytes: int) -> Bytes:
-    """The bytes of a source region; every aligned word tells its place."""
+    """The bytes of a source region; every aligned word encodes its place."""
     words = np.arange(-(-region_bytes // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     return words.view(np.uint8)[:region_bytes]
 

@@ -20,18 +20,20 @@ from kvbaton.bench.wire.subjects import our_subjects
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import load
+from kvbaton.transport.table import load
 
 __all__ = ["main"]
 
+_Served = tuple[object, Callable[[], None]]
+"""How a region is reached, and what ends that."""
+
 
 def main() -> None:
-    """Arguments: kind, region bytes, seed, and to be written to, a file that is handed over open and becomes the region.
+    """Arguments: kind, region bytes, seed, then the descriptor of a file that becomes the region, where it is to be written to.
 
-    One line of JSON on stdout describes how the region is reached. Ends with 2 where the kind cannot run here; the benchmark's
-    own side finds that out too, and reports why.
+    The last one is the descriptor for the line of JSON that describes how the region is reached.
     """
-    kind, region_bytes, seed, *written = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *map(int, sys.argv[4:])
+    kind, (region_bytes, seed, *written, line) = sys.argv[1], map(int, sys.argv[2:])
     raw = {
         "memcpy": _serve_none,
         "socket": _serve_socket,
@@ -42,36 +44,30 @@ def main() -> None:
     try:
         memory = np.frombuffer(mmap.mmap(written[0], region_bytes), np.uint8) if written else content(seed, region_bytes)
         serve = functools.partial(_serve_ours, takes_writes=bool(written))
-        stop = raw.get(kind, serve)(kind, memory)
-    except (ConfigError, ImportError):
-        sys.exit(2)
+        reached, stop = raw.get(kind, serve)(kind, memory)
+    except (ConfigError, ImportError) as error:
+        sys.exit(str(error))
+    os.write(line, msgspec.json.encode(reached) + b"\n")
     sys.stdin.read()
     stop()
 
 
-def _describe(reached: object) -> None:
-    sys.stdout.buffer.write(b"\n@" + msgspec.json.encode(reached) + b"\n")
-    sys.stdout.flush()
-
-
-def _serve_ours(kind: str, memory: Bytes, *, takes_writes: bool) -> Callable[[], None]:
+def _serve_ours(kind: str, memory: Bytes, *, takes_writes: bool) -> _Served:
     entry, variant = our_subjects()[kind]
     # What is written lies in a file that the benchmark maps too, and must stay there to be checked.
     region = Region.of(memory) if takes_writes else load(variant.memory)(memory)[0]
     transport = open_entry(entry, region, TransportSettings(unfenced_writes=takes_writes))
-    _describe(transport.endpoint())
-    return transport.close
+    return transport.endpoint(), transport.close
 
 
-def _serve_none(_kind: str, _memory: Bytes) -> Callable[[], None]:
+def _serve_none(_kind: str, _memory: Bytes) -> _Served:
     """The benchmark copies inside its own process."""
-    return lambda: None
+    return None, lambda: None
 
 
-def _serve_socket(_kind: str, memory: Bytes) -> Callable[[], None]:
+def _serve_socket(_kind: str, memory: Bytes) -> _Served:
     """Stream as many bytes from the start of the region as eight bytes ask for, again and again."""
     listener = socket.create_server(("127.0.0.1", 0))
-    _describe({"port": listener.getsockname()[1]})
 
     def serve() -> None:
         sock, _ = listener.accept()
@@ -79,15 +75,14 @@ def _serve_socket(_kind: str, memory: Bytes) -> Callable[[], None]:
             sock.sendall(memory.data[: int.from_bytes(ask, "little")])
 
     threading.Thread(target=serve, daemon=True).start()
-    return listener.close
+    return {"port": listener.getsockname()[1]}, listener.close
 
 
-def _serve_nixl(kind: str, memory: Bytes) -> Callable[[], None]:
+def _serve_nixl(kind: str, memory: Bytes) -> _Served:
     api: Any = importlib.import_module("nixl._api")
     has_thread = kind.endswith("thread")
     agent = api.nixl_agent(f"{kind} {os.getpid()}", api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"]))
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
-    _describe({"metadata": agent.get_agent_metadata().hex(), "address": memory.ctypes.data})
     stopping = threading.Event()
 
     def serve() -> None:
@@ -100,19 +95,18 @@ def _serve_nixl(kind: str, memory: Bytes) -> Callable[[], None]:
     def stop(_kept_alive: object = agent) -> None:
         stopping.set()
 
-    return stop
+    return {"metadata": agent.get_agent_metadata().hex(), "address": memory.ctypes.data}, stop
 
 
-def _serve_mooncake(_kind: str, memory: Bytes) -> Callable[[], None]:
+def _serve_mooncake(_kind: str, memory: Bytes) -> _Served:
     engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
     engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
     engine.register_memory(memory.ctypes.data, memory.nbytes)
-    _describe({"engine": f"127.0.0.1:{engine.get_rpc_port()}", "address": memory.ctypes.data})
 
     def stop(_kept_alive: object = engine) -> None:
         return None
 
-    return stop
+    return {"engine": f"127.0.0.1:{engine.get_rpc_port()}", "address": memory.ctypes.data}, stop
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,55 +29,13 @@ from kvbaton.bench.wire.subjects import (
 )
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Direction, Runs
-from kvbaton.transport.entry import load
-from kvbaton.transport.table import AUTO, transport_entry
+from kvbaton.transport.table import AUTO, load, transport_entry
 
-__all__ = ["WireBench", "WireOptions", "measure_wire", "run_wire_bench", "subjects_of"]
+__all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 
 Progress = Callable[[str], None]
 
 _MOST_PEERS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class WireOptions:
-    """What `kvbaton bench wire` was asked to measure; `tokens` is for transports that are not measured by size of blocks."""
-
-    transport: str
-    block_bytes: tuple[int, ...]
-    batch_bytes: tuple[int, ...]
-    peers: tuple[int, ...]
-    layout: str
-    direction: Direction
-    tokens: int
-    rounds: int
-    idle_s: float
-
-
-def measure_wire(options: WireOptions, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
-    """Measure one transport beside its peers, `auto` being all, as the table of transports says. Raises ConfigError.
-
-    Returns the report and the settings that it was made with.
-    """
-    entry = transport_entry(options.transport)
-    if options.direction is Direction.WRITE and entry.bench and not entry.can_write:
-        raise ConfigError(
-            f"--direction is {options.direction}: transport {entry.name} only reads, the owner of the target memory copies"
-        )
-    if entry.bench:
-        report, described = load(entry.bench)(options, progress)
-        return report, described
-    bench = WireBench(
-        options.block_bytes,
-        options.batch_bytes,
-        options.peers,
-        options.layout,
-        subjects_of(options.transport),
-        options.rounds,
-        options.idle_s,
-        options.direction,
-    )
-    return run_wire_bench(bench, progress), bench.described()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +92,23 @@ def subjects_of(transport: str) -> tuple[str, ...]:
     return (*chosen, *dict.fromkeys(filter(None, map(beside_of, chosen))))
 
 
+def measure_wire(transport: str, bench: WireBench, tokens: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+    """Measure one transport beside its peers, `auto` being all, as the table of transports has it. Raises ConfigError.
+
+    `tokens` is for transports that are not measured by size of blocks. Returns the report and the settings it was made with.
+    """
+    entry = transport_entry(transport)
+    if entry.bench and bench.direction not in entry.promises:
+        raise ConfigError(
+            f"--direction is {bench.direction}: transport {entry.name} only reads, the owner of the target memory copies"
+        )
+    if entry.bench:
+        report, described = load(entry.bench)(tokens, bench.rounds, progress)
+        return report, described
+    bench = replace(bench, subjects=subjects_of(transport))
+    return run_wire_bench(bench, progress), bench.described()
+
+
 @dataclass(frozen=True, slots=True)
 class _Point:
     """What one rate belongs to: blocks of a size, in batches of a size, from or to so many peers."""
@@ -156,7 +131,7 @@ class _Point:
 
 
 @dataclass(slots=True)
-class _Participant:
+class _WireEntrant:
     """One subject with its peers, while it takes part."""
 
     name: str
@@ -183,7 +158,7 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
                 rows += _rows(bench, point, entries, rounds)
             rows += _idle(bench, peers, entries)
     if not rows:
-        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above say what each needs")
+        raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above name what each needs")
     return BenchReport(rows, describe_hardware(), rounds, problems)
 
 
@@ -205,10 +180,10 @@ def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_Participant]]:
+def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_WireEntrant]]:
     largest = max(bench.batch_bytes)
     with contextlib.ExitStack() as stack:
-        entries: list[_Participant] = []
+        entries: list[_WireEntrant] = []
         for name in names:
             if bench.direction is Direction.WRITE and not can_write(name):
                 report(f"{name} is left out: it only reads, the owner of the target memory copies")
@@ -222,11 +197,11 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progre
                 report(f"{name} is left out: {error}")
                 continue
             stack.callback(subject.close)
-            entries.append(_Participant(name, subject, processes))
+            entries.append(_WireEntrant(name, subject, processes))
         yield entries
 
 
-def _measure(bench: WireBench, point: _Point, entries: list[_Participant], rounds: list[dict[str, list[float]]]) -> list[str]:
+def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[str]:
     """Every subject once per round, in turns, there and back, after one round that does not count; returns what went wrong."""
     make = scattered_runs if bench.layout == "scattered" else contiguous_runs
     problems: list[str] = []
@@ -248,7 +223,7 @@ def _measure(bench: WireBench, point: _Point, entries: list[_Participant], round
     return problems
 
 
-def _time_one(bench: WireBench, entry: _Participant, batches: list[Runs]) -> tuple[float, float, float]:
+def _time_one(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> tuple[float, float, float]:
     for target in [entry.subject.memory] if bench.direction is Direction.READ else [peer.memory for peer in entry.peers]:
         target[:] = POISON
     processor = _processor_s(entry)
@@ -258,7 +233,7 @@ def _time_one(bench: WireBench, entry: _Participant, batches: list[Runs]) -> tup
     return seconds, posted, _processor_s(entry) - processor
 
 
-def _is_right(bench: WireBench, entry: _Participant, batches: list[Runs]) -> bool:
+def _is_right(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> bool:
     """Whether every byte is where it belongs, and no other was touched."""
     here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
     if entry.name in RAW and RAW[entry.name].is_stream:
@@ -280,7 +255,7 @@ def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:
     return is_right
 
 
-def _rows(bench: WireBench, point: _Point, entries: list[_Participant], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
+def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
     moved = point.bytes_per_peer * point.peers
     rates = {
         entry.name: moved / 1e9 / statistics.median(each[point.key(entry.name)][0] for each in rounds) for entry in entries
@@ -306,7 +281,7 @@ def _rows(bench: WireBench, point: _Point, entries: list[_Participant], rounds: 
     return rows
 
 
-def _idle(bench: WireBench, peers: int, entries: list[_Participant]) -> list[BenchRow]:
+def _idle(bench: WireBench, peers: int, entries: list[_WireEntrant]) -> list[BenchRow]:
     """The share of a core that each subject's peers use while nothing happens, and that all of this side use together."""
     if bench.idle_s <= 0 or not entries:
         return []
@@ -321,7 +296,7 @@ def _idle(bench: WireBench, peers: int, entries: list[_Participant]) -> list[Ben
     return rows
 
 
-def _names(entries: list[_Participant]) -> str:
+def _names(entries: list[_WireEntrant]) -> str:
     return entries[0].name if len(entries) == 1 else f"all {len(entries)} in one process"
 
 
@@ -329,5 +304,5 @@ def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
-def _processor_s(entry: _Participant) -> float:
+def _processor_s(entry: _WireEntrant) -> float:
     return time.process_time() + sum(cpu_s(peer.pid) for peer in entry.peers)

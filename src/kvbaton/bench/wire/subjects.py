@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import mmap
@@ -22,15 +21,14 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from kvbaton.bench.child import LineProcess
 from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
 from kvbaton.transport.choose import open_entry
-from kvbaton.transport.entry import TransportEntry, TransportVariant, load
-from kvbaton.transport.table import transport_entries
+from kvbaton.transport.source_process import SourceProcess
+from kvbaton.transport.table import TransportEntry, TransportVariant, load, transport_entries
 
 __all__ = [
     "RAW",
@@ -44,6 +42,7 @@ __all__ = [
     "our_subjects",
 ]
 
+_END_S = 10.0
 _TIMEOUT_S = 120.0
 _OWN_SEED = 77
 _MOONCAKE_RUNS = 1024
@@ -58,7 +57,7 @@ void copy_runs(char *target, const char *source, const uint64_t *runs, long coun
 """
 
 
-class PeerProcess(LineProcess):
+class PeerProcess:
     """The other side of a subject, in a process of its own: what is read from, or written to.
 
     `content` is what it has to be read; `memory` is what it has to be written to, which this process maps too.
@@ -74,20 +73,19 @@ class PeerProcess(LineProcess):
             for fd in files:
                 os.ftruncate(fd, region_bytes)
                 self.memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
-            command += map(str, files)
-            super().__init__(command, pass_fds=files)
+            self._process = SourceProcess([*command, *map(str, files)], _END_S, files)
         finally:
             for fd in files:
                 os.close(fd)
+        self.pid = self._process.pid
+        self.close = self._process.close
 
     def description(self) -> bytes:
         """The line in which it describes how it is reached. Raises ConfigError when it ended first."""
-        until = time.monotonic() + _TIMEOUT_S
-        with contextlib.suppress(TimeoutError):
-            while line := self.read(until - time.monotonic()):
-                if line.startswith(b"@"):
-                    return line[1:]
-        raise ConfigError("a peer of the wire benchmark ended before it was ready; its errors are above")
+        try:
+            return self._process.line(_TIMEOUT_S)
+        except PeerLost as error:
+            raise ConfigError(str(error)) from error
 
 
 class WireSubject(Protocol):
@@ -174,9 +172,9 @@ class _Socket:
     def move(self, batches: list[Runs]) -> float:
         at = 0
         for sock, runs in zip(self._socks, batches, strict=True):
-            wanted = int(runs[:, 2].sum())
-            sock.sendall(wanted.to_bytes(8, "little"))
-            end = at + wanted
+            requested = int(runs[:, 2].sum())
+            sock.sendall(requested.to_bytes(8, "little"))
+            end = at + requested
             while at < end:
                 count = sock.recv_into(self.memory.data[at:end])
                 if not count:

@@ -14,12 +14,12 @@ from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.shaped.cut import check_cut
-from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, dropping
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache, check_dtype
 from kvbaton.engines.embedded.shaped.model import LoadedShaped
-from kvbaton.engines.embedded.shaped.rank_agents import open_rank_transport
-from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RemoteCache, RemoteModel
-from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
+from kvbaton.engines.embedded.shaped.rank_group import RankGroup, RemoteCache, RemoteModel
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
+from kvbaton.engines.embedded.shaped.rank_transport import open_rank_transport
 from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import Bug, ConfigError
 
@@ -84,7 +84,7 @@ def _paged_cache(settings: BackendSettings, loaded: LoadedModel) -> PagedCache:
 
 def _local_backend(settings: BackendSettings, loaded: EngineModel, cache: PagedCache | ShapedCache) -> Backend:
     how = settings.transport
-    transport = dropping(open_rank_transport(how, cache.region, settings.cluster_key), cache, how.drop)
+    transport = open_rank_transport(how, cache, settings.cluster_key)
     layout = cache.layout()
     ranks = LocalRanks(layout, transport, how.timeout_s, cache.memory, unfenced_writes=how.unfenced_writes)
     return Backend(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))

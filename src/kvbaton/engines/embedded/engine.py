@@ -37,7 +37,7 @@ class EngineStopped(LocalError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _QueuedRequest:
+class _PendingSubmission:
     request: GenerationRequest
     sink: Sink
     submitted_s: float
@@ -49,7 +49,7 @@ class _DeclinedRequest:
     reason: str
 
 
-_Item = _QueuedRequest | _DeclinedRequest | RequestId
+_Item = _PendingSubmission | _DeclinedRequest | RequestId
 
 
 class Engine:
@@ -95,7 +95,7 @@ class Engine:
                 most = self._settings.max_waiting
                 raise EngineBusy(f"{waiting} sequences wait already and max_waiting is {most}; try again later")
             self._submissions += 1
-            self._put(_QueuedRequest(request, sink, self._clock()))
+            self._put(_PendingSubmission(request, sink, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request; unknown and finished ones are ignored."""
@@ -204,7 +204,7 @@ class Engine:
                 self._take_safely(item)
         finally:
             with self._condition:
-                self._submissions -= sum(isinstance(item, _QueuedRequest) for item in items)
+                self._submissions -= sum(isinstance(item, _PendingSubmission) for item in items)
         return bool(items)
 
     def _take_safely(self, item: _Item) -> None:
@@ -215,11 +215,11 @@ class Engine:
             _logger.exception(
                 "the engine failed to take request %s", item if isinstance(item, str) else item.request.request_id
             )
-            if isinstance(item, _QueuedRequest):
+            if isinstance(item, _PendingSubmission):
                 _refuse(item, f"the engine failed: {error!r}")
 
     def _take(self, item: _Item) -> None:
-        if isinstance(item, _QueuedRequest):
+        if isinstance(item, _PendingSubmission):
             self._core.add(item.request, item.sink, item.submitted_s)
         elif isinstance(item, _DeclinedRequest):
             self._core.decline(item.request, item.reason)
@@ -227,7 +227,7 @@ class Engine:
             self._core.cancel(item)
 
 
-def _refuse(submission: _QueuedRequest, error: str) -> None:
+def _refuse(submission: _PendingSubmission, error: str) -> None:
     output = TokenOutput(-1, "", finish_reason=FinishReason.ERROR, error=error, record=RequestRecord())
     try:
         submission.sink(output)

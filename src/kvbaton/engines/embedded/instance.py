@@ -92,15 +92,7 @@ class _EmbeddedInstance:
         backend = make_backend(_backend_settings(settings, incarnation), parts, report, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         model = ModelIdentity(backend.loaded.name, backend.loaded.fingerprint)
-        card = instance_card(
-            incarnation,
-            model,
-            settings.limits,
-            [rank.layout for rank in backend.cards],
-            shape=settings.shape,
-            endpoints=[endpoint for rank in backend.cards for endpoint in rank.endpoints],
-            aux_areas=[rank.aux for rank in backend.cards],
-        )
+        card = instance_card(incarnation, model, settings.limits, backend.cards, settings.shape)
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
         self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvbaton.agent.stats import AgentStats
+from kvbaton.agent.engine_port import AgentStats
 from kvbaton.engines.embedded.stats import EngineStats
 
 __all__ = ["EngineCollector", "ReadAgent", "make_registry", "metrics_text"]

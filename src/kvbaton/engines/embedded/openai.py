@@ -67,7 +67,7 @@ class RequestLimits:
 
 
 def request_limits(model: ModelInfo, served_model: str, settings: HttpSettings) -> RequestLimits:
-    """The limits of requests to `model`. A longer text than `prompt_bytes` has more tokens than the context, whatever it is."""
+    """The limits of requests to `model`. A text of more than `prompt_bytes` cannot fit the context."""
     context_tokens = model.config.context_tokens
     prompt_bytes = settings.max_prompt_bytes or context_tokens * model.tokenizer.longest_token_bytes
     return RequestLimits(

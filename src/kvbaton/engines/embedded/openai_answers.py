@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 
-from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.openai import ApiRequest
 from kvbaton.engines.embedded.request import FinishReason, RequestRecord, TokenOutput
 from kvbaton.engines.handoff_params import shown_seconds
@@ -73,11 +72,6 @@ class ResponseBuilder:
     def is_finished(self) -> bool:
         """Whether every choice has its finish reason."""
         return self._unfinished == 0
-
-    def finished(self) -> list[RequestId]:
-        """The requests of the choices that have ended well."""
-        choices = zip(self._api.requests, self._choices, strict=True)
-        return [request.request_id for request, choice in choices if choice.finish_reason is not None]
 
     def add(self, index: int, output: TokenOutput) -> None:
         """Take one output of choice `index` for a whole body."""

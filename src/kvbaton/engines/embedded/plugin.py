@@ -9,7 +9,7 @@ import msgspec
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.card import Card, check_compatible
+from kvbaton.core.card import Card, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import (
@@ -162,4 +162,5 @@ def _card(loaded: LoadedShaped, shape: Shape) -> Card:
     cuts = [Cut(at.pp, shape.pp, at.tp, shape.tp) for at in shape.all()]
     layouts = [ShapedCache(loaded.blueprint, blocks=1, block_tokens=16, cut=cut).layout() for cut in cuts]
     model = ModelIdentity(loaded.name, loaded.fingerprint)
-    return instance_card(Incarnation(""), model, Limits(), layouts, shape=shape)
+    ranks = [RankCard(number, layout, ()) for number, layout in enumerate(layouts)]
+    return instance_card(Incarnation(""), model, Limits(), ranks, shape)

@@ -52,6 +52,7 @@ _SMALLEST_BODY_LIMIT = 1 << 20
 _MAX_BODIES_BYTES = 64 << 20
 """Bodies that are being received or checked, over all connections."""
 
+_BODY_S = 60.0
 _INLINE_BODY_BYTES = 16 * 1024
 _LARGE_BODIES_AT_ONCE = 2
 """A decoded body takes up to 30 times its bytes, a tokenized one more; so few are checked at a time."""
@@ -76,7 +77,8 @@ def make_app(
 ) -> web.Application:
     """The application that serves `engine`; run it with `start_server`. It starts nothing and owns nothing.
 
-    `progress_timeout_s` bounds every wait: for a request's body, for the engine's next output, for a client that reads.
+    `progress_timeout_s` bounds every wait: for a request's body (a minute at most), for the engine's next output, for a client
+    that reads.
     `agent`, where there are hand-offs, is read at each scrape of the metrics.
     `timelines`, where hand-offs are noted, are served at /handoffs. With the key of `trust`, only its holders act on hand-offs.
     """
@@ -124,6 +126,7 @@ class _Handlers:
         self._role = role
         self._handoff = handoff
         self._progress_timeout_s = progress_timeout_s
+        self._body_timeout_s = min(progress_timeout_s, _BODY_S)
         self._tokenizer = engine.loaded.tokenizer
         self._limits = request_limits(engine.loaded, served_model, settings)
         self._registry = registry
@@ -166,10 +169,10 @@ class _Handlers:
         raw = bytearray()
         try:
             try:
-                async with asyncio.timeout(self._progress_timeout_s):
+                async with asyncio.timeout(self._body_timeout_s):
                     await self._receive(http, raw)
             except TimeoutError as error:
-                message = f"the body did not arrive within {self._progress_timeout_s:g} s"
+                message = f"the body did not arrive within {self._body_timeout_s:g} s"
                 raise HttpError(408, "timeout", message) from error
             except (web.RequestPayloadError, ValueError) as error:
                 raise BadRequest("body", f"the body cannot be read: {error}") from error
@@ -186,7 +189,8 @@ class _Handlers:
             self._body_bytes += len(piece)
             if len(raw) > self.max_body_bytes:
                 raise self._too_large(len(raw))
-            if self._body_bytes > _MAX_BODIES_BYTES:
+            # Small bodies always pass: a client that sends large ones slowly must not keep the others out.
+            if len(raw) > _INLINE_BODY_BYTES and self._body_bytes > _MAX_BODIES_BYTES:
                 message = f"{self._body_bytes} bytes of bodies are being received, and at most {_MAX_BODIES_BYTES} are taken"
                 raise HttpError(429, "overloaded", f"{message}; try again later", code="too_many_bytes", retry=True)
 
@@ -233,22 +237,26 @@ class _Handlers:
             params = answer_params(source, self._handoff)
             self._handoffs.remember(source.transfer_id, api)
         builder = ResponseBuilder(api, self._served_model, self._tokenizer.token_text, params, show_details=self._show_details)
+        submission = Submission(
+            self._engine, api.requests, progress_timeout_s=self._progress_timeout_s, show_details=self._show_details
+        )
         is_delivered = False
         try:
-            writer = await self._run(http, api, builder)
+            writer = await self._run(http, api, builder, submission)
             is_delivered = not writer.is_lost
         finally:
             # A finished prefill outlives its request: its blocks are held for a target. If the caller left before it had the
-            # response, or another choice failed, no target will come, and the blocks would be held until defer_timeout.
+            # response, or another choice failed, no target will come, and the blocks would be held until defer_timeout. That
+            # includes a prefill that has finished in the engine's thread while the handler was being cancelled.
             if source is not None and not is_delivered:
-                self._handoffs.withdraw(source.transfer_id, api, builder.finished())
+                self._handoffs.withdraw(source.transfer_id, api, submission.finished())
         return writer.response
 
-    async def _run(self, http: web.Request, api: ApiRequest, builder: ResponseBuilder) -> _ResponseWriter:
+    async def _run(
+        self, http: web.Request, api: ApiRequest, builder: ResponseBuilder, submission: Submission
+    ) -> _ResponseWriter:
         """Run the requests and send the response; the writer knows whether the client has read it."""
-        with Submission(
-            self._engine, api.requests, progress_timeout_s=self._progress_timeout_s, show_details=self._show_details
-        ) as submission:
+        with submission:
             if api.stream:
                 return await self._stream(http, builder, submission)
             while not builder.is_finished:

@@ -60,6 +60,7 @@ class Submission:
         most_outputs = sum(request.sampling.max_tokens + 1 for request in requests)
         self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue(most_outputs)
         self._running: set[int] = set()
+        self._finished: set[int] = set()
 
     def __enter__(self) -> Submission:
         for index, request in enumerate(self._requests):
@@ -76,6 +77,10 @@ class Submission:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._cancel_running()
+
+    def finished(self) -> list[RequestId]:
+        """The requests that have ended well, also those whose last output was not taken with `next` yet."""
+        return [self._requests[index].request_id for index in sorted(self._finished)]
 
     async def next(self) -> tuple[int, TokenOutput]:
         """The next output and the index of its choice; raises HttpError when a choice failed or nothing moves any more."""
@@ -106,6 +111,8 @@ class Submission:
         def take(output: TokenOutput) -> None:
             if output.finish_reason is not None:
                 self._running.discard(index)
+            if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._finished.add(index)
             try:
                 self._loop.call_soon_threadsafe(self._put, index, output)
             except RuntimeError:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvbaton.agent.engine_port import HandoffStats
-from kvbaton.agent.stats import AgentStats
+from kvbaton.agent.engine_port import AgentStats, HandoffStats
 from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side
 

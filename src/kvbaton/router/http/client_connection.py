@@ -89,6 +89,7 @@ class ClientConnection(asyncio.Protocol):
         "_body_bytes",
         "_chunks",
         "_closing",
+        "_free_bytes",
         "_head_bytes",
         "_headers",
         "_held_bytes",
@@ -106,12 +107,14 @@ class ClientConnection(asyncio.Protocol):
         "_transport",
         "_url",
         "deadline",
+        "peer",
         "stalled_since",
     )
 
     def __init__(self, server: ConnectionServer) -> None:
         self._server = server
         self._max_head_bytes = server.settings.max_head_bytes
+        self._free_bytes = min(_SMALL_BYTES, server.settings.max_body_bytes)
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._ahead: deque[HttpRequest] = deque()
@@ -132,6 +135,8 @@ class ClientConnection(asyncio.Protocol):
         self._is_http_1_0 = False
         self._headers: dict[bytes, bytes] = {}
         self._body: bytes | bytearray = b""
+        self.peer = b""
+        """The address that the client connects from."""
         self.deadline: float | None = None
         self.stalled_since: float | None = None
 
@@ -139,6 +144,8 @@ class ClientConnection(asyncio.Protocol):
         """Take the connection in, unless there are too many."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        name = self._transport.get_extra_info("peername")
+        self.peer = str(name[0]).encode() if name else b""
         if not self._server.admit(self):
             self._transport.abort()
             return
@@ -201,11 +208,17 @@ class ClientConnection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
         self._url += url
-        self._count_head(len(url))
+        self._quiet_bytes = 0
+        self._head_bytes += len(url)
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; trailers are dropped."""
-        self._count_head(len(name) + len(value) + _HEADER_MARKS)
+        self._quiet_bytes = 0
+        self._head_bytes += len(name) + len(value) + _HEADER_MARKS
+        if self._head_bytes > self._max_head_bytes:
+            self._refuse_head()
         if self._in_head:
             name = name.lower()
             if name == b"host" and name in self._headers:
@@ -254,7 +267,8 @@ class ClientConnection(asyncio.Protocol):
             if isinstance(self._body, bytes):
                 self._body = bytearray(self._body)
             self._body += piece
-        self._check_budgets()
+        if self._body_bytes > self._free_bytes or self._chunks > _FREE_CHUNKS or self._request is not None:
+            self._check_budgets()
 
     def on_message_complete(self) -> None:
         """A request is complete: serve it, or keep it until its turn comes."""
@@ -393,12 +407,6 @@ class ClientConnection(asyncio.Protocol):
             request = self._ahead.popleft()
             self._ahead_bytes -= len(request.body)
             self._serve(request)
-
-    def _count_head(self, length: int) -> None:
-        self._quiet_bytes = 0
-        self._head_bytes += length
-        if self._head_bytes > self._max_head_bytes:
-            self._refuse_head()
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"the head of the request is longer than {self._max_head_bytes} bytes")

@@ -52,7 +52,7 @@ class MemoryDriver(Protocol):
         """Undo one `open`."""
 
     def close(self) -> None:
-        """Let go of the GPU. Idempotent."""
+        """Release the GPU. Idempotent."""
 
 
 class CudaDriver:
@@ -71,13 +71,11 @@ class CudaDriver:
         self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._device), "open the GPU")
 
     def gpu_id(self) -> str:
-        """The GPU's own id, the same in every process."""
         uuid = (ctypes.c_uint8 * 16)()
         self._check(self._cuda.cuDeviceGetUuid(ctypes.byref(uuid), self._device), "name the GPU")
         return bytes(uuid).hex()
 
     def allocation(self, address: int) -> GpuAllocation:
-        """The allocation that holds `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._current():
             code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -111,7 +109,6 @@ class CudaDriver:
         return self.allocation(address.value)
 
     def forget(self, address: int) -> None:
-        """Undo one `open`."""
         with self._current():
             code = self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
         self._check(code, f"close the peer's memory at {address:#x}")
@@ -125,11 +122,11 @@ class CudaDriver:
             self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.byref(byte), _ONE), "write a byte")
 
     def close(self) -> None:
-        """Let go of the GPU; torch keeps its own hold. Idempotent."""
+        """Release the GPU; torch keeps its own hold. Idempotent."""
         with self._lock:
             held, self._context = self._context, ctypes.c_void_p()
         if held:
-            self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "let go of the GPU")
+            self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "release the GPU")
 
     @contextmanager
     def _current(self) -> Iterator[None]:

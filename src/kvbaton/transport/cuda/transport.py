@@ -1,15 +1,15 @@
 """Runs between the memory of GPUs of one host: the target maps the source's memory and copies it with a kernel of its own.
 
-Why nobody writes late: a peer's memory is mapped here to be read, and every copy into this side's memory is a kernel on this
+Why no peer writes late: a peer's memory is mapped here to be read, and every copy into this side's memory is a kernel on this
 side's stream, which the mover waits for before it completes the batch. A kernel that has started cannot be stopped, but it
 takes well below a millisecond; a cancel or a revoke takes effect when it has ended.
 
 Order after the producer: a condition on the host (`after`), not an event that a stream waits for. A stream that waits for an
 event of a peer cannot be cancelled and has no deadline: one peer that stands still would hold up every other. And it would save
-nothing: a target reads what its source has announced, and the source announces what its own event says is done. `queued_so_far`
-makes such a condition from a stream.
+nothing: a target reads what its source has announced, and the source announces what its own event shows to be done.
+`queued_so_far` makes such a condition from a stream.
 
-A peer that dies: the driver keeps memory alive while somebody maps it, so a kernel that reads it does no harm; the peer's
+A peer that dies: the driver keeps memory alive while a process maps it, so a kernel that reads it does no harm; the peer's
 process is looked up before every launch and after the last byte, and a batch of a process that is gone is an error.
 """
 
@@ -20,17 +20,12 @@ from contextlib import ExitStack
 
 from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.cuda.copier import Copier, GpuCopier
+from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, Segment, launches_for
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
-from kvbaton.transport.cuda.mapping import Mapping, open_parts, read_parts, share_region, write_parts
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.region import DeviceRegion
-from kvbaton.transport.cuda.tables import launches_for
-from kvbaton.transport.ledger import Ledger
+from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
-from kvbaton.transport.queued import QueuedTransport, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import RunCursor
-from kvbaton.transport.sliced import SliceMover
 
 __all__ = ["CudaTransport", "MAX_LAUNCH_RUNS"]
 
@@ -106,6 +101,8 @@ class _GpuReach:
 class CudaTransport(QueuedTransport[_PeerMemory]):
     """Reads from GPU memory of processes of this host; lets them read this rank's region. Needs `kvbaton[cuda]`."""
 
+    name = "cuda"
+
     def __init__(
         self, region: Region, settings: TransportSettings, driver: MemoryDriver | None = None, copier: Copier | None = None
     ) -> None:
@@ -126,11 +123,6 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check)
         mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
         super().__init__(region, settings, ledger, mover)
-
-    @property
-    def name(self) -> str:
-        """`cuda`."""
-        return "cuda"
 
     def _details(self) -> dict[str, str | int]:
         return {**self._neighbour.details(), "gpu": self._driver.gpu_id(), "parts": write_parts(self._parts)}

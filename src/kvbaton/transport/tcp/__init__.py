@@ -1,4 +1,4 @@
-"""Bytes over TCP: `wire` is the format, `server` hands out this rank's memory, `link` and `mover` read from peers."""
+"""Bytes over TCP: `wire` is the format, `server` hands out this rank's memory, `transport` reads from peers."""
 
 from kvbaton.transport.tcp.transport import TcpTransport
 

@@ -5,11 +5,11 @@ read, so TCP itself holds back a reader that asks faster than it takes. What is 
 connection only, and is counted.
 
 Theory of admission. A connection is unknown until its handshake has shown that the other end has the token and the cluster key.
-Anyone who reaches the port can open connections and stay silent, so what an unknown connection may hold is bounded: one of few
-places, for a short time that nothing renews, and no place of a reader. When all places are taken, the next connection takes
-the place of another unknown one: first of those that have sent nothing, then of the address that holds the most places, then
-the oldest. The alternative, to leave the next ones in the system's queue until a place is free, made a new peer wait for every
-silent connection before it. A peer with the key needs its place for one round trip only.
+Every process that reaches the port can open connections and stay silent, so what an unknown connection may hold is bounded: one
+of few places, for a short time that nothing renews, and no place of a reader. When all places are taken, the next connection
+takes the place of another unknown one: first of those that have sent nothing, then of the address that holds the most places,
+then the oldest. The alternative, to leave the next ones in the system's queue until a place is free, made a new peer wait for
+every silent connection before it. A peer with the key needs its place for one round trip only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, ProtocolError, RangeError
 from kvbaton.transport.base import Region, Runs, TransportSettings
+from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
-from kvbaton.transport.schedule import IDLE_S
-from kvbaton.transport.tcp.sockets import tune
-from kvbaton.transport.tcp.vectors import VectorCalls, Vectors
+from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
 from kvbaton.transport.tcp.wire import (
     CHALLENGE_BYTES,
     HANDSHAKE_BYTES,

@@ -1,10 +1,10 @@
-"""The format of the tcp transport: two handshakes, then requests for pieces of the owner's region and replies with their bytes.
+"""The format of the tcp transport: hello and handshake, then requests for pieces of the owner's region, and their bytes.
 
-All numbers are little-endian. The owner says hello with a random challenge. The reader's handshake answers with a random nonce
-and a digest of both and of the incarnation that it means, keyed with the endpoint's token and the cluster key: who listens on
-the wire learns neither, an old handshake is worth nothing, and a restarted process on the same port refuses readers of the
-earlier one. The reply to the handshake carries the owner's digest of the same, made for another purpose: whoever has taken over
-the port of a process that is gone cannot make it, and the reader takes nothing from him.
+All numbers are little-endian. The owner sends a hello with a random challenge. The reader's handshake has a random nonce and a
+digest of both and of the incarnation that it means, keyed with the endpoint's token and the cluster key: an eavesdropper learns
+neither, a replayed handshake does not fit the next challenge, and a restarted process on the same port refuses readers of the
+earlier one. The reply to the handshake carries the owner's digest of the same, made for another purpose: a process that has
+taken over the port of one that is gone cannot make it, and the reader takes no byte from it.
 Every request, and the handshake, is answered by one reply in order; a reply with another status than OK carries a text.
 """
 
@@ -120,7 +120,7 @@ def pack_hello(challenge: bytes) -> bytes:
 def unpack_hello(data: bytes | bytearray) -> bytes:
     """The challenge of a hello; raises ProtocolError for anything else."""
     if not data.startswith(_MAGIC):
-        raise ProtocolError(f"no hello: {bytes(data[:16])!r}; the peer speaks another protocol or version")
+        raise ProtocolError(f"no hello: {bytes(data[:16])!r}; the peer has another protocol or version")
     return bytes(data[len(_MAGIC) :])
 
 

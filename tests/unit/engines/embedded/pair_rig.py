@@ -14,7 +14,6 @@ import numpy as np
 from engine_fakes import Answer, key_of
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.process import this_process
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import HandoffSettings, Limits, OnFailure
 from kvbaton.core.card import Card, RankCard
@@ -28,6 +27,7 @@ from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.neighbour import this_process
 from watching import wait_until
 
 __all__ = ["BLOCK_TOKENS", "EnginePair", "Instance", "PausingWaiter", "Waiter", "alone", "assert_equal", "prompt_of"]

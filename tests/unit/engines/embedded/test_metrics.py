@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvbaton.agent.stats import AgentStats
+from kvbaton.agent.engine_port import AgentStats
 from kvbaton.engines.embedded.metrics import make_registry, metrics_text
 from kvbaton.engines.embedded.stats import EngineStats
 

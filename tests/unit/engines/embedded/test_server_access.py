@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from served import INFO, Client, Reply, ScriptedEngine, alphabet, run, serving
 
 from kvbaton.config import HTTP_KEY_HEADER, Trust, http_token, parse_trust
-from kvbaton.core.handoff import Incarnation
-from kvbaton.engines.embedded.request import FinishReason, TokenOutput
+from kvbaton.core.handoff import Incarnation, RequestId
+from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sampling, TokenOutput
 from kvbaton.engines.embedded.settings import HttpSettings
+from kvbaton.engines.embedded.submission import Submission
 from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 
@@ -178,6 +180,33 @@ class TestUndeliveredPrefill:
         engine = ScriptedEngine()
         run(work())
         assert engine.cancelled == [engine.submitted[0].request_id]
+
+    def test_a_caller_that_leaves_while_one_choice_is_unfinished(self) -> None:
+        async def work() -> None:
+            async with serving(engine) as client:
+                request = asyncio.create_task(client.complete(kv_transfer_params=TO_TARGET, max_tokens=1, n=2))
+                await engine.until(lambda: len(engine.submitted) == 2)
+                engine.feed(0, TokenOutput(65, "A", finish_reason=FinishReason.LENGTH))
+                request.cancel()
+                await engine.until(lambda: len(engine.cancelled) == 2)
+
+        engine = ScriptedEngine(None)
+        run(work())
+        assert set(engine.cancelled) == {request.request_id for request in engine.submitted}
+
+    def test_a_last_output_that_was_not_taken_yet_counts(self) -> None:
+        """The engine finishes in its own thread, while the handler is being cancelled."""
+
+        async def work() -> list[RequestId]:
+            with Submission(engine, (request,), progress_timeout_s=5) as submission:
+                engine.feed(0, TokenOutput(65, "A", finish_reason=FinishReason.LENGTH))
+                return submission.finished()
+
+        engine = ScriptedEngine(None)
+        request = GenerationRequest(RequestId("r"), (1,), Sampling(1))
+        assert run(work()) == ["r"]
+        assert engine.cancelled == []
+        engine.close()
 
     def test_a_response_that_arrives_leaves_the_prefill_alone(self) -> None:
         async def work() -> Any:

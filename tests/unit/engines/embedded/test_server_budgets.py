@@ -105,17 +105,18 @@ def test_a_body_that_is_too_large_is_a_413_with_both_values(is_chunked: bool) ->
 
 def test_the_bytes_of_all_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One client that sends half of a body keeps its bytes; another one is refused as long as both are too many."""
-    monkeypatch.setattr("kvbaton.engines.embedded.server._MAX_BODIES_BYTES", 5000)
+    monkeypatch.setattr("kvbaton.engines.embedded.server._MAX_BODIES_BYTES", 50_000)
 
     async def work() -> tuple[Reply, Reply]:
         async with serving(ScriptedEngine()) as client:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Length: 9000\r\n\r\n".encode()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Length: 90000\r\n\r\n".encode()
             _, writer = await asyncio.open_connection("127.0.0.1", client.port)
-            writer.write(head + b" " * 4500)
+            writer.write(head + b" " * 45_000)
             await writer.drain()
-            body = b'{"prompt": "hi"}' + b" " * 1000
+            body = b'{"prompt": "hi"}' + b" " * 20_000
             while (refused := await client.post(COMPLETIONS, body)).status == 200:
                 await asyncio.sleep(0.01)
+            assert (await client.complete()).status == 200, "a small body always passes"
             writer.close()
             await writer.wait_closed()
             while (served := await client.post(COMPLETIONS, body)).status == 429:
@@ -125,7 +126,7 @@ def test_the_bytes_of_all_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     refused, served = run(work())
     assert refused.status == 429
     assert refused.error["code"] == "too_many_bytes"
-    assert "5000" in refused.error["message"]
+    assert "50000" in refused.error["message"]
     assert served.status == 200
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvbaton.agent.engine_port import HandoffStats
-from kvbaton.agent.stats import AgentStats
+from kvbaton.agent.engine_port import AgentStats, HandoffStats
 from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side
 from kvbaton.engines.vllm.counts import Counts, added, is_empty, shown

@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heartbeat too rare": ({"control_port": 1, "heartbeat_s": 3.5}, "heartbeat_s is 3.5"),
     "api": ({"control_port": 1, "http_address": "nonsense"}, "http_address is 'nonsense', which is not host:port"),
     "api with a scheme": ({"control_port": 1, "http_address": "https://h:1"}, "http_address is .* has a scheme"),
-    "api everywhere": ({"control_port": 1, "http_address": "0.0.0.0:1"}, "http_address is .* nobody"),
+    "api everywhere": ({"control_port": 1, "http_address": "0.0.0.0:1"}, "http_address is .*, which no router can dial"),
     "router": ({"control_port": 1, "http_address": "h:1", "routers": ["x"]}, "routers has 'x', which is not host:port"),
     "control host": ({"control_port": 1, "control_host": "a b"}, "control_host is 'a b'"),
     "bracketed host": ({"control_port": 1, "control_host": "[::1]"}, "control_host is .* without brackets"),

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.cuda import DeviceRegion
+from kvbaton.transport.cuda.copier import Launch
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation
-from kvbaton.transport.cuda.tables import Launch
 
 __all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch"]
 
@@ -52,7 +52,7 @@ class HostTensor:
 
 
 class HostDriver:
-    """Allocations are told to it; a handle is the address of one, written out. Counts what is open."""
+    """Allocations are given to it; a handle is the address of one, written out. Counts what is open."""
 
     def __init__(self, *allocations: npt.NDArray[np.uint8]) -> None:
         self._allocations = [GpuAllocation(int(one.ctypes.data), one.nbytes) for one in allocations]

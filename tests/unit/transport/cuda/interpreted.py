@@ -10,9 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 
 from kvbaton.transport.base import Runs
+from kvbaton.transport.cuda.copier import Launch, Placement, Segment, launches_for
 from kvbaton.transport.cuda.kernel import copy_pieces
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import Launch, launches_for
 
 SIZE = 1 << 19
 POISON = 0xA5

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvbaton.errors import RangeError
 from kvbaton.transport.base import Runs
-from kvbaton.transport.cuda.placement import Placement, Segment
-from kvbaton.transport.cuda.tables import LINE_BYTES, Launch, launches_for
+from kvbaton.transport.cuda.copier import LINE_BYTES, Launch, Placement, Segment, launches_for
 
 SIZE = 1 << 16
 POISON = 0xA5

@@ -19,9 +19,8 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, RangeError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
-from kvbaton.transport.cuda.mapping import read_parts
-from kvbaton.transport.neighbour import Neighbour
-from kvbaton.transport.process_memory import start_ticks
+from kvbaton.transport.cuda.region import read_parts
+from kvbaton.transport.neighbour import Neighbour, start_ticks
 
 PEER = PeerRank(Incarnation("source"))
 PATIENCE_S = 30.0

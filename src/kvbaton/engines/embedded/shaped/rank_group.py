@@ -25,8 +25,9 @@ from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.shaped.blueprint import Blueprint
 from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
 from kvbaton.engines.embedded.shaped.groups import group_specs
-from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, lists_of
+from kvbaton.engines.embedded.shaped.memory import lists_of
 from kvbaton.engines.embedded.shaped.rank_messages import (
+    GroupSettings,
     LayerWritten,
     Links,
     Poison,
@@ -34,7 +35,6 @@ from kvbaton.engines.embedded.shaped.rank_messages import (
     RankReady,
     RankReply,
     RankSetup,
-    RankTransport,
     RunStep,
     StepDone,
     StepFailed,
@@ -44,7 +44,7 @@ from kvbaton.engines.embedded.shaped.rank_messages import (
 )
 from kvbaton.errors import Bug, LocalError
 
-__all__ = ["GroupSettings", "RankGroup", "RankLost", "RemoteCache", "RemoteModel"]
+__all__ = ["RankGroup", "RankLost", "RemoteCache", "RemoteModel"]
 
 log = logging.getLogger(__name__)
 
@@ -57,24 +57,6 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM
 
 class RankLost(LocalError):
     """A rank of this instance has died, failed or does not reply; the instance cannot go on."""
-
-
-class GroupSettings(msgspec.Struct, frozen=True):
-    """What all ranks of an instance have in common."""
-
-    model: str
-    pp_size: int
-    tp_size: int
-    blocks: int
-    block_tokens: int
-    transport: RankTransport
-    step_s: float = 60.0
-    dtype: str = CACHE_DTYPES[0]
-
-    @property
-    def cuts(self) -> tuple[Cut, ...]:
-        """Every rank, by its number."""
-        return Cut(0, self.pp_size, 0, self.tp_size).all()
 
 
 class _Rank:
@@ -331,18 +313,9 @@ def _start_rank(
         before=next(iter(numbers.get("before", ())), None),
         after=next(iter(numbers.get("after", ())), None),
     )
-    setup = RankSetup(
-        model=settings.model,
-        cut=cut,
-        blocks=settings.blocks,
-        block_tokens=settings.block_tokens,
-        dtype=settings.dtype,
-        transport=settings.transport,
-        links=links,
-        step_s=settings.step_s,
-    )
+    setup = msgspec.json.encode(RankSetup(settings, cut, links)).decode()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvbaton.engines.embedded.shaped.rank_process", msgspec.json.encode(setup).decode()],
+        [sys.executable, "-m", "kvbaton.engines.embedded.shaped.rank_process", setup],
         stdin=subprocess.PIPE,
         env={**os.environ, **_ONE_THREAD},
         pass_fds=links.numbers(),

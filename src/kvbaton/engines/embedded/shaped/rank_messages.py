@@ -10,8 +10,10 @@ from kvbaton.core.handoff import Executor, Incarnation
 from kvbaton.core.layout import Layout
 from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 
 __all__ = [
+    "GroupSettings",
     "LayerWritten",
     "LeaderOrder",
     "Links",
@@ -63,17 +65,30 @@ class RankTransport(msgspec.Struct, frozen=True):
     unfenced_writes: bool = False
 
 
-class RankSetup(msgspec.Struct, frozen=True):
-    """One rank: its model and part of it, its cache, its transport and its links."""
+class GroupSettings(msgspec.Struct, frozen=True):
+    """What all ranks of an instance have in common."""
 
     model: str
-    cut: Cut
+    pp_size: int
+    tp_size: int
     blocks: int
     block_tokens: int
-    dtype: str
     transport: RankTransport
+    step_s: float = 60.0
+    dtype: str = CACHE_DTYPES[0]
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Every rank, by its number."""
+        return Cut(0, self.pp_size, 0, self.tp_size).all()
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """One rank: what it shares with the others, its part of the model, and its links."""
+
+    group: GroupSettings
+    cut: Cut
     links: Links
-    step_s: float
 
 
 def rank_name(cut: Cut) -> str:

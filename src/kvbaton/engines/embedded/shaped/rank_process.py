@@ -16,16 +16,20 @@ import msgspec
 import numpy as np
 
 from kvbaton.agent.channel import Channel, ChannelClosed
+from kvbaton.agent.rank_sets import RankLoop
+from kvbaton.core.layout import Layout
 from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
 from kvbaton.engines.embedded.shaped.collectives import RankCollectives
 from kvbaton.engines.embedded.shaped.cut import Cut
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.engines.embedded.shaped.model import ShapedModel
 from kvbaton.engines.embedded.shaped.rank_messages import (
+    GroupSettings,
     LayerWritten,
     Links,
     Poison,
     Poisoned,
+    RankReady,
     RankReply,
     RankSetup,
     RunStep,
@@ -35,6 +39,7 @@ from kvbaton.engines.embedded.shaped.rank_messages import (
     from_wire,
     rank_name,
 )
+from kvbaton.engines.embedded.shaped.rank_transport import open_rank_transport
 from kvbaton.engines.embedded.shaped.weights import make_weights, weights_fingerprint
 
 __all__ = ["RankWorker", "main"]
@@ -105,28 +110,40 @@ def main(arguments: Sequence[str]) -> int:
 
     The cluster key arrives on standard input, because every user of the machine can read a command line.
     """
-    from kvbaton.engines.embedded.shaped.rank_agents import RankAgents
-
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = msgspec.json.decode(arguments[0], type=RankSetup)
+    group, cut, links = setup.group, setup.cut, setup.links
     cluster_key = sys.stdin.buffer.read()
-    blueprint = find_blueprint(setup.model)
+    blueprint = find_blueprint(group.model)
     weights = make_weights(blueprint)
-    collectives = _collectives(setup.links, setup.cut, setup.step_s)
-    steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (setup.links.steps, setup.links.agent))
-    cache = ShapedCache(blueprint, setup.blocks, setup.block_tokens, setup.cut, setup.dtype)
-    worker = RankWorker(
-        ShapedModel(blueprint, weights, setup.cut, collectives.reduce), cache, steps, collectives, timeout_s=setup.step_s
+    collectives = _collectives(links, cut, group.step_s)
+    steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (links.steps, links.agent))
+    cache = ShapedCache(blueprint, group.blocks, group.block_tokens, cut, group.dtype)
+    model = ShapedModel(blueprint, weights, cut, collectives.reduce)
+    worker = RankWorker(model, cache, steps, collectives, timeout_s=group.step_s)
+    layout, transport = cache.layout(), open_rank_transport(group.transport, cache, cluster_key)
+    loop = RankLoop(
+        cut.rank,
+        [layout if each == cut else _outline(group, each) for each in cut.all()],
+        transport,
+        agent,
+        group.transport.timeout_s,
+        cache.memory,
+        unfenced_writes=group.transport.unfenced_writes,
     )
-    agents = RankAgents(setup, cache, agent, cluster_key)
-    agents.start()
+    loop.start()
     try:
-        worker.send(agents.ready(weights_fingerprint(blueprint, weights)))
+        worker.send(RankReady(layout, transport.endpoint(), loop.agent.executor, weights_fingerprint(blueprint, weights)))
         worker.run()
     finally:
-        agents.close()
+        loop.close()
     return 0
+
+
+def _outline(group: GroupSettings, cut: Cut) -> Layout:
+    """The layout of another rank of this instance, of one block: peers need its heads and layers, not its size."""
+    return ShapedCache(find_blueprint(group.model), 1, group.block_tokens, cut, group.dtype).layout()
 
 
 def _collectives(links: Links, cut: Cut, timeout_s: float) -> RankCollectives:

@@ -12,8 +12,8 @@ from shaped_rig import BLOCK_TOKENS, BLOCKS, PROMPT, fresh_cache, model_of, span
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape, instance_problem
-from kvbaton.engines.embedded.shaped.rank_group import GroupSettings, RankGroup, RankLost, RemoteCache, RemoteModel
-from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
+from kvbaton.engines.embedded.shaped.rank_group import RankGroup, RankLost, RemoteCache, RemoteModel
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport
 from watching import command_line

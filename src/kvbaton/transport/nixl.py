@@ -1,4 +1,10 @@
-"""The few calls of the NIXL library that the transport uses, for one thread at a time; its errors become ours."""
+"""The nixl transport, with UCX underneath (RDMA, shared memory, TCP, whatever UCX finds): this side's mover reads from the
+peer's registered memory, and writes there where that was chosen. Needs the package `nixl`.
+
+NIXL registers memory so that every process that has its metadata could write there too. Without `unfenced_writes` no kvbaton
+peer does: only reads are posted, by the owner of the target memory. A batch is not finished before NIXL has released its last
+transfer. The metadata travels in the card, which only admitted peers are sent.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,21 @@ import importlib
 import importlib.util
 import logging
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, PeerLost, TransportError
-from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
-from kvbaton.transport.open_files import files_left
+from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
+from kvbaton.transport.library_transport import LibraryTransport, MemoryPlace
+from kvbaton.transport.neighbour import files_left
+from kvbaton.transport.queued import bytes_detail, detail
+from kvbaton.transport.runs import MAX_SLICE_RUNS
 
-__all__ = ["MemoryPlace", "NixlAgent", "NixlPeer", "check_nixl", "has_many_files_left", "why_not_offered"]
-
-Numbers = npt.NDArray[np.int32]
+__all__ = ["NixlTransport", "check_nixl", "why_not_offered"]
 
 _MEMORY = "DRAM"
 _OPERATIONS = {Direction.READ: "READ", Direction.WRITE: "WRITE"}
@@ -29,6 +36,12 @@ _MOST_SIZES = 4
 _WORTH_PREPARING = 64
 _FILES_PER_AGENT = 32
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+
+_MARGIN_S = 5.0
+_LANE_STEPS = 3
+"""What a lane waits for at most before it ends a slice: the mark, the slice, and the mark again."""
+
+_WORTH_SHARING = 2
 
 
 def check_nixl() -> None:
@@ -68,100 +81,29 @@ class NixlAgent:
         backends = settings.of_library("nixl_backends", str)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=backends.split(","))
         try:
-            self._agent: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
+            self.nixl: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
             described = [(region.address, region.region_bytes, 0, "") for region in regions]
-            self._registered = self._agent.register_memory(described, _MEMORY)
+            self._registered = self.nixl.register_memory(described, _MEMORY)
         except Exception as error:
             raise ConfigError(f"transport nixl cannot start with {backends}: {_words(error)}") from error
-        self.metadata: bytes = self._agent.get_agent_metadata()
-
-    def add_peer(self, metadata: bytes) -> str:
-        """Make another agent known by what it tells of itself; returns its name. May wait for it. Raises PeerLost."""
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:
-            raise PeerLost(f"NIXL cannot reach the peer, or its metadata is not usable: {_words(error)}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
-
-    def start(self, direction: Direction, name: str, places: Runs) -> Any:
-        """Begin to move pieces of memory, given by address at the agent `name`, address here, and bytes.
-
-        Raises PeerLost or TransportError.
-        """
-        try:
-            here, there = (self._agent.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
-            transfer = self._agent.initialize_xfer(_OPERATIONS[direction], here, there, name)
-            self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
-        return transfer
-
-    def prepare(self, name: str, places: Runs, column: int) -> Any:
-        """Describe many pieces of memory once, here (an empty name) or at the agent `name`, to be moved by number."""
-        try:
-            described = self._agent.get_xfer_descs(_described(places, column), _MEMORY)
-            return self._agent.prep_xfer_dlist(name or _HERE, described)
-        except Exception as error:
-            raise _ours(error) from error
-
-    def start_prepared(self, direction: Direction, here: Any, numbers_here: Numbers, there: Any, numbers_there: Numbers) -> Any:
-        """Begin to move prepared pieces, each into or out of one of ours. Raises PeerLost or TransportError."""
-        try:
-            transfer = self._agent.make_prepped_xfer(_OPERATIONS[direction], here, numbers_here, there, numbers_there)
-            self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
-        return transfer
-
-    def restart(self, transfer: Any) -> None:
-        """Begin a transfer that is done once more. Raises PeerLost or TransportError."""
-        try:
-            self._agent.transfer(transfer)
-        except Exception as error:
-            raise _ours(error) from error
-
-    def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has arrived, after a step of progress. Raises PeerLost or TransportError when it has failed."""
-        try:
-            state = self._agent.check_xfer_state(transfer)
-        except Exception as error:
-            raise _ours(error) from error
-        if state == "ERR":
-            raise PeerLost("NIXL reports that the transfer failed")
-        return bool(state == "DONE")
-
-    def release(self, transfer: Any) -> None:
-        """Let go of a transfer that is done. Raises TransportError."""
-        try:
-            self._agent.release_xfer_handle(transfer)
-        except Exception as error:
-            raise TransportError(f"NIXL does not let go of a transfer: {_words(error)}") from error
+        self.metadata: bytes = self.nixl.get_agent_metadata()
 
     def progress(self) -> None:
-        """Serve what peers want of this side's memory, where UCX cannot do it without this process."""
+        """Serve the peers that read or write this side's memory, where UCX cannot do it without this process."""
         try:
-            self._agent.update_notifs()
+            self.nixl.update_notifs()
         except Exception as error:
             raise TransportError(f"NIXL does not serve peers any more: {_words(error)}") from error
 
     def close(self) -> None:
         """Withdraw the memory and end the agent; afterwards nothing moves. Raises TransportError."""
-        agent, self._agent = self._agent, None
+        agent, self.nixl = self.nixl, None
         if agent is None:
             return
         try:
             agent.deregister_memory(self._registered)
         except Exception as error:
             raise TransportError(f"NIXL does not give the memory back: {_words(error)}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlace:
-    """Where one side's region and marks begin, and how large the region is."""
-
-    address: int
-    region_bytes: int
-    mark_address: int
 
 
 class NixlPeer:
@@ -185,35 +127,49 @@ class NixlPeer:
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        """Make the peer's agent known."""
-        self._peer = self._agent.add_peer(self._metadata)
+        try:
+            name = self._agent.nixl.add_remote_agent(self._metadata)
+        except Exception as error:
+            raise PeerLost(f"NIXL cannot reach the peer, or its metadata is not usable: {_words(error)}") from error
+        self._peer = name.decode() if isinstance(name, bytes) else str(name)
 
     def start(self, direction: Direction, runs: Runs) -> None:
-        """Begin to move `runs` between this side's region and the peer's."""
-        size = int(runs[0, 2])
+        size, nixl = int(runs[0, 2]), self._agent.nixl
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
-        if not self._are_pages(runs, size):
-            self._transfer = self._agent.start(direction, self._peer, offsets + self._region)
-            return
-        here, there = self._grid(size)
-        numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
-        self._transfer = self._agent.start_prepared(direction, here, numbers[:, 1].copy(), there, numbers[:, 0].copy())
+        are_pages = self._are_pages(runs, size)
+        with _nixl_errors():
+            if are_pages:
+                here, there = self._grid(size)
+                numbers = (offsets[:, :2] // np.uint64(size)).astype(np.int32)
+                pages_here, pages_there = numbers[:, 1].copy(), numbers[:, 0].copy()
+                transfer = nixl.make_prepped_xfer(_OPERATIONS[direction], here, pages_here, there, pages_there)
+            else:
+                transfer = self._describe(direction, offsets + self._region)
+            nixl.transfer(transfer)
+        self._transfer = transfer
 
     def start_mark(self, runs: Runs) -> None:
         """Begin to read the peer's mark. `runs` are the same each time, so the transfer is kept and started again."""
-        if self._mark_transfer is None:
-            self._mark_transfer = self._agent.start(Direction.READ, self._peer, runs + self._marks)
-        else:
-            self._agent.restart(self._mark_transfer)
-        self._transfer = self._mark_transfer
+        with _nixl_errors():
+            transfer = self._mark_transfer
+            if transfer is None:
+                transfer = self._describe(Direction.READ, runs + self._marks)
+            self._agent.nixl.transfer(transfer)
+        self._transfer = self._mark_transfer = transfer
 
     def is_done(self) -> bool:
-        """Whether the last byte has arrived, after a step of progress."""
-        if not self._agent.is_done(self._transfer):
+        with _nixl_errors():
+            state = self._agent.nixl.check_xfer_state(self._transfer)
+        if state == "ERR":
+            raise PeerLost("NIXL reports that the transfer failed")
+        if state != "DONE":
             return False
         transfer, self._transfer = self._transfer, None
         if transfer is not self._mark_transfer:
-            self._agent.release(transfer)
+            try:
+                self._agent.nixl.release_xfer_handle(transfer)
+            except Exception as error:
+                raise TransportError(f"NIXL does not release a transfer: {_words(error)}") from error
         return True
 
     def close(self) -> None:
@@ -231,11 +187,19 @@ class NixlPeer:
             return False
         return bool((runs[:, 2] == np.uint64(size)).all()) and not (runs[:, :2] % np.uint64(size)).any()
 
+    def _describe(self, direction: Direction, places: Runs) -> Any:
+        """A transfer of pieces of memory, given by address at the peer, address here, and bytes."""
+        here, there = (self._agent.nixl.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
+        return self._agent.nixl.initialize_xfer(_OPERATIONS[direction], here, there, self._peer)
+
     def _grid(self, size: int) -> tuple[Any, Any]:
         """All pages of that size, here and there, as NIXL knows them."""
         if size not in self._prepared:
-            sides = (("", self._here), (self._peer, self._there))
-            here, there = (self._agent.prepare(name, _pages(side, size), 0) for name, side in sides)
+            nixl, sides = self._agent.nixl, ((_HERE, self._here), (self._peer, self._there))
+            here, there = (
+                nixl.prep_xfer_dlist(name, nixl.get_xfer_descs(_described(_pages(side, size), 0), _MEMORY))
+                for name, side in sides
+            )
             self._prepared[size] = (here, there)
         return self._prepared[size]
 
@@ -255,11 +219,19 @@ def _described(places: Runs, column: int) -> Runs:
     return described
 
 
-def _ours(error: Exception) -> PeerLost | TransportError:
-    kind = type(error).__name__
-    if "Disconnect" in kind or "Backend" in kind or "NotFound" in kind:
-        return PeerLost(f"NIXL cannot reach the peer: {_words(error)}")
-    return TransportError(f"NIXL failed: {_words(error)}")
+class _nixl_errors:  # noqa: N801 - used like a function; a class, because it is entered for every question to NIXL
+    """What NIXL raises in the block, as our errors."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        name = type(error).__name__
+        if "Disconnect" in name or "Backend" in name or "NotFound" in name:
+            raise PeerLost(f"NIXL cannot reach the peer: {_words(error)}") from error
+        raise TransportError(f"NIXL failed: {_words(error)}") from error
 
 
 def _words(error: Exception) -> str:
@@ -278,3 +250,40 @@ def _keep_quiet() -> None:
     logger.setLevel(logging.WARNING)
     logger.handlers.clear()
     logger.propagate = True
+
+
+class NixlTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other NIXL agents."""
+
+    name = "nixl"
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        lanes = settings.of_library("nixl_lanes", int)
+        marks = Marks(settings.max_peers, lanes)
+        serving = NixlAgent(settings, (region, marks.region))
+        self._metadata = serving.metadata
+        super().__init__(
+            region,
+            settings,
+            marks,
+            serving,
+            slice_runs=64 * MAX_SLICE_RUNS,
+            stop_s=_LANE_STEPS * settings.timeout_s + _MARGIN_S,
+            idle_s=0.008,  # over TCP, UCX serves a peer's reads only when this process makes progress
+            most_lanes=lanes,
+            shared_bytes=_WORTH_SHARING * settings.slice_bytes,
+            may_add_lane=has_many_files_left,
+        )
+
+    def _details(self) -> dict[str, str | int]:
+        return {"metadata": self._metadata.hex(), **self._place_details()}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
+        there, here = self._places(endpoint)
+        metadata, mark = bytes_detail(endpoint, "metadata"), detail(endpoint, "mark", int)
+
+        def make_engine() -> NixlPeer:
+            agent = NixlAgent(self._settings, (self._region, self._marks.region))
+            return NixlPeer(agent, metadata, there, here)
+
+        return LibraryPeer(peer, mark, make_engine)

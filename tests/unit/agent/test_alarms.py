@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.alarms import Alarms
+from kvbaton.agent.timers import Alarms
 
 KEYS = st.integers(0, 5)
 TIMES = st.integers(0, 100).map(float)
@@ -23,14 +23,14 @@ def test_alarms_ring_when_the_earliest_wish_of_a_key_has_come(steps: list[tuple[
         else:
             alarms.drop(key)
             wished.pop(key, None)
-        assert alarms.next() == min(wished.values(), default=None)
+        assert alarms.next_deadline() == min(wished.values(), default=None)
     for now in sorted(looks):
         rung = list(alarms.ring(now))
         assert sorted(rung) == sorted(key for key, when in wished.items() if when <= now)
         times = [wished.pop(key) for key in rung]
         assert times == sorted(times)
         assert len(alarms) == len(wished)
-        assert alarms.next() == min(wished.values(), default=None)
+        assert alarms.next_deadline() == min(wished.values(), default=None)
 
 
 def test_the_earliest_rings_first_and_only_once() -> None:
@@ -40,7 +40,7 @@ def test_the_earliest_rings_first_and_only_once() -> None:
     alarms.set("middle", 2.0)
     assert list(alarms.ring(2.5)) == ["early", "middle"]
     assert list(alarms.ring(2.5)) == []
-    assert alarms.next() == 3.0
+    assert alarms.next_deadline() == 3.0
 
 
 def test_those_behind_a_failure_ring_the_next_time() -> None:
@@ -48,7 +48,7 @@ def test_those_behind_a_failure_ring_the_next_time() -> None:
     for key in ("first", "second", "third"):
         alarms.set(key, 1.0)
     assert next(alarms.ring(2.0)) == "first"
-    assert alarms.next() == 1.0
+    assert alarms.next_deadline() == 1.0
     assert list(alarms.ring(2.0)) == ["second", "third"]
 
 
@@ -57,14 +57,14 @@ def test_what_is_set_while_alarms_ring_waits_for_the_next_time() -> None:
     alarms.set("again", 1.0)
     for key in alarms.ring(2.0):
         alarms.set(key, 1.5)
-    assert alarms.next() == 1.5
+    assert alarms.next_deadline() == 1.5
 
 
 def test_a_renewed_deadline_keeps_its_alarm_and_takes_no_memory() -> None:
     alarms: Alarms[str] = Alarms()
     for now in range(100_000):
         alarms.set("renewed", now + 30.0)
-    assert alarms.next() == 30.0
+    assert alarms.next_deadline() == 30.0
     assert len(alarms._heap) == 1
 
 

@@ -1,4 +1,8 @@
-"""The few calls of MoRI-IO that the transport uses, as its guide documents them; its statuses become our errors."""
+"""The mori transport: this side's mover reads from the peer's registered memory, and writes there where that was chosen.
+
+Written against MoRI-IO's documented Python API, and tested against a stand-in that follows it: it has not been run on
+hardware.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,20 @@ import secrets
 from typing import Any
 
 from kvbaton.errors import ConfigError, PeerLost, QueueFull, TransportError
-from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
+from kvbaton.transport.library_transport import LibraryTransport
+from kvbaton.transport.queued import bytes_detail, detail
+from kvbaton.transport.runs import MAX_SLICE_RUNS
 
-__all__ = ["MoriApi", "MoriEngine", "MoriPeer", "load_mori"]
+__all__ = ["MoriTransport", "load_mori"]
 
 MoriApi = Any
 """The module `mori.io`, or a stand-in for it."""
 
 _SQ_FULL = "SQ full"
+
+_MARGIN_S = 5.0
 
 
 def load_mori() -> MoriApi:
@@ -90,7 +100,6 @@ class MoriPeer:
         self._status: Any = None
 
     def open(self) -> None:
-        """Make the peer known, and open the sessions. Raises PeerLost."""
         engine, there = self._engine, self._described
         try:
             engine.engine.register_remote_engine(self._api.EngineDesc.unpack(there["engine"]))
@@ -103,15 +112,12 @@ class MoriPeer:
             raise PeerLost("MoRI opens no session: no backend can move bytes between these memories")
 
     def start(self, direction: Direction, runs: Runs) -> None:
-        """Begin to move `runs` between this side's region and the peer's."""
         self._start(direction, self._region, runs)
 
     def start_mark(self, runs: Runs) -> None:
-        """Begin to read the peer's mark."""
         self._start(Direction.READ, self._marks, runs)
 
     def is_done(self) -> bool:
-        """Whether the last byte has arrived; QueueFull when the send queue does not take so many."""
         status = self._status
         if status.Succeeded():
             self._status = None
@@ -124,7 +130,6 @@ class MoriPeer:
         raise PeerLost(f"MoRI reports {status.Code()}: {message}")
 
     def close(self) -> None:
-        """End the engine."""
         self._region = self._marks = self._status = None
         self._engine.close()
 
@@ -154,3 +159,35 @@ def _backend_config(api: MoriApi, settings: TransportSettings) -> Any:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+class MoriTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other MoRI engines."""
+
+    name = "mori"
+
+    def __init__(self, region: Region, settings: TransportSettings, api: MoriApi = None) -> None:
+        """`api` is the module `mori.io`; None imports it."""
+        self._api = load_mori() if api is None else api
+        marks, is_rdma = Marks(settings.max_peers), settings.of_library("mori_backend", str) == "rdma"
+        serving = MoriEngine(self._api, settings, region, marks.region)
+        self._described = serving.describe()
+        stop_s = settings.timeout_s + _MARGIN_S
+        super().__init__(region, settings, marks, serving, slice_runs=MAX_SLICE_RUNS, stop_s=stop_s, reads_marks=is_rdma)
+
+    def _details(self) -> dict[str, str | int]:
+        return {**self._described, "backend": self._settings.of_library("mori_backend", str), "mark": self._marks.mark}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
+        backend = detail(endpoint, "backend", str)
+        here = self._settings.of_library("mori_backend", str)
+        if backend != here:
+            raise TransportError(f"mori endpoint: backend is {backend!r}, here it is {here!r}; set the same")
+        described = {field: bytes_detail(endpoint, field) for field in ("engine", "memory", "marks")}
+        mark = detail(endpoint, "mark", int)
+
+        def make_engine() -> MoriPeer:
+            engine = MoriEngine(self._api, self._settings, self._region, self._marks.region)
+            return MoriPeer(self._api, engine, described)
+
+        return LibraryPeer(peer, mark, make_engine)

@@ -1,4 +1,9 @@
-"""The few calls of Mooncake's transfer engine that the transport uses; its numbers become our errors."""
+"""The mooncake transport, TCP here and RDMA where its devices are: this side's mover reads from the peer's registered memory,
+and writes there where that was chosen. Needs a package `mooncake-transfer-engine`.
+
+Mooncake lets every process that reaches its port read and write registered memory. Without `unfenced_writes` no kvbaton peer
+writes, and only admitted peers are sent the port, but Mooncake authenticates no connection: use it on trusted networks only.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from kvbaton.errors import ConfigError, PeerLost
-from kvbaton.transport.base import Direction, Region, Runs, TransportSettings
+from kvbaton.transport.base import Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.lanes import LibraryPeer, Marks
+from kvbaton.transport.library_transport import LibraryTransport, MemoryPlace
+from kvbaton.transport.queued import detail
 
-__all__ = ["MooncakeEngine", "MooncakePeer", "check_acknowledges", "is_over_tcp", "stop_s", "load_mooncake"]
+__all__ = ["MooncakeTransport", "load_mooncake"]
 
 _TIMEOUT_VARIABLE = "MC_TRANSFER_TIMEOUT"
 _LOG_VARIABLE = "MC_LOG_LEVEL"
@@ -25,6 +33,9 @@ _TCP_PROTOCOL = "tcp"
 _OURS = " "
 _SHORTEST_TIMEOUT_S = 5
 _MARGIN_S = 5.0
+
+_SLICE_RUNS = 1024
+"""Mooncake's TCP takes so many at a time for one peer, and rejects what is beyond."""
 
 
 def load_mooncake() -> Any:
@@ -46,72 +57,62 @@ class MooncakeEngine:
         _limit_transfers(settings.timeout_s)
         host = settings.advertise_host or settings.host
         protocol, devices = settings.of_library("mooncake_protocol", str), settings.of_library("mooncake_devices", str)
-        self._engine: Any = api.TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+        self.engine: Any = api.TransferEngine()
+        if self.engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
             raise ConfigError(f"transport mooncake cannot start on {host} with protocol {protocol!r} and devices {devices!r}")
         for region in regions:
-            if self._engine.register_memory(region.address, region.region_bytes):
+            if self.engine.register_memory(region.address, region.region_bytes):
                 raise ConfigError(f"mooncake does not register {region.region_bytes} bytes at {region.address:#x}")
-        self.name = f"[{host}]:{self._engine.get_rpc_port()}" if ":" in host else f"{host}:{self._engine.get_rpc_port()}"
-
-    def open(self, peer: str) -> None:
-        """Open a session with the engine `peer`; may wait for up to a minute. Raises PeerLost. Nothing is moved."""
-        if self._engine.batch_transfer_sync_read(peer, [], [], []):
-            raise PeerLost(f"mooncake does not reach {peer}")
-
-    def move(self, direction: Direction, peer: str, places: Runs) -> None:
-        """Move pieces of memory, given by address at `peer`, address here, and bytes, and wait for the last.
-
-        Raises PeerLost when one fails.
-        """
-        there, here, lengths = places.T.tolist()
-        reads = direction is Direction.READ
-        call = self._engine.batch_transfer_sync_read if reads else self._engine.batch_transfer_sync_write
-        if call(peer, here, there, lengths):
-            raise PeerLost(f"mooncake reports that a transfer {'from' if reads else 'to'} {peer} failed")
+        self.name = f"[{host}]:{self.engine.get_rpc_port()}" if ":" in host else f"{host}:{self.engine.get_rpc_port()}"
 
     def progress(self) -> None:
         """Nothing: the library's own threads serve peers."""
 
     def close(self) -> None:
         """End the engine and its threads; afterwards nothing moves."""
-        self._engine = None
+        self.engine = None
 
 
 class MooncakePeer:
-    """An engine that moves bytes between this side and one peer; `region` and `mark` are addresses there and here.
+    """An engine that moves bytes between this side and one peer.
 
     It knows the peer by host and port, and connects as often as it likes: another process may have taken that port.
     """
 
     is_bound = False
 
-    def __init__(self, engine: MooncakeEngine, peer: str, region: tuple[int, int], mark: tuple[int, int]) -> None:
+    def __init__(self, engine: MooncakeEngine, peer: str, there: MemoryPlace, here: MemoryPlace) -> None:
         self._engine = engine
         self._peer = peer
-        self._region = np.array([*region, 0], np.uint64)
-        self._mark = np.array([*mark, 0], np.uint64)
+        self._region = np.array([there.address, here.address, 0], np.uint64)
+        self._mark = np.array([there.mark_address, here.mark_address, 0], np.uint64)
 
     def open(self) -> None:
-        """Open a session with the peer."""
-        self._engine.open(self._peer)
+        if self._engine.engine.batch_transfer_sync_read(self._peer, [], [], []):
+            raise PeerLost(f"mooncake does not reach {self._peer}")
 
     def start(self, direction: Direction, runs: Runs) -> None:
         """Move `runs` between this side's region and the peer's, and wait: Mooncake's other call reports the first run only."""
         offsets = runs if direction is Direction.READ else runs[:, (1, 0, 2)]
-        self._engine.move(direction, self._peer, offsets + self._region)
+        self._move(direction, offsets + self._region)
 
     def start_mark(self, runs: Runs) -> None:
-        """Read the peer's mark."""
-        self._engine.move(Direction.READ, self._peer, runs + self._mark)
+        self._move(Direction.READ, runs + self._mark)
 
     def is_done(self) -> bool:
         """True: `start` has waited."""
         return True
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
+
+    def _move(self, direction: Direction, places: Runs) -> None:
+        """Move pieces of memory, given by address at the peer, address here, and bytes, and wait for the last."""
+        there, here, lengths = places.T.tolist()
+        engine, reads = self._engine.engine, direction is Direction.READ
+        call = engine.batch_transfer_sync_read if reads else engine.batch_transfer_sync_write
+        if call(self._peer, here, there, lengths):
+            raise PeerLost(f"mooncake reports that a transfer {'from' if reads else 'to'} {self._peer} failed")
 
 
 def is_over_tcp(settings: TransportSettings) -> bool:
@@ -137,14 +138,14 @@ def check_acknowledges(settings: TransportSettings) -> None:
 
 
 def _installed_version() -> tuple[int, ...]:
-    """As its package says; empty where no package has brought it."""
+    """That of its package; empty where no package has brought it."""
     names = metadata.packages_distributions().get("mooncake", [])
     numbers = (re.match(r"\d+(\.\d+)*", metadata.version(name)) for name in names)
     return max((tuple(map(int, number.group().split("."))) for number in numbers if number), default=())
 
 
 def stop_s(settings: TransportSettings) -> float:
-    """How long Mooncake may take, at most, to give up a transfer by itself. Raises ConfigError."""
+    """How long Mooncake may take, at most, to end a transfer by itself. Raises ConfigError."""
     _limit_transfers(settings.timeout_s)
     text = os.environ[_TIMEOUT_VARIABLE].strip()
     if not text.isdigit():
@@ -155,8 +156,36 @@ def stop_s(settings: TransportSettings) -> float:
 def _limit_transfers(timeout_s: float) -> None:
     """Mooncake reads its only limit from the environment when an engine is made. What the user has set there stays.
 
-    Our own values end with a space, by which they are told from the user's.
+    Our own values end with a space, by which they are distinguished from the user's.
     """
     if os.environ.get(_TIMEOUT_VARIABLE, _OURS).endswith(_OURS):
         os.environ[_TIMEOUT_VARIABLE] = f"{max(_SHORTEST_TIMEOUT_S, math.ceil(timeout_s))}{_OURS}"
     os.environ.setdefault(_LOG_VARIABLE, "ERROR")
+
+
+class MooncakeTransport(LibraryTransport):
+    """Moves bytes between this rank's region and those of other Mooncake engines."""
+
+    name = "mooncake"
+
+    def __init__(self, region: Region, settings: TransportSettings) -> None:
+        marks, ends_in_s = Marks(settings.max_peers), stop_s(settings)
+        if settings.unfenced_writes:
+            check_acknowledges(settings)
+        serving = MooncakeEngine(settings, (region, marks.region))
+        self._serving_name = serving.name
+        super().__init__(region, settings, marks, serving, slice_runs=_SLICE_RUNS, stop_s=ends_in_s)
+
+    def _details(self) -> dict[str, str | int]:
+        return {"engine": self._serving_name, **self._place_details()}
+
+    def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
+        there, here = self._places(endpoint)
+        engine, mark = detail(endpoint, "engine", str), detail(endpoint, "mark", int)
+
+        def make_engine() -> MooncakePeer:
+            # Over TCP Mooncake needs no registration of local memory; RDMA needs one per engine.
+            local = () if is_over_tcp(self._settings) else (self._region, self._marks.region)
+            return MooncakePeer(MooncakeEngine(self._settings, local), engine, there, here)
+
+        return LibraryPeer(peer, mark, make_engine)
