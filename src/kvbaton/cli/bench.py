@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,13 +27,31 @@ bench_app = App(name="bench", help="Measure speed, as ratios taken side by side 
 _FOUND = 1
 
 
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What becomes of the results.
+
+    Parameters
+    ----------
+    out
+        file for the raw results (JSON).
+    json
+        print one JSON object instead of a table.
+    """
+
+    out: Path | None = None
+    json: Annotated[bool, Parameter(negative=())] = False
+
+
+_DEFAULT_OUTPUT = OutputOptions()
+
+
 @bench_app.command
 def engine(
     *,
     model: str = "smollm2",
     rounds: int = 7,
-    out: Path | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
 ) -> int:
     """The embedded engine beside the matrix products that its model consists of, in the same shapes.
 
@@ -42,19 +61,15 @@ def engine(
         `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     rounds
         how often each thing is measured; medians are shown, every round is kept.
-    out
-        file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.bench.engine import run_engine_bench
     from kvbaton.errors import ConfigError
 
-    _begin(out)
+    _begin(output)
     if rounds < 1:
         raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
     report = run_engine_bench(model, rounds, _progress)
-    return _finish("engine", report, {"model": model, "rounds": rounds}, out, json)
+    return _finish("engine", report, {"model": model, "rounds": rounds}, output)
 
 
 @bench_app.command
@@ -69,8 +84,7 @@ def handoff(
     rounds: int = 3,
     every_byte: Annotated[bool, Parameter(negative=())] = False,
     idle: float = 6.0,
-    out: Path | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
 ) -> int:
     """Many hand-offs at once between two instances without a model, in processes of their own.
 
@@ -97,20 +111,16 @@ def handoff(
         have the target check every byte of every cache itself, not only a sample.
     idle
         seconds for which the two instances are watched while they have nothing to do.
-    out
-        file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
     from kvbaton.core.handoff import Integrity, Mode
 
-    _begin(out)
+    _begin(output)
     kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
     bench = HandoffBench(
         _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
     )
-    return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), out, json)
+    return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), output)
 
 
 @bench_app.command
@@ -122,8 +132,7 @@ def plan(
     peers: bool = True,
     vllm: Path | None = None,
     sglang: Path | None = None,
-    out: Path | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
 ) -> int:
     """From block lists to runs, beside the planning code of vLLM and SGLang on the same lists.
 
@@ -143,19 +152,15 @@ def plan(
         a Python interpreter that has vLLM; without it, and with peers, the one that kvbaton installs.
     sglang
         a Python interpreter that has SGLang; without it, and with peers, the one that kvbaton installs.
-    out
-        file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.bench.plan import PlanBench, ensure_plan_peers, run_plan_bench
 
-    _begin(out)
+    _begin(output)
     if peers and not (vllm and sglang):
         own = ensure_plan_peers(_progress)
         vllm, sglang = vllm or own[0], sglang or own[1]
     bench = PlanBench(tokens, layers, rounds, vllm=vllm, sglang=sglang)
-    return _finish("plan", run_plan_bench(bench, _progress), bench.described(), out, json)
+    return _finish("plan", run_plan_bench(bench, _progress), bench.described(), output)
 
 
 @bench_app.command
@@ -173,8 +178,7 @@ def serve(
     lengths: str = "128,512,1500",
     rounds: int = 8,
     plot: Path | None = None,
-    out: Path | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
 ) -> int:
     """What a hand-off costs a client: hand-over at low load, and the first token beside a prefill with no hand-off at all.
 
@@ -205,23 +209,19 @@ def serve(
         how often the first token is measured with and without a hand-off, in turns.
     plot
         other engines: file for a plot, drawn as .png and as .svg.
-    out
-        file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.bench.serve import ServeBench, run_serve_bench
     from kvbaton.bench.servers import ServersBench, run_servers_bench
     from kvbaton.core.handoff import Mode
     from kvbaton.engines.table import engine_with_connector, find_engine
 
-    _begin(out, plot)
+    _begin(output, plot)
     plugin = find_engine(engine)
     if peer and peer not in plugin.support.connectors[1:]:
         plugin = engine_with_connector(peer, "--peer")
     if plugin.reports_handover:
         alone = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
-        return _finish("serve", run_serve_bench(alone, plugin, _progress), alone.described(), out, json)
+        return _finish("serve", run_serve_bench(alone, plugin, _progress), alone.described(), output)
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
     bench = ServersBench(plugin, model, transport, modes, peer, _numbers(lengths, "--lengths"), rounds)
     report = run_servers_bench(bench, _progress)
@@ -230,7 +230,7 @@ def serve(
 
         for path in plot_servers_bench(report, bench.lengths, bench.variants, plot):
             _progress(f"drawn: {path}")
-    return _finish("serve", report, bench.described(), out, json)
+    return _finish("serve", report, bench.described(), output)
 
 
 @bench_app.command
@@ -243,8 +243,7 @@ def router(
     prompt_bytes: int = 64,
     peers: bool = True,
     plot: Path | None = None,
-    out: Path | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
 ) -> int:
     """The router beside vllm-router and sglang-router, all in front of the same instances without a model; needs a C compiler.
 
@@ -264,14 +263,10 @@ def router(
         measure vllm-router and sglang-router too; installed on first use.
     plot
         file for a plot, drawn as .png and as .svg.
-    out
-        file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.bench.router import RouterBench, run_router_bench
 
-    _begin(out, plot)
+    _begin(output, plot)
     bench = RouterBench(
         _numbers(clients, "--clients"), _numbers(processes, "--processes"), rounds, seconds, prompt_bytes, peers
     )
@@ -281,7 +276,7 @@ def router(
 
         for path in plot_router_bench(report, bench, plot):
             _progress(f"drawn: {path}")
-    return _finish("router", report, bench.described(), out, json)
+    return _finish("router", report, bench.described(), output)
 
 
 @bench_app.command
@@ -297,8 +292,7 @@ def wire(
     rounds: int = 5,
     idle: float = 3.0,
     plot: Path | None = None,
-    out: Path | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
 ) -> int:
     """Paged bytes between two processes: every transport beside what a user would pick instead, in turns, every byte checked.
 
@@ -329,16 +323,12 @@ def wire(
         seconds for which the sources are watched while nothing happens.
     plot
         file for a plot (.png or .svg; without a suffix, both); needs matplotlib.
-    out
-        file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.errors import ConfigError
 
     if plot is not None and plot.suffix not in ("", ".png", ".svg"):
         raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
-    _begin(out, plot)
+    _begin(output, plot)
     from kvbaton.bench.wire.run import WireBench, measure_wire
     from kvbaton.transport.base import Direction
 
@@ -351,10 +341,10 @@ def wire(
         from kvbaton.bench.plots import plot_wire_bench
 
         plot_wire_bench(report, plot)
-    return _finish("wire", report, described, out, json)
+    return _finish("wire", report, described, output)
 
 
-def _begin(out: Path | None, plot: Path | None = None) -> None:
+def _begin(output: OutputOptions, plot: Path | None = None) -> None:
     """Raise ConfigError when results could not be kept or drawn: better before they are measured than after.
 
     From now on a signal ends the command as Ctrl-C does.
@@ -362,7 +352,7 @@ def _begin(out: Path | None, plot: Path | None = None) -> None:
     from kvbaton.bench.report import check_can_plot
     from kvbaton.errors import ConfigError
 
-    for option, path in (("--out", out), ("--plot", plot)):
+    for option, path in (("--out", output.out), ("--plot", plot)):
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise ConfigError(
                 f"{option} is {str(path)!r}, which cannot be written; name a file in a directory that you can write"
@@ -385,12 +375,12 @@ def _progress(line: str) -> None:
     Console(stderr=True).print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
 
 
-def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None, json: bool) -> int:
+def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], output: OutputOptions) -> int:
     """Keep the raw results, print, and return the exit code."""
-    document = _document(name, report, settings, out)
-    if out is not None:
-        out.write_bytes(document)
-    if json:
+    document = _document(name, report, settings, output.out)
+    if output.out is not None:
+        output.out.write_bytes(document)
+    if output.json:
         sys.stdout.write(document.decode() + "\n")
     else:
         _print_table(name, report)
