@@ -113,7 +113,7 @@ class RanksDriver(HandoffPort):
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._wake()
+        self._wakeup.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._ranks.close()
@@ -182,14 +182,11 @@ class RanksDriver(HandoffPort):
         if len(self._commands) >= _MAX_COMMANDS:
             raise LocalError(f"the agent has {_MAX_COMMANDS} commands waiting; it is stuck or far too slow")
         self._commands.append(command)
-        self._wake()
-
-    def _wake(self) -> None:
         self._wakeup.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._wait()
+            self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
             began = time.monotonic()
             self._guarded(self._turn)
             self._turns += 1
@@ -204,9 +201,6 @@ class RanksDriver(HandoffPort):
         except Exception:  # one bug must not take every other hand-off of the instance with it
             self.errors_total += 1
             log.exception("the agent continues after an error of its own")
-
-    def _wait(self) -> None:
-        self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
 
     def _timeout_s(self) -> float:
         """How long nothing has to be done, unless a frame, a command or a completion comes."""

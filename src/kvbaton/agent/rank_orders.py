@@ -7,6 +7,7 @@ rank lives in this process, in another one, or in the simulator. A new report is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -254,26 +255,7 @@ class Reports(NamedTuple):
     reports: list[RankReport]
 
 
-_order_decoder = msgspec.msgpack.Decoder(RankOrder)
-_reports_decoder = msgspec.msgpack.Decoder(Reports)
-
-
-def encode_order(order: RankOrder) -> bytes:
-    """An order as a frame."""
-    return msgspec.msgpack.encode(order)
-
-
-def decode_order(frame: bytes | bytearray) -> RankOrder:
-    """Read an order."""
-    order: RankOrder = _order_decoder.decode(frame)
-    return order
-
-
-def encode_reports(reports: Reports) -> bytes:
-    """Reports as a frame."""
-    return msgspec.msgpack.encode(reports)
-
-
-def decode_reports(frame: bytes | bytearray) -> Reports:
-    """Read the reports of one frame."""
-    return _reports_decoder.decode(frame)
+encode_order: Callable[[RankOrder], bytes] = msgspec.msgpack.encode
+decode_order: Callable[[bytes | bytearray], RankOrder] = msgspec.msgpack.Decoder(RankOrder).decode
+encode_reports: Callable[[Reports], bytes] = msgspec.msgpack.encode
+decode_reports: Callable[[bytes | bytearray], Reports] = msgspec.msgpack.Decoder(Reports).decode

@@ -95,10 +95,7 @@ class LocalRanks:
             memory=region,
             unfenced_writes=unfenced_writes,
         )
-
-    @property
-    def transport_name(self) -> str:
-        return self._transport.name
+        self.transport_name, self.executor, self.holds_aux = transport.name, self.agent.executor, self.agent.holds_aux
 
     @property
     def runs_total(self) -> int:
@@ -121,14 +118,6 @@ class LocalRanks:
     def close(self) -> None:
         self._transport.close()
 
-    @property
-    def executor(self) -> Executor:
-        return self.agent.executor
-
-    @property
-    def holds_aux(self) -> bool:
-        return self.agent.holds_aux
-
     def send(self, rank: int, order: RankOrder) -> None:
         del rank
         self.agent.handle(order)
@@ -143,6 +132,9 @@ class RemoteRanks:
     Orders go out at once. While a rank does not take one, its reports are read: otherwise both ends could have full buffers
     and wait for each other. A rank that takes nothing for long is lost, and so is the instance.
     """
+
+    has_work = False  # the ranks work by themselves
+    holds_aux = False  # aux records of such an instance travel in messages
 
     def __init__(
         self, channels: Sequence[Channel], transport_name: str, executor: Executor, lost: Callable[[str], None]
@@ -164,11 +156,6 @@ class RemoteRanks:
     def wakeups(self) -> list[int]:
         return [] if self._is_lost else [channel.fileno() for channel in self._channels]
 
-    @property
-    def has_work(self) -> bool:
-        """Never: the ranks work by themselves."""
-        return False
-
     def deadlines(self) -> list[float | None]:
         """None: the ranks keep their own."""
         return []
@@ -184,11 +171,6 @@ class RemoteRanks:
         self._is_lost = True
         for channel in self._channels:
             channel.close()
-
-    @property
-    def holds_aux(self) -> bool:
-        """No: aux records of such an instance travel in messages."""
-        return False
 
     def send(self, rank: int, order: RankOrder) -> None:
         """Send the order to its process; a rank that cannot be reached is reported by `lost`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import HeadRange
 from kvbaton.core.pair import common_heads
@@ -34,17 +34,14 @@ class RemoteEngines:
         self._tp_size = tp_size
         self._tp_rank = tp_rank
         self._total_heads = total_heads
-        self._limit = limit
-        self._engines: OrderedDict[str, tuple[Incarnation, dict[int, RemoteStage]]] = OrderedDict()
+        self._engines: BoundedMap[str, tuple[Incarnation, dict[int, RemoteStage]]] = BoundedMap(limit)
 
     def register(self, engine: str, incarnation: Incarnation, stage: RemoteStage) -> RemoteStage:
         """Keep a stage unless it is known; another incarnation replaces all stages. Returns the stage that is known now."""
         known = self._engines.get(engine)
         if known is None or known[0] != incarnation:
-            known = self._engines[engine] = (incarnation, {})
-        self._engines.move_to_end(engine)
-        while len(self._engines) > self._limit:
-            self._engines.popitem(last=False)
+            known = (incarnation, {})
+        self._engines[engine] = known
         return known[1].setdefault(stage.pp_rank, stage)
 
     def forget(self, engine: str) -> None:
@@ -67,7 +64,7 @@ class RemoteEngines:
         """The tp ranks of that stage that hold our heads, one per head; raises Incompatible where heads cannot be split so."""
         theirs = self.stage(engine, pp_rank).tp_size
         ours = _heads(self._total_heads, self._tp_size, self._tp_rank)
-        chosen: OrderedDict[HeadRange, int] = OrderedDict()
+        chosen: dict[HeadRange, int] = {}
         for rank in range(theirs):
             held = _heads(self._total_heads, theirs, rank)
             if common_heads([held], [ours]):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
@@ -35,13 +36,13 @@ MAX_LAUNCH_RUNS = 4 << 20
 """Most runs in one launch: bounds the table."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _PeerMemory:
     """What the mover keeps per peer."""
 
-    def __init__(self, pid: int, watch: NeighbourWatch, mapping: Mapping) -> None:
-        self.pid = pid
-        self.watch = watch
-        self.mapping = mapping
+    pid: int
+    watch: NeighbourWatch
+    mapping: Mapping
 
 
 class _GpuReach:
