@@ -82,6 +82,8 @@ def _print_json(report: Report) -> None:
 
 
 def _print_report(console: Console, report: Report) -> None:
+    from kvbaton.observe.transfer_report import size
+
     table = Table(
         "request", "prompt", "output", "cached", "moved", "hand-off", "verdict", title="P/D pair against one instance"
     )
@@ -92,7 +94,7 @@ def _print_report(console: Console, report: Report) -> None:
             f"{row.prompt_tokens} tok",
             f"{row.output_tokens} tok",
             f"{row.cached_tokens} tok",
-            _size(row.bytes_moved),
+            size(row.bytes_moved),
             f"{row.handoff_s * 1000:.1f} ms",
             f"[{style}]{row.verdict}[/] {row.detail[:60]}",
         )
@@ -103,7 +105,7 @@ def _print_report(console: Console, report: Report) -> None:
         highlight=False,
     )
     console.print(
-        f"{_size(report.bytes_moved)} moved, {_size(report.bytes_planned)} planned; hand-over p50 "
+        f"{size(report.bytes_moved)} moved, {size(report.bytes_planned)} planned; hand-over p50 "
         f"{report.handover_seconds.p50 * 1000:.1f} ms, p99 {report.handover_seconds.p99 * 1000:.1f} ms (wire time taken off)",
         highlight=False,
     )
@@ -115,12 +117,3 @@ def _print_report(console: Console, report: Report) -> None:
         console.print("[bold green]every answer is the same[/]")
     for problem in report.problems:
         console.print(f"[bold red]{problem}[/]", highlight=False)
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} GB"
