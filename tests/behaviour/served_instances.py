@@ -6,13 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Self
 
 from system import Client, Reply, blocks
 
-from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
+from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import EngineOptions
@@ -22,26 +21,11 @@ from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker, check_port_free
 from watching import wait_until
 
-__all__ = ["CLUSTER_KEY", "SHORT_TIMEOUTS", "KeyedClient", "Served", "served_pair"]
+__all__ = ["CLUSTER_KEY", "SHORT_TIMEOUTS", "Served", "served_pair"]
 
 CLUSTER_KEY = new_cluster_key()
 SHORT_TIMEOUTS = ("--transfer-timeout", "2", "--defer-timeout", "3", "--retry", "0.2")
 _START_S = 60.0
-_ANSWER_S = 120.0
-
-
-class KeyedClient(Client):
-    """Sends the token of the cluster key, as a router does."""
-
-    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
-        headers = {"Content-Type": "application/json", HTTP_KEY_HEADER: http_token(CLUSTER_KEY.encode())}
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            return Reply(response.status, dict(response.getheaders()), response.read())
-        finally:
-            connection.close()
 
 
 class Served:
@@ -54,7 +38,7 @@ class Served:
         self.port = int(self.part.base_url.rpartition(":")[2])
         command = list(self.part.command)
         self.control_port = int(command[command.index("--control-port") + 1])
-        self.client = KeyedClient(self.port)
+        self.client = Client(self.port, CLUSTER_KEY)
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.config import DEFAULT_HANDOFF, HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.engines.base import EngineOptions
 from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.fleet import Fleet
@@ -58,8 +58,11 @@ class Reply:
 class Client:
     """Talks to one server."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, cluster_key: str = "") -> None:
         self.port = port
+        self._headers = {"Content-Type": "application/json"}
+        if cluster_key:
+            self._headers[HTTP_KEY_HEADER] = http_token(cluster_key.encode())
 
     def get(self, path: str) -> Reply:
         """Ask for a page."""
@@ -86,7 +89,7 @@ class Client:
     def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            connection.request(method, path, body, self._headers)
             response = connection.getresponse()
             return Reply(response.status, dict(response.getheaders()), response.read())
         finally:
@@ -183,7 +186,8 @@ class Stand:
         self.client = Client(self.router_port)
 
     def __enter__(self) -> Self:
-        part = router_part("127.0.0.1", self.router_port, self.discovery_port, *self.router_arguments)
+        more, key = self.router_arguments, self.cluster_key
+        part = router_part("127.0.0.1", self.router_port, self.discovery_port, *more, cluster_key=key)
         self._fleet("router").start(replace(part, health_url=f"http://127.0.0.1:{self.router_port}/instances"))
         self.fleets["router"].wait_healthy(_START_S)
         return self

@@ -41,8 +41,13 @@ def test_a_peer_with_another_key_is_refused_and_the_client_gets_the_reason(stand
     other = new_cluster_key()
     prefill = stand.start("prefill", "prefill", "tiny", *SHORT_LIMITS)
     decode = stand.start("decode", "decode", "tiny", *SHORT_LIMITS, cluster_key=other)
-    stand.wait_for("live", 2)
-    reply = stand.client.complete()
+    stand.wait_for("live", 1)
+    assert stand.client.complete().status == 503, "the router has another key, too"
+    to_target = {"do_remote_decode": True, "transfer_id": "t"}
+    held = Client(prefill, stand.cluster_key).complete(max_tokens=1, kv_transfer_params=to_target)
+    params = held.document["kv_transfer_params"]
+    assert Client(decode, stand.cluster_key).complete(kv_transfer_params=params).status == 401
+    reply = Client(decode, other).complete(kv_transfer_params=params)
     assert reply.status >= 500
     assert "wrong key" in reply.error
     assert "set the same on both sides" in reply.error
@@ -61,9 +66,10 @@ def test_a_peer_with_another_key_is_refused_and_the_client_gets_the_reason(stand
 def test_an_address_that_a_client_names_is_not_dialled(stand: Stand) -> None:
     decode = stand.start("decode", "decode", "tiny", "--allow", "127.0.0.1")
     params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.255.255.1", "remote_port": 9}
-    reply = Client(decode).complete(kv_transfer_params=params)
-    assert reply.status >= 400
-    assert "10.255.255.1 is not on the allow-list (127.0.0.1/32)" in reply.error
+    for key in ("", stand.cluster_key):
+        reply = Client(decode, key).complete(kv_transfer_params=params)
+        assert reply.status == (502 if key else 401)
+        assert "10.255.255.1 is not on the allow-list (127.0.0.1/32)" in reply.error
     assert _metric(decode, "not dialled") > 0
     assert Client(decode).complete().status == 200
 

@@ -29,7 +29,7 @@ _FOUND = 1
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What becomes of the results.
+    """Where the results go.
 
     Parameters
     ----------
@@ -43,6 +43,7 @@ class OutputOptions:
     json: Annotated[bool, Parameter(negative=())] = False
 
 
+Output = Annotated[OutputOptions, Parameter(name="*")]
 _DEFAULT_OUTPUT = OutputOptions()
 
 
@@ -51,7 +52,7 @@ def engine(
     *,
     model: str = "smollm2",
     rounds: int = 7,
-    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
+    output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """The embedded engine beside the matrix products that its model consists of, in the same shapes.
 
@@ -84,7 +85,7 @@ def handoff(
     rounds: int = 3,
     every_byte: Annotated[bool, Parameter(negative=())] = False,
     idle: float = 6.0,
-    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
+    output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """Many hand-offs at once between two instances without a model, in processes of their own.
 
@@ -132,7 +133,7 @@ def plan(
     peers: bool = True,
     vllm: Path | None = None,
     sglang: Path | None = None,
-    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
+    output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """From block lists to runs, beside the planning code of vLLM and SGLang on the same lists.
 
@@ -178,7 +179,7 @@ def serve(
     lengths: str = "128,512,1500",
     rounds: int = 8,
     plot: Path | None = None,
-    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
+    output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """What a hand-off costs a client: hand-over at low load, and the first token beside a prefill with no hand-off at all.
 
@@ -243,7 +244,7 @@ def router(
     prompt_bytes: int = 64,
     peers: bool = True,
     plot: Path | None = None,
-    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
+    output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """The router beside vllm-router and sglang-router, all in front of the same instances without a model; needs a C compiler.
 
@@ -292,7 +293,7 @@ def wire(
     rounds: int = 5,
     idle: float = 3.0,
     plot: Path | None = None,
-    output: Annotated[OutputOptions, Parameter(name="*")] = _DEFAULT_OUTPUT,
+    output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """Paged bytes between two processes: every transport beside what a user would pick instead, in turns, every byte checked.
 

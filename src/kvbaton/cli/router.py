@@ -95,6 +95,7 @@ def router(
     cluster_key_file: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    show_details: bool | None = None,
     choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
     timeouts: Annotated[TimeoutOptions, Parameter(name="*")] = TimeoutOptions(),  # noqa: B008
     verbose: bool = False,
@@ -129,6 +130,9 @@ def router(
     allow_host
         host name under which browsers may open the page and call the API; may be repeated. `localhost` and IP addresses
         always may, other names never do by default: a web site could point its own name at this router.
+    show_details
+        show clients which instances served them, how many prompt tokens were cached, timelines, /instances and /handoffs. By
+        default only without API keys: with keys, one client could learn what another has sent.
     verbose
         log more.
     """
@@ -153,6 +157,7 @@ def router(
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
         cluster_key=parse_trust(cluster_key_file, os.environ).key,
         allow_hosts=allow_host,
+        show_details=show_details,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(choice),
         **asdict(timeouts),

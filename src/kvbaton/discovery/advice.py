@@ -53,7 +53,8 @@ class Adviser:
                 _logger.info("discovery: router %s has taken %s in", event.router, self._name)
             case RouterEventKind.REFUSED:
                 self._silent_since.pop(event.router, None)
-                _logger.warning("discovery: router %s refuses %s: %s", event.router, self._name, event.detail)
+                # The reason is what the router has sent: it must not write lines of its own into the log.
+                _logger.warning("discovery: router %s refuses %s: %a", event.router, self._name, event.detail)
 
     def advise(self, now: float) -> None:
         """Warn once about each router that has neither answered nor sent a request for too long."""

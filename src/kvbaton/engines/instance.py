@@ -96,6 +96,7 @@ class AgentSettings:
             advertise_host=numeric_host(self.control_address.host, "advertise_host"),
             cluster_key=self.trust.key or b"",
             unfenced_writes=self.handoff.unfenced_writes,
+            admits=self.trust.accepts_from,
         )
         transport = open_transport(self.transport, region, settings)
         return FaultyTransport(transport, region, Faults(drop_writes=True)) if self.drop_writes else transport

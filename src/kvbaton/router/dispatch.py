@@ -32,6 +32,7 @@ from kvbaton.router.policy import RouteRequest
 from kvbaton.router.request_queue import ClientShare, QueuedRequest, RequestQueue
 from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
+from kvbaton.router.shown import hide_details, hide_in_events
 from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
@@ -52,6 +53,8 @@ _GOODBYE_AHEAD_S = 0.02
 _MAX_ECHO = 256
 _MOST_SHARES = 4096
 _EVENT_END = b"\n\n"
+_LINE_END = b"\n"
+_MOST_HELD_BYTES = 64 * 1024
 # Other statuses (4xx, 501) would be the same on every instance.
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
 
@@ -81,6 +84,7 @@ class Dispatcher:
         self.deaths = DeathBook()
         self.queue = RequestQueue(settings.queue_limit, self.may_run)
         self._has_keys = bool(settings.api_keys)
+        self.shows_details = settings.shows_details
         self._shares: dict[bytes, ClientShare] = {}
         self._in_flight = 0
         self._limit = LogLimit()
@@ -160,7 +164,7 @@ class Dispatcher:
         held_back = self._limit.allow((failure.side, failure.instance.http_address), self.clock())
         if held_back is not None:
             more = f" ({held_back} similar lines held back)" if held_back else ""
-            _logger.warning("%s: %s%s", job, text, more)
+            _logger.warning("%s: %a%s", job, text, more)
 
     def _wake(self) -> None:
         self._is_waking = False
@@ -180,7 +184,10 @@ class Exchange:
     _attempts = 0
     _stale_retries = 0
     _answer_lines = b""
-    _tail = b""
+    _held = b""
+    """The start of a line of decode's stream: the id in it may be cut in the middle."""
+    _last = _EVENT_END
+    _id_prefix = b""
     _has_begun = False
     sequences = 0
     """How many sequences it is counted for; 0 until it is admitted."""
@@ -287,8 +294,14 @@ class Exchange:
         self._pass_on(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
-        """Pass a piece of a stream on, as it came."""
-        self._tail = piece[-2:] if len(piece) > 1 else (self._tail + piece)[-2:]
+        """Pass a piece of a stream on, as it came but for what clients are not shown. Lines are passed on whole."""
+        if self._held or piece[-1:] != _LINE_END:
+            piece = self._whole_lines(piece)
+        # Without the addresses of the instances, which they make the id of their answer of.
+        piece = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
+        if not self._dispatcher.shows_details:
+            piece = hide_in_events(piece)
+        self._last = piece
         if self._has_begun:
             self._connection.stream(piece)
             return
@@ -299,8 +312,9 @@ class Exchange:
 
     def decode_ended(self) -> None:
         """End the stream."""
-        if not self._has_begun:
-            self.decode_streamed("text/event-stream", b"")
+        if self._held or not self._has_begun:
+            held, self._held = self._held, b""
+            self.decode_streamed("text/event-stream", held + _LINE_END if held else b"")
         self._attempt = None
         if self._dispatcher.deaths.bodies:
             self._dispatcher.deaths.clear(self._request.path, self._request.body)
@@ -312,8 +326,9 @@ class Exchange:
         self._attempt = None
         self._note(failure)
         if self._has_begun:
-            gap = b"" if self._tail == _EVENT_END else _EVENT_END
-            self._connection.stream(gap + error_event(f"{failure.cause}; send the request again", "decode_failed"))
+            gap = b"" if self._last.endswith(_EVENT_END) else _EVENT_END
+            message = self._shown(f"{failure.cause}; send the request again")
+            self._connection.stream(gap + error_event(message, "decode_failed"))
             self._finish()
             self._connection.end_stream(is_whole=False)
         elif failure.was_cut:
@@ -344,7 +359,7 @@ class Exchange:
             f"{instance.name} died while it served this request, which is not tried on another instance because it may be the"
             f" cause ({count} of {MOST_DEATHS} deaths after which it is refused); see the instance's log"
         )
-        self._send(error_response(502, message, code="instance_died", headers=_NO_RETRY))
+        self._send(error_response(502, self._shown(message), code="instance_died", headers=_NO_RETRY))
 
     def _is_suspected(self) -> bool:
         """Refuse a request that several instances died of; whether it was one."""
@@ -439,7 +454,8 @@ class Exchange:
         forwarded = dispatcher.forwarded_lines(request)
         try:
             job = self._pair_request = new_pair_request(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
-            self._answer_lines = job.answer_lines(self._client_request_id())
+            self._id_prefix = job.pair.template.id_prefix
+            self._answer_lines = job.answer_lines(self._client_request_id(), dispatcher.shows_details)
             dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
             self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
             if self._is_held_back:
@@ -504,15 +520,33 @@ class Exchange:
             message = f"{failure.instance.name} answered {cause.status}: {text}"
         else:
             message = str(cause)
-        self._send(error_response(502, message, code=f"{side.word}_failed"))
+        self._send(error_response(502, self._shown(message), code=f"{side.word}_failed"))
+
+    def _shown(self, message: str) -> str:
+        """A message as clients may see it: without the addresses of instances where details are not shown."""
+        pair = self._pair_request.pair if self._pair_request is not None else None
+        for instance in (pair.prefill, pair.decode) if pair is not None and not self._dispatcher.shows_details else ():
+            if instance is not None:
+                message = message.replace(f" {instance.http_address}", "")
+        return message
+
+    def _whole_lines(self, piece: bytes) -> bytes:
+        """What is complete of the stream's lines; the rest is held until it is, unless that is too much."""
+        piece = self._held + piece
+        end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
+        self._held = piece[end:]
+        return piece[:end]
 
     def _pass_on(self, answer: InstanceAnswer) -> None:
         self._attempt = None
         lines = self._answer_lines
         if answer.retry_after is not None and is_header_value(answer.retry_after):
             lines += head_lines({"Retry-After": answer.retry_after})
+        content = answer.content.replace(self._id_prefix, b"") if self._id_prefix else answer.content
+        if not self._dispatcher.shows_details:
+            content = hide_details(content)
         self._finish()
-        self._connection.send_raw(answer.status, answer.content_type, answer.content, lines)
+        self._connection.send_raw(answer.status, answer.content_type, content, lines)
 
     def _refuse(self, error: BadRequest) -> None:
         self._send(error_response(400, str(error), code="bad_request", param=error.field))

@@ -26,10 +26,13 @@ from kvbaton.router.http.upstream import Upstream, fetch
 from kvbaton.router.pair_template import instance_lines
 from kvbaton.router.routed import Routed, RoutedTransfers
 from kvbaton.router.settings import RouterSettings
+from kvbaton.wire.log_limit import LogLimit
 
 __all__ = ["HandoffPages"]
 
 _logger = logging.getLogger(__name__)
+
+_log_limit = LogLimit(every_s=1.0)
 
 _MOST_LISTED = 100
 _MOST_AT_ONCE = 16
@@ -138,7 +141,10 @@ def _read(answer: InstanceAnswer, instance: Instance, transfer_id: str) -> Insta
     try:
         record = msgspec.json.decode(answer.content, type=InstanceRecord)
     except (ValueError, RecursionError) as error:
-        _logger.warning("%s: %s sent no timeline: %s", transfer_id, instance.http_address, error)
+        # The client chooses the id, and the instance what it sends: neither may write lines into the log.
+        held_back = _log_limit.allow(instance.http_address, time.monotonic())
+        if held_back is not None:
+            _logger.warning("%a: %s sent no timeline: %a", transfer_id, instance.http_address, str(error)[:200])
         raise ProtocolError(f"what it answered is no timeline ({str(error)[:200]})") from error
     if record.transfer_id != transfer_id:
         raise ProtocolError(f"it sent the record of another transfer, {record.transfer_id!a}")

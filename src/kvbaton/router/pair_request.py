@@ -75,8 +75,10 @@ class PairRequest(msgspec.Struct, frozen=True):
         content = bootstrap_body(self.body, host, source.registration.bootstrap_port or None, self.rooms)
         return self._payload(template.prefill_head if instance is source else template.decode_head, content)
 
-    def answer_lines(self, request_id: str) -> bytes:
+    def answer_lines(self, request_id: str, shows_details: bool) -> bytes:
         """The headers that show the client how its request was routed; `request_id` is its own, or new."""
+        if not shows_details:
+            return f"X-Request-Id: {request_id}\r\n".encode("latin-1", "replace")
         ids = f"X-Request-Id: {request_id}\r\nX-KVBaton-Transfer: {self.transfer_id}\r\n"
         return ids.encode("latin-1", "replace") + self.pair.template.answer_lines
 

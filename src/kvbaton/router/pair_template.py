@@ -38,7 +38,7 @@ class PairTemplate:
     """The bytes for one pair: heads, ids and parameters. Without `prefill`, decode does it all."""
 
     __slots__ = (
-        "_request_id", "answer_lines", "decode_head", "prefill_head", "prefill_params", "push_params", "source_dp_size",
+        "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params", "source_dp_size",
     )  # fmt: skip
 
     def __init__(self, prefill: Instance | None, decode: Instance, prefill_rank: int | None, decode_rank: int | None) -> None:
@@ -47,18 +47,18 @@ class PairTemplate:
         self.prefill_head = b""
         self.prefill_params = self.push_params = Params(b"")
         self.source_dp_size = 1
-        self._request_id = b"X-Request-Id: "
+        self.id_prefix = b""
         if prefill is not None:
             in_push = decode.transfer_mode is TransferMode.WRITE
             self.prefill_head = _head(prefill, prefill_rank)
             self.prefill_params = Params.of(_peer_params(_DECODES_ELSEWHERE, decode, prefill_rank, with_tp_size=in_push))
             self.push_params = Params.of(_source_params(prefill, prefill_rank))
             self.source_dp_size = prefill.registration.dp_size
-            self._request_id += make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
+            self.id_prefix = make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
 
     def request_id_line(self, tail: str) -> bytes:
         """The header that names both control addresses; `tail` is 32 lowercase hex digits that make the id unique."""
-        return b"%b%b\r\n" % (self._request_id, tail.encode())
+        return b"X-Request-Id: %b%b\r\n" % (self.id_prefix, tail.encode())
 
 
 def instance_lines(settings: RouterSettings) -> bytes:

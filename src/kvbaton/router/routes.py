@@ -63,6 +63,7 @@ class HttpRoutes:
         self._started = int(time.time())
         self._page = _load_page()
         self._hosts = AllowedHosts(settings.host, settings.allow_hosts)
+        self._shows_details = settings.shows_details
         self._keys = [key.encode() for key in settings.api_keys]
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages: dict[str, Page] = {
@@ -108,6 +109,10 @@ class HttpRoutes:
 
     def _answer(self, connection: ClientConnection, request: HttpRequest) -> None:
         page = self._find(request.path)
+        if not self._shows_details and request.path.startswith(("/instances", "/handoffs")):
+            message = f"{request.path[:200]} is not shown to clients with API keys; start the router with --show-details"
+            connection.send(error_response(403, message, code="details_hidden"))
+            return
         if page is None:
             connection.send(error_response(404, f"there is nothing at {request.path[:200]}"))
         elif request.method not in ("GET", "HEAD"):

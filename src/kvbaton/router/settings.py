@@ -58,6 +58,8 @@ class RouterSettings:
     max_attempts:           how often a request is tried, each time with another instance in place of the one that failed
     api_keys:               clients must send one of these as a bearer token; without any, every client is admitted
     allow_hosts:            names under which browsers may open the page and call the API, besides loopback and IP addresses
+    show_details:           whether clients see which instances served them, `cached_tokens`, timelines, /instances and
+                            /handoffs; None only without `api_keys`
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
     cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
@@ -99,6 +101,7 @@ class RouterSettings:
     local_prefill_when_busy: bool = False
     max_attempts: int = 3
     allow_hosts: tuple[str, ...] = ()
+    show_details: bool | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -120,6 +123,11 @@ class RouterSettings:
     max_json_depth: int = 128
     max_json_keys: int = 32768
     max_answer_bytes: int = 64 * 1024 * 1024
+
+    @property
+    def shows_details(self) -> bool:
+        """Whether clients see what could show one client the requests of another."""
+        return not self.api_keys if self.show_details is None else self.show_details
 
     def __post_init__(self) -> None:
         for name in ("port", "discovery_port"):

@@ -286,5 +286,6 @@ async def _ready(task: asyncio.Task[None], ready: asyncio.Event) -> None:
 
 async def _registered(router: Router, count: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while len(json.loads((await router.get("/instances"))[2])["live"]) != count:
+        kinds = [f'kvbaton_router_instances{{mode="{m}",type="{t}"}}' for t in ("prefill", "decode") for m in ("push", "pull")]
+        while sum([await router.metric(kind) for kind in kinds]) != count:
             await asyncio.sleep(0.01)

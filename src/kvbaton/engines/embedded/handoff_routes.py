@@ -54,7 +54,8 @@ class HandoffAccess:
     def check_dial(self, http: web.Request, host: str) -> None:
         """Raise HttpError unless `host` may be dialled for the request."""
         if not self.may_dial(http, host):
-            raise _no_key(f"kv_transfer_params names the source {host}", param="kv_transfer_params")
+            listed = "" if self._allowed is None else f" ({host} is not on the allow-list ({self._allowed}))"
+            raise _no_key(f"kv_transfer_params names the source {host}{listed}", param="kv_transfer_params")
 
 
 class HandoffRoutes:

@@ -154,6 +154,7 @@ def _backend_settings(settings: InstanceSettings, incarnation: Incarnation) -> B
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
         drop=settings.drop or ("all" if settings.drop_writes else ""),
         unfenced_writes=settings.handoff.unfenced_writes,
+        allow=tuple(map(str, settings.trust.allowed.networks)) if settings.trust.allowed is not None else (),
     )
     return BackendSettings(
         settings.model,

@@ -53,7 +53,7 @@ class Links(msgspec.Struct, frozen=True):
 class RankTransport(msgspec.Struct, frozen=True):
     """The transport of a rank. `drop` names what a control leaves out; see `drops.py`.
 
-    `unfenced_writes` allows peers to write into its memory, and this rank into theirs.
+    `unfenced_writes` allows peers to write into its memory, and this rank into theirs. `allow` are the networks of peers.
     """
 
     name: str
@@ -63,6 +63,7 @@ class RankTransport(msgspec.Struct, frozen=True):
     advertise_host: str
     drop: str = ""
     unfenced_writes: bool = False
+    allow: tuple[str, ...] = ()
 
 
 class GroupSettings(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvbaton.config import parse_trust
 from kvbaton.engines.embedded.cache import RegionCache
 from kvbaton.engines.embedded.shaped.drops import dropping
 from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
@@ -20,5 +21,6 @@ def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key
         advertise_host=settings.advertise_host,
         cluster_key=cluster_key,
         unfenced_writes=settings.unfenced_writes,
+        admits=parse_trust(allow=settings.allow).accepts_from,
     )
     return dropping(open_transport(settings.name, cache.region, transport_settings), cache, settings.drop)
