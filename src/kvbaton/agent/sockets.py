@@ -148,7 +148,6 @@ class ControlSockets:
         self._send_to(dialled, encode(self._me, "", message))
 
     def send(self, peer: Incarnation, message: Message) -> None:
-        """Send to a peer over the connection that it is bound to."""
         route = self._routes.get(peer)
         if route is None:
             self.dropped_total[Dropped.NO_ROUTE] += 1

@@ -174,7 +174,6 @@ class AutoTransport:
         raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over + not_offered)}")
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Post to the transport that was chosen for the peer."""
         choice = self.choice(batch.peer)
         if choice is None:
             raise TransportError(
