@@ -21,14 +21,12 @@ from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.card import Card, ProcessId
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
+from kvbaton.core.card import Card
+from kvbaton.core.handoff import BlockLists, HandoffKey, Span
 from kvbaton.core.layout import Layout
-from kvbaton.core.messages import Message
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Transport
-from kvbaton.transport.neighbour import is_gone
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["Driver", "RanksDriver"]
@@ -42,20 +40,6 @@ _MAX_COMMANDS = 100_000
 _COMMANDS_PER_BEAT = 256
 _IDLE_S = 5.0
 _STOP_S = 10.0
-
-
-class _SocketControl:
-    def __init__(self, sockets: ControlSockets) -> None:
-        self._sockets = sockets
-
-    def dial(self, address: ControlAddress, message: Message) -> None:
-        self._sockets.dial(address, message)
-
-    def send(self, peer: Incarnation, message: Message) -> None:
-        self._sockets.send(peer, message)
-
-    def is_gone(self, process: ProcessId) -> bool:
-        return is_gone(process)
 
 
 class RanksDriver(HandoffPort):
@@ -85,7 +69,7 @@ class RanksDriver(HandoffPort):
             ranks.transport_name,
             limits,
             time.monotonic,
-            _SocketControl(sockets),
+            sockets,
             ranks,
             self._events.append,
             settings,

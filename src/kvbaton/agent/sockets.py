@@ -29,6 +29,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Message, Refused, decode, encode
 from kvbaton.errors import ConfigError, ProtocolError
+from kvbaton.transport.neighbour import is_gone
 from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
 from kvbaton.wire.log_limit import LogLimit, shown
 from kvbaton.wire.lookup import Lookups
@@ -106,6 +107,8 @@ class _Dialled:
 class ControlSockets:
     """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there."""
 
+    is_gone = staticmethod(is_gone)
+
     def __init__(
         self, me: Incarnation, host: str, port: int, trust: Trust | None = None, limits: DoorLimits | None = None
     ) -> None:
@@ -145,7 +148,6 @@ class ControlSockets:
         self._send_to(dialled, encode(self._me, "", message))
 
     def send(self, peer: Incarnation, message: Message) -> None:
-        """Send to a peer over the connection that it is bound to."""
         route = self._routes.get(peer)
         if route is None:
             self.dropped_total[Dropped.NO_ROUTE] += 1

@@ -174,7 +174,6 @@ class AutoTransport:
         raise TransportError(f"no transport reaches the peer: {'; '.join(passed_over + not_offered)}")
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        """Post to the transport that was chosen for the peer."""
         choice = self.choice(batch.peer)
         if choice is None:
             raise TransportError(
@@ -347,7 +346,7 @@ def open_auto(region: Region, settings: TransportSettings) -> Transport:
     not_offered: dict[str, str] = {}
     order: list[str] = []
     for entry in _offered(region):
-        if entry.auto and entry.auto.unless and (why := load(entry.auto.unless)()):
+        if entry.auto_unless and (why := load(entry.auto_unless)()):
             not_offered[entry.name] = why
             continue
         order.append(entry.name)
@@ -364,8 +363,8 @@ def open_auto(region: Region, settings: TransportSettings) -> Transport:
 
 def _offered(region: Region) -> list[TransportEntry]:
     """What `auto` offers for this kind of memory, fastest first, whether or not it can be opened here."""
-    ranked = [(entry.auto.rank, entry) for entry in transport_entries() if entry.auto and region.kind in entry.memory]
-    return [entry for _, entry in sorted(ranked, key=lambda each: each[0])]
+    offered = [entry for entry in transport_entries() if entry.auto_rank is not None and region.kind in entry.memory]
+    return sorted(offered, key=lambda entry: entry.auto_rank or 0)
 
 
 def with_library_settings(settings: TransportSettings, text: str) -> TransportSettings:

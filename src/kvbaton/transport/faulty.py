@@ -19,7 +19,6 @@ from kvbaton.transport.base import (
     Completion,
     Direction,
     Endpoint,
-    LateWrites,
     PeerRank,
     Region,
     Runs,
@@ -67,6 +66,7 @@ class FaultyTransport:
     """`inner` with `faults`; the owner of `inner` from now on. `region` is the one that `inner` was made for."""
 
     def __init__(self, inner: Transport, region: Region, faults: Faults) -> None:
+        self.name, self.late_writes, self.directions = inner.name, inner.late_writes, inner.directions
         self._inner = inner
         self._region = region
         self._faults = faults
@@ -81,18 +81,6 @@ class FaultyTransport:
         """What goes wrong from the next post on."""
         with self._lock:
             self._faults = faults
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def late_writes(self) -> LateWrites:
-        return self._inner.late_writes
-
-    @property
-    def directions(self) -> frozenset[Direction]:
-        return self._inner.directions
 
     @property
     def wakeup_fd(self) -> int:

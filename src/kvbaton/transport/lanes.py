@@ -502,7 +502,6 @@ class PeerFlights:
             lane.close()
 
     def progress(self) -> None:
-        """Serve peers."""
         if self._serving is not None:
             self._serving.progress()
 

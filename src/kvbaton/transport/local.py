@@ -78,7 +78,6 @@ class _ProcessReach:
             raise PeerLost(f"process {link.neighbour.pid} has withdrawn its memory: its mark is {mark:#x}, not {link.mark:#x}")
 
     def release(self, link: _Process) -> None:
-        """Release the mapping and the process."""
         link.mapping = link.copier = None
         link.watch.close()
 

@@ -21,7 +21,6 @@ from typing import Any
 from kvbaton.errors import ConfigError
 
 __all__ = [
-    "AutoOffer",
     "AUTO",
     "Direction",
     "LateWrites",
@@ -110,17 +109,6 @@ class LibrarySetting:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoOffer:
-    """That `auto` offers the transport: those of a lower `rank` are tried first.
-
-    `unless` may name a function that returns why the transport is not offered on this machine, or an empty string.
-    """
-
-    rank: int
-    unless: Reference = ""
-
-
-@dataclass(frozen=True, slots=True)
 class TransportVariant:
     """One kind of memory with which a transport is tried, tested and measured.
 
@@ -150,7 +138,8 @@ class TransportEntry:
     sees_withdrawal: whether a peer that closes its transport, and lives on, is noticed by the transport itself
     stands_alone: whether it needs nothing but kvbaton; `doctor` succeeds when one such transport works
     check:       may name a function that raises KVBatonError where the transport cannot run on this machine
-    auto:        whether, and in which order, `auto` offers it
+    auto_rank:   in which order `auto` offers it: those of a lower rank are tried first; None: it does not
+    auto_unless: may name a function that returns why `auto` does not offer it on this machine, or an empty string
     settings:    its settings in `KVBATON_TRANSPORT_SETTINGS`
     variants:    with which memory it is tried, tested and measured
     bench:       may name the function that measures it in `bench wire`, where blocks in main memory are not its case: called
@@ -168,7 +157,8 @@ class TransportEntry:
     sees_withdrawal: bool = True
     stands_alone: bool = False
     check: Reference = ""
-    auto: AutoOffer | None = None
+    auto_rank: int | None = None
+    auto_unless: Reference = ""
     settings: tuple[LibrarySetting, ...] = ()
     variants: tuple[TransportVariant, ...] = ()
     bench: Reference = ""
@@ -216,7 +206,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             name="local",
             opener="kvbaton.transport.local:LocalTransport",
             stands_alone=True,
-            auto=AutoOffer(rank=10),
+            auto_rank=10,
             variants=(
                 TransportVariant(
                     kind="local, shared memory",
@@ -233,7 +223,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             crosses_hosts=True,
             peer_part=PeerPart.MOVE,
             stands_alone=True,
-            auto=AutoOffer(rank=30),
+            auto_rank=30,
             variants=(TransportVariant(kind="tcp", subject="tcp", beside="socket"),),
         ),
         TransportEntry(
@@ -242,7 +232,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             memory=frozenset({MemoryKind.GPU}),
             sees_withdrawal=False,  # memory that was opened through CUDA IPC stays readable until the process ends
             check="kvbaton.transport.cuda.region:check_gpu",
-            auto=AutoOffer(rank=10),
+            auto_rank=10,
             variants=(TransportVariant(kind="cuda", memory="kvbaton.transport.cuda.region:gpu_memory"),),
             bench="kvbaton.bench.wire.cuda:measure_cuda",
         ),
@@ -253,7 +243,8 @@ TRANSPORTS: dict[str, TransportEntry] = {
             crosses_hosts=True,
             peer_part=PeerPart.CONNECT,
             check="kvbaton.transport.nixl:check_nixl",
-            auto=AutoOffer(rank=20, unless="kvbaton.transport.nixl:why_not_offered"),
+            auto_rank=20,
+            auto_unless="kvbaton.transport.nixl:why_not_offered",
             settings=(LibrarySetting("nixl_backends", "UCX"), LibrarySetting("nixl_lanes", 2, least=1, most=16)),
             variants=(TransportVariant(kind="nixl", subject="nixl", beside="raw nixl"),),
         ),

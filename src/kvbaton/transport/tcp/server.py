@@ -156,18 +156,15 @@ class _Reader:
         except RangeError as error:
             self._answer_with(_ReaderPhase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
             return
-        self._answer(_ReaderPhase.REPLY, Status.OK, pieces + np.array([region.address, 0], np.uint64))
+        head = pack_reply(Status.OK, self._request_id, int(pieces[:, 1].sum()))
+        self._reply = _vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
+        self.phase = _ReaderPhase.REPLY
 
     def _refuse(self, reason: str) -> None:
         self._answer_with(_ReaderPhase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
 
     def _answer_with(self, phase: _ReaderPhase, status: Status, data: bytes) -> None:
         self._reply = _vectors_of(pack_reply(status, self._request_id, len(data)) + data)
-        self.phase = phase
-
-    def _answer(self, phase: _ReaderPhase, status: Status, pieces: Runs) -> None:
-        head = pack_reply(status, self._request_id, int(pieces[:, 1].sum()))
-        self._reply = _vectors_of(head, pieces)
         self.phase = phase
 
     def _await(self, phase: _ReaderPhase, wanted: int) -> None:

@@ -306,7 +306,6 @@ class TcpPeer:
         return next((link for link in self.links if link.state is LinkState.CLOSED and link.rests_until <= now), None)
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
-        """From now on drop the bytes that still arrive for `job`; its target memory is not touched again."""
         for link in self.links:
             link.forget(job)
 
