@@ -30,6 +30,7 @@ __all__ = [
     "check_http_address",
     "decode_registration",
     "encode_registration",
+    "escaped",
     "read_registration",
 ]
 
@@ -201,6 +202,11 @@ def check_http_address(address: str) -> str | None:
     if is_bracketed != (":" in bare) or "%" in bare or not is_host(bare):
         return f"host {host!r} is not a host name or address"
     return None
+
+
+def escaped(text: str) -> str:
+    """A peer's text as it may be logged: on one line, and without what a terminal would act on."""
+    return text.encode("unicode_escape").decode("ascii")
 
 
 class _FieldError(Exception):

@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.core.handoff import MAX_TRANSFER_ID
 from kvbaton.discovery.log_limit import LogLimit
-from kvbaton.discovery.messages import InstanceType
+from kvbaton.discovery.messages import InstanceType, escaped
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
@@ -144,7 +144,8 @@ def _read(answer: InstanceAnswer, instance: Instance, transfer_id: str) -> Insta
         # The client chooses the id, and the instance what it sends: neither may write lines into the log.
         held_back = _log_limit.allow(instance.http_address, time.monotonic())
         if held_back is not None:
-            _logger.warning("%a: %s sent no timeline: %a", transfer_id, instance.http_address, str(error)[:200])
+            text = escaped(f"{transfer_id}: {instance.http_address} sent no timeline: {str(error)[:200]}")
+            _logger.warning("%s", text)
         raise ProtocolError(f"what it answered is no timeline ({str(error)[:200]})") from error
     if record.transfer_id != transfer_id:
         raise ProtocolError(f"it sent the record of another transfer, {record.transfer_id!a}")
