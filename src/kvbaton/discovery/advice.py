@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvbaton.discovery.heartbeats import RouterEvent, RouterEventKind
 from kvbaton.discovery.messages import Registration
+from kvbaton.wire.log_limit import shown
 
 __all__ = ["DEFAULT_ADVISE_AFTER_S", "Adviser"]
 
@@ -54,7 +55,7 @@ class Adviser:
             case RouterEventKind.REFUSED:
                 self._silent_since.pop(event.router, None)
                 # The reason is what the router has sent: it must not write lines of its own into the log.
-                _logger.warning("discovery: router %s refuses %s: %a", event.router, self._name, event.detail)
+                _logger.warning("discovery: router %s refuses %s: %s", event.router, self._name, shown(event.detail))
 
     def advise(self, now: float) -> None:
         """Warn once about each router that has neither answered nor sent a request for too long."""

@@ -33,7 +33,7 @@ from kvbaton.router.request_queue import ClientShare, QueuedRequest, RequestQueu
 from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.shown import hide_details, hide_in_events
-from kvbaton.wire.log_limit import LogLimit
+from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
 
@@ -164,7 +164,7 @@ class Dispatcher:
         held_back = self._limit.allow((failure.side, failure.instance.http_address), self.clock())
         if held_back is not None:
             more = f" ({held_back} similar lines held back)" if held_back else ""
-            _logger.warning("%s: %a%s", job, text, more)
+            _logger.warning("%s: %s%s", job, shown(text), more)
 
     def _wake(self) -> None:
         self._is_waking = False
@@ -188,6 +188,8 @@ class Exchange:
     """The start of a line of decode's stream: the id in it may be cut in the middle."""
     _last = _EVENT_END
     _id_prefix = b""
+    """What instances put before the id of their answers: the addresses of both."""
+    _rewrites = False
     _has_begun = False
     sequences = 0
     """How many sequences it is counted for; 0 until it is admitted."""
@@ -202,6 +204,7 @@ class Exchange:
         self._connection = connection
         self._request = request
         self._arrived = dispatcher.clock()
+        self._hides = not dispatcher.shows_details
 
     def begin(self) -> None:
         """Read the request and find it a pair."""
@@ -294,13 +297,9 @@ class Exchange:
         self._pass_on(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
-        """Pass a piece of a stream on, as it came but for what clients are not shown. Lines are passed on whole."""
-        if self._held or piece[-1:] != _LINE_END:
-            piece = self._whole_lines(piece)
-        # Without the addresses of the instances, which they make the id of their answer of.
-        piece = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
-        if not self._dispatcher.shows_details:
-            piece = hide_in_events(piece)
+        """Pass a piece of a stream on, as it came but for what clients are not shown."""
+        if self._rewrites:
+            piece = self._rewritten(piece)
         self._last = piece
         if self._has_begun:
             self._connection.stream(piece)
@@ -455,6 +454,7 @@ class Exchange:
         try:
             job = self._pair_request = new_pair_request(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
             self._id_prefix = job.pair.template.id_prefix
+            self._rewrites = self._hides or bool(self._id_prefix)
             self._answer_lines = job.answer_lines(self._client_request_id(), dispatcher.shows_details)
             dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
             self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
@@ -530,12 +530,17 @@ class Exchange:
                 message = message.replace(f" {instance.http_address}", "")
         return message
 
-    def _whole_lines(self, piece: bytes) -> bytes:
-        """What is complete of the stream's lines; the rest is held until it is, unless that is too much."""
+    def _rewritten(self, piece: bytes) -> bytes:
+        """Whole lines of the stream without what clients are not shown; the rest is held until its line is complete."""
         piece = self._held + piece
         end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
-        self._held = piece[end:]
-        return piece[:end]
+        piece, self._held = piece[:end], piece[end:]
+        shown = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
+        if self._hides:
+            return hide_in_events(shown)
+        # All events of a stream have the same id: where it is not made of the addresses, nothing else has to be looked at.
+        self._rewrites = bool(self._held) or len(shown) != len(piece) or b'"id"' not in piece
+        return shown
 
     def _pass_on(self, answer: InstanceAnswer) -> None:
         self._attempt = None

@@ -26,7 +26,7 @@ from kvbaton.router.http.upstream import Upstream, fetch
 from kvbaton.router.pair_template import instance_lines
 from kvbaton.router.routed import Routed, RoutedTransfers
 from kvbaton.router.settings import RouterSettings
-from kvbaton.wire.log_limit import LogLimit
+from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["HandoffPages"]
 
@@ -144,7 +144,8 @@ def _read(answer: InstanceAnswer, instance: Instance, transfer_id: str) -> Insta
         # The client chooses the id, and the instance what it sends: neither may write lines into the log.
         held_back = _log_limit.allow(instance.http_address, time.monotonic())
         if held_back is not None:
-            _logger.warning("%a: %s sent no timeline: %a", transfer_id, instance.http_address, str(error)[:200])
+            text = shown(f"{transfer_id}: {instance.http_address} sent no timeline: {str(error)[:200]}")
+            _logger.warning("%s", text)
         raise ProtocolError(f"what it answered is no timeline ({str(error)[:200]})") from error
     if record.transfer_id != transfer_id:
         raise ProtocolError(f"it sent the record of another transfer, {record.transfer_id!a}")
