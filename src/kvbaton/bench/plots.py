@@ -1,6 +1,6 @@
 """The benchmarks as plots: what a pair of servers adds and where that goes, the router beside others, rates over block size.
 
-Imported only to draw: matplotlib is an extra, and `check_can_plot` has found it by then.
+matplotlib is an extra; before anything is drawn, `check_can_plot` has found it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from kvbaton.bench.report import BenchReport
 from kvbaton.bench.router import NO_ROUTER, Contender, LoadCase, RouterBench, contenders_of, median_of, series_name
@@ -27,7 +25,7 @@ _BAR = 0.8
 
 def plot_servers_bench(report: BenchReport, lengths: Sequence[int], variants: Sequence[str], target: Path) -> list[Path]:
     """Draw the report as PNG and as SVG, at `target` with these suffixes."""
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = _figure(13, 4.2)
     left, middle, right = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     pairs = [name for name in variants if name != SINGLE]
     _draw_added(left, report.rounds, lengths, pairs)
@@ -93,7 +91,7 @@ def _waited_for(rounds: Sequence[Round], places: Sequence[tuple[str, int]]) -> l
 
 def plot_router_bench(report: BenchReport, bench: RouterBench, target: Path) -> list[Path]:
     """Draw the report as PNG and as SVG, at `target` with these suffixes."""
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
+    figure = _figure(13, 7.5)
     series = report.rounds[0]
     busiest = [case for case in bench.cases() if case.clients > 1] or bench.cases()
     for row, mode in enumerate(TransferMode):
@@ -144,7 +142,7 @@ def plot_wire_bench(report: BenchReport, target: Path) -> list[Path]:
     """
     if not any("block_bytes" in row.settings for row in report.rows):
         return []
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = _figure(8, 5)
     axes: Any = figure.subplots()
     lines: dict[str, list[tuple[int, float]]] = {}
     first = report.rows[0].settings
@@ -162,6 +160,12 @@ def plot_wire_bench(report: BenchReport, target: Path) -> list[Path]:
     return _save(figure, *([target] if target.suffix else _both(target)))
 
 
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def _centres(count: int, place: int, width: float) -> list[float]:
     """Where the bars of one series stand: one in each of `count` groups."""
     return [index + (place + 0.5) * width - _BAR / 2 for index in range(count)]
@@ -171,7 +175,7 @@ def _both(target: Path) -> list[Path]:
     return [target.with_suffix(".png"), target.with_suffix(".svg")]
 
 
-def _save(figure: Figure, *paths: Path) -> list[Path]:
+def _save(figure: Any, *paths: Path) -> list[Path]:
     """Write the figure to these files; the same results make the same files."""
     for path in paths:
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -211,6 +211,7 @@ def serve(
     plot
         other engines: file for a plot, drawn as .png and as .svg.
     """
+    from kvbaton.bench.plots import plot_servers_bench
     from kvbaton.bench.serve import ServeBench, run_serve_bench
     from kvbaton.bench.servers import ServersBench, run_servers_bench
     from kvbaton.core.handoff import Mode
@@ -227,8 +228,6 @@ def serve(
     bench = ServersBench(plugin, model, transport, modes, peer, _numbers(lengths, "--lengths"), rounds)
     report = run_servers_bench(bench, _progress)
     if plot is not None:
-        from kvbaton.bench.plots import plot_servers_bench
-
         for path in plot_servers_bench(report, bench.lengths, bench.variants, plot):
             _progress(f"drawn: {path}")
     return _finish("serve", report, bench.described(), output)
@@ -265,6 +264,7 @@ def router(
     plot
         file for a plot, drawn as .png and as .svg.
     """
+    from kvbaton.bench.plots import plot_router_bench
     from kvbaton.bench.router import RouterBench, run_router_bench
 
     _begin(output, plot)
@@ -273,8 +273,6 @@ def router(
     )
     report = run_router_bench(bench, _progress)
     if plot is not None:
-        from kvbaton.bench.plots import plot_router_bench
-
         for path in plot_router_bench(report, bench, plot):
             _progress(f"drawn: {path}")
     return _finish("router", report, bench.described(), output)
@@ -330,6 +328,7 @@ def wire(
     if plot is not None and plot.suffix not in ("", ".png", ".svg"):
         raise ConfigError(f"--plot is {str(plot)!r}; its suffix must be .png or .svg, or left out for both")
     _begin(output, plot)
+    from kvbaton.bench.plots import plot_wire_bench
     from kvbaton.bench.wire.run import WireBench, measure_wire
     from kvbaton.transport.base import Direction
 
@@ -339,8 +338,6 @@ def wire(
     asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
     report, described = measure_wire(transport, asked, tokens, _progress)
     if plot is not None:
-        from kvbaton.bench.plots import plot_wire_bench
-
         plot_wire_bench(report, plot)
     return _finish("wire", report, described, output)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.bench.plots import plot_router_bench
 from kvbaton.bench.report import BenchReport
 from kvbaton.bench.router import (
     Driven,
@@ -76,8 +77,6 @@ def test_a_router_that_answers_nobody_is_a_problem_and_not_a_fast_one(monkeypatc
 
 def test_it_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures are not tested: matplotlib is not installed")
-    from kvbaton.bench.plots import plot_router_bench
-
     bench = RouterBench()
     series = made_up(bench)
     report = BenchReport(list(rows(bench, series)), {}, [series])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbaton.bench.plots import plot_servers_bench
 from kvbaton.bench.report import BenchReport
 from kvbaton.bench.servers import SINGLE, Round, ServersBench, added_s, name_of, rows_of, run_servers_bench
 from kvbaton.cli.bench import serve
@@ -63,8 +64,6 @@ def test_without_a_peer_one_server_is_what_stands_beside() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures are not tested: matplotlib is not installed")
-    from kvbaton.bench.plots import plot_servers_bench
-
     report = BenchReport(list(rows_of((128,), VARIANTS, ROUNDS, NIXL)), {}, ROUNDS)
     paths = plot_servers_bench(report, (128,), VARIANTS, tmp_path / "bench.json")
     assert [path.name for path in paths] == ["bench.png", "bench.svg"]

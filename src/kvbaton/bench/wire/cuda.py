@@ -6,7 +6,7 @@ first two are timed with events on the GPU, behind a fill of other memory that h
 kernel's time includes reading its table from memory of the host. Batches are runs as hand-offs have them: pages of an 8B Llama,
 slices of pages between unequal shapes, and slots in no order at all.
 
-`main` is the source: a process of its own, with memory whose every word tells its place.
+`main` is the source: a process of its own, with memory in which every word identifies its place.
 """
 
 from __future__ import annotations
