@@ -59,11 +59,6 @@ class ControlAddress(msgspec.Struct, frozen=True, order=True):
                 raise _wrong(text, f"{key} is missing")
         return cls(_host(text, fields["host"]), _port(text, "handshake", fields), _port(text, "notify", fields))
 
-    @property
-    def zmq_url(self) -> str:
-        """The URL that a ZeroMQ socket connects to."""
-        return f"tcp://{in_url(self.host)}:{self.handshake}"
-
     def __str__(self) -> str:
         return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
 
