@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.bench.report import BenchReport, BenchRow, describe_hardware
+from kvbaton.engines.base import Progress
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.model import LlamaModel, TokenSpan
 from kvbaton.engines.embedded.weights import load_model
@@ -24,7 +25,6 @@ from kvbaton.engines.embedded.weights import load_model
 __all__ = ["run_engine_bench"]
 
 Array = npt.NDArray[np.float32]
-Progress = Callable[[str], None]
 
 _CONTEXT = 512
 _BLOCK_TOKENS = 16
@@ -52,14 +52,13 @@ _CASES = (
 )
 
 
-def run_engine_bench(model: str, rounds: int, progress: Progress | None = None) -> BenchReport:
+def run_engine_bench(model: str, rounds: int, progress: Progress) -> BenchReport:
     """Measure `model` in `rounds` interleaved rounds; values are medians. Writes no files but the cached weights."""
-    report = progress or _silent
-    loaded = load_model(model, progress=report)
+    loaded = load_model(model, progress=progress)
     subject = _EngineSubject(loaded.model)
     results: list[dict[str, list[float]]] = []
     for index in range(rounds + 1):
-        report("warming up" if index == 0 else f"round {index} of {rounds}")
+        progress("warming up" if index == 0 else f"round {index} of {rounds}")
         taken = _round(subject)
         if index > 0:
             results.append(taken)
@@ -156,7 +155,3 @@ def _seconds(work: Callable[[], None]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _silent(line: str) -> None:
-    del line

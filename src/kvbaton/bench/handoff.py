@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -22,11 +22,11 @@ from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Integrity, Mode, Outcome
+from kvbaton.engines.base import Progress
 from kvbaton.errors import ConfigError, LocalError
 
 __all__ = ["HandoffBench", "run_handoff_bench"]
 
-Progress = Callable[[str], None]
 Round = dict[str, list[float]]
 
 _CHUNKS = 2

@@ -32,7 +32,7 @@ from kvbaton.errors import ConfigError, LocalError
 from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.local import new_cluster_key, router_part
 from kvbaton.launch.ports import PortPicker
-from kvbaton.launch.router_peers import RouterPeers, ensure_router_peers, sglang_router_part, vllm_router_part
+from kvbaton.launch.router_peers import ensure_router_peers, sglang_router_part, vllm_router_part
 
 __all__ = [
     "NO_ROUTER",
@@ -301,7 +301,7 @@ def _note(series: Series, contender: Contender, case: LoadCase, driven: Driven, 
 
 
 @contextmanager
-def _running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers | None) -> Iterator[list[RunningRouter]]:
+def _running(contenders: Sequence[Contender], tool: LoadTool, peers: Path | None) -> Iterator[list[RunningRouter]]:
     """Start all contenders, each with two instances of its own mode behind it; ends them afterwards."""
     ports = PortPicker()
     with ExitStack() as stack:
@@ -328,7 +328,7 @@ def _running(contenders: Sequence[Contender], tool: LoadTool, peers: RouterPeers
 
 def _router(
     contender: Contender,
-    peers: RouterPeers | None,
+    peers: Path | None,
     port: int,
     discovery_port: int,
     instances: dict[InstanceType, int],

@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbaton.core.timeline import Side
-from kvbaton.observe.formatting import duration, row_label, size
 from kvbaton.observe.phases import Bar, HandoffPhase
-from kvbaton.observe.transfer_report import HandoffReport, TransferReport
+from kvbaton.observe.transfer_report import HandoffReport, TransferReport, duration, row_label, size
 
 __all__ = ["print_details", "print_story"]
 

@@ -82,7 +82,7 @@ def _print_json(report: Report) -> None:
 
 
 def _print_report(console: Console, report: Report) -> None:
-    from kvbaton.observe.formatting import size
+    from kvbaton.observe.transfer_report import size
 
     table = Table(
         "request", "prompt", "output", "cached", "moved", "hand-off", "verdict", title="P/D pair against one instance"

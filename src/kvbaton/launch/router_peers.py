@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvbaton.launch.fleet import FleetPart
 from kvbaton.launch.installing import alone, default_cache_dir, run_logged
 
 __all__ = [
-    "RouterPeers",
     "SGLANG_ROUTER_VERSION",
     "VLLM_ROUTER_VERSION",
     "ensure_router_peers",
@@ -29,56 +27,38 @@ _STEP_S = 900.0
 _LOCK_S = 900.0
 
 
-@dataclass(frozen=True, slots=True)
-class RouterPeers:
-    """The installed routers."""
-
-    directory: Path
-
-    @property
-    def vllm_router(self) -> str:
-        """What runs vllm-router."""
-        return str(self.directory / "bin" / "vllm-router")
-
-    @property
-    def sglang_router(self) -> tuple[str, ...]:
-        """What runs sglang-router."""
-        return (str(self.directory / "bin" / "python"), "-m", "sglang_router.launch_router")
-
-
-def ensure_router_peers(progress: Callable[[str], None], directory: Path | None = None) -> RouterPeers:
-    """The routers, installed first if need be. Raises LocalError with the last lines of pip."""
+def ensure_router_peers(progress: Callable[[str], None]) -> Path:
+    """The environment that has the routers, installed first if need be. Raises LocalError with the last lines of pip."""
     name = f"routers-{VLLM_ROUTER_VERSION}-{SGLANG_ROUTER_VERSION}-py{sys.version_info.major}{sys.version_info.minor}"
-    home = (directory or default_cache_dir()) / name
+    home = default_cache_dir() / name
     home.mkdir(parents=True, exist_ok=True)
     with alone(home / "lock", "installing routers", _LOCK_S):
         if not (home / "installed").exists():
             progress(f"installing vllm-router and sglang-router in {home}; only this once")
             shutil.rmtree(home / "venv", ignore_errors=True)
-            _run([sys.executable, "-m", "venv", str(home / "venv")], home)
+            commands = [[sys.executable, "-m", "venv", str(home / "venv")]]
             packages = [f"vllm-router=={VLLM_ROUTER_VERSION}", f"sglang-router=={SGLANG_ROUTER_VERSION}"]
-            _run([str(home / "venv" / "bin" / "python"), "-m", "pip", "install", *packages], home)
+            commands.append([str(home / "venv" / "bin" / "python"), "-m", "pip", "install", *packages])
+            for command in commands:
+                run_logged(command, home / "install.log", "installing the routers", _STEP_S)
             (home / "installed").touch()
-    return RouterPeers(home / "venv")
+    return home / "venv"
 
 
 def vllm_router_part(
-    peers: RouterPeers, port: int, discovery_port: int, metrics_port: int, *more: str, connector: str = "moriio"
+    peers: Path, port: int, discovery_port: int, metrics_port: int, *more: str, connector: str = "moriio"
 ) -> FleetPart:
     """A real vllm-router that finds instances as kvbaton's do register."""
-    command = [peers.vllm_router, "--vllm-pd-disaggregation", "--kv-connector", connector]
+    command = [str(peers / "bin" / "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", connector]
     command += ["--vllm-discovery-address", f"127.0.0.1:{discovery_port}", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics_port), "--policy", "round_robin", *more]
     return FleetPart("vllm-router", command, f"http://127.0.0.1:{port}/health")
 
 
-def sglang_router_part(peers: RouterPeers, port: int, prefill_port: int, decode_port: int, metrics_port: int) -> FleetPart:
+def sglang_router_part(peers: Path, port: int, prefill_port: int, decode_port: int, metrics_port: int) -> FleetPart:
     """A real sglang-router in front of two instances of this machine."""
-    command = [*peers.sglang_router, "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(peers / "bin" / "python"), "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--prefill", f"http://127.0.0.1:{prefill_port}", "none", "--decode", f"http://127.0.0.1:{decode_port}"]
     command += ["--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(metrics_port)]
     return FleetPart("sglang-router", command, f"http://127.0.0.1:{port}/readiness")
-
-
-def _run(command: list[str], directory: Path) -> None:
-    run_logged(command, directory / "install.log", "installing the routers", _STEP_S)

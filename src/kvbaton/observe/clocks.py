@@ -30,8 +30,6 @@ class Track:
     """One side of one hand-off; `shift_s` is added to the moments of its instance's clock."""
 
     def __init__(self, record: SideRecord, shift_s: float = 0.0) -> None:
-        self.record = record
-        self.side = record.side
         self._by_stage: dict[Stage, list[Moment]] = {}
         start = record.since_s + shift_s
         for note in sorted(record.notes, key=lambda note: note.at_s):

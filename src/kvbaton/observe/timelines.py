@@ -150,18 +150,8 @@ def _side_record(side: _SideKey, notes: tuple[Note, ...], first: float) -> SideR
 
 
 def _note_record(note: Note, start: float) -> NoteRecord:
-    return NoteRecord(
-        stage=note.stage,
-        at_s=note.at - start,
-        first_token=note.first_token,
-        end_token=note.end_token,
-        first_layer=note.first_layer,
-        end_layer=note.end_layer,
-        moved_bytes=note.moved_bytes,
-        rank=note.rank,
-        outcome=note.outcome,
-        text=note.text[:MAX_TEXT],
-    )
+    facts = {name: getattr(note, name) for name in NoteRecord.__struct_fields__ if name not in ("at_s", "text")}
+    return NoteRecord(**facts, at_s=note.at - start, text=note.text[:MAX_TEXT])
 
 
 def _summary(transfer_id: str, sides: dict[_SideKey, tuple[Note, ...]]) -> Summary:

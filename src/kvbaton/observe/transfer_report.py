@@ -14,13 +14,40 @@ import msgspec
 from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side, Stage
 from kvbaton.observe.clocks import ClockOffset, Track, estimate_offset
-from kvbaton.observe.formatting import duration, outcome_text, size, waited_for
 from kvbaton.observe.phases import Bar, HandoffPhase, Sides, Wait, bars, waits
 from kvbaton.observe.records import InstanceInfo, InstanceRecord, SideRecord
 
-__all__ = ["SideAnswer", "SideEnd", "HandoffReport", "Mark", "TransferReport", "Participant", "build_report"]
+__all__ = [
+    "HandoffReport",
+    "Mark",
+    "Participant",
+    "SideAnswer",
+    "SideEnd",
+    "TransferReport",
+    "build_report",
+    "duration",
+    "row_label",
+    "size",
+]
 
 _Key = tuple[int, int]
+
+_WAITED = {
+    HandoffPhase.ROUTER: "the router",
+    HandoffPhase.QUEUE: "blocks at the target",
+    HandoffPhase.HANDSHAKE: "the handshake of the two instances",
+    HandoffPhase.GRANT: "the grant",
+    HandoffPhase.ANNOUNCEMENT: "the announcement",
+    HandoffPhase.WIRE: "bytes on the wire",
+    HandoffPhase.CONFIRMATION: "the confirmation",
+    HandoffPhase.FIRST_STEP: "the first step",
+}
+_ENDS = {
+    Outcome.DELIVERED: "was delivered",
+    Outcome.FAILED: "failed",
+    Outcome.CANCELLED: "was cancelled",
+    Outcome.EXPIRED: "expired",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +259,8 @@ def _delivery(sides: Sides, waited: tuple[Wait, ...], clock: ClockOffset) -> str
     longest = max(waited, key=lambda wait: wait.seconds, default=None)
     if longest is None:
         return f"{what} {duration(exposed)}{doubt} after {since}."
-    share = duration(longest.seconds)
-    return f"{what} {duration(exposed)}{doubt} after {since}, {share} of them waiting for {waited_for(longest.phase)}."
+    share, what_for = duration(longest.seconds), _WAITED.get(longest.phase, f"the {longest.phase}")
+    return f"{what} {duration(exposed)}{doubt} after {since}, {share} of them waiting for {what_for}."
 
 
 def _bad_ends(sides: Sides, ends: tuple[SideEnd, ...], drawn: tuple[Bar, ...]) -> Iterator[str]:
@@ -244,7 +271,7 @@ def _bad_ends(sides: Sides, ends: tuple[SideEnd, ...], drawn: tuple[Bar, ...]) -
         where = f", in its {cut[-1].phase}" if cut else ""
         lasted = duration(end.at_s - track.first_s)
         reason = f": {end.reason.rstrip('.')}" if end.reason else ""
-        yield f"The hand-off {outcome_text(end.outcome)} at the {end.side} after {lasted}{where}{reason}."
+        yield f"The hand-off {_ENDS[end.outcome]} at the {end.side} after {lasted}{where}{reason}."
 
 
 def _under_way(drawn: tuple[Bar, ...], sides: Sides) -> str:
@@ -282,3 +309,27 @@ def _summary(handoffs: tuple[HandoffReport, ...]) -> str:
 
 def _is_bad(end: SideEnd) -> bool:
     return end.outcome not in (None, Outcome.DELIVERED)
+
+
+def duration(seconds: float) -> str:
+    """Seconds with about three digits: `0.42 ms`, `12.3 ms`, `450 ms`, `1.50 s`."""
+    ms = seconds * 1000
+    for limit, digits in ((1, 2), (100, 1), (1000, 0)):
+        if round(abs(ms), digits) < limit:
+            return f"{ms:.{digits}f} ms"
+    return f"{seconds:.2f} s"
+
+
+def size(count: int) -> str:
+    """Bytes with a unit: `512 B`, `3.4 MB`."""
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} GB"
+
+
+def row_label(bar: Bar) -> str:
+    """The label of a phase's row."""
+    return f"{bar.phase} at the {bar.side}" if bar.phase is HandoffPhase.QUEUE else str(bar.phase)
