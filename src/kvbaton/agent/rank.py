@@ -46,7 +46,7 @@ from kvbaton.core.card import Card, Endpoint
 from kvbaton.core.checks import LegPart, Pieces, plan_pieces
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
-from kvbaton.core.legs import assign_legs
+from kvbaton.core.legs import Leg, assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
 from kvbaton.core.pair import Pair, pair_layouts
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
@@ -296,22 +296,16 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) 
     """
     theirs = [each.layout for each in card.ranks]
     peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
+
+    def route(leg: Leg, other: int, pair: Pair) -> Route:
+        return Route(leg.number, peers[other], pair, LegPart(leg.share, theirs[other]))
+
     reads = tuple(
-        Route(
-            leg.number,
-            peers[leg.source],
-            pair_layouts(theirs[leg.source], own, leg.share),
-            LegPart(leg.share, theirs[leg.source]),
-        )
+        route(leg, leg.source, pair_layouts(theirs[leg.source], own, leg.share))
         for leg in assign_legs(theirs, instance).of_target(rank)
     )
     writes = tuple(
-        Route(
-            leg.number,
-            peers[leg.target],
-            pair_layouts(own, theirs[leg.target], leg.share),
-            LegPart(leg.share, theirs[leg.target]),
-        )
+        route(leg, leg.target, pair_layouts(own, theirs[leg.target], leg.share))
         for leg in assign_legs(instance, theirs).of_source(rank)
     )
     met = {route.peer for route in (*reads, *writes)} | ({peers[0]} if rank == 0 else set())

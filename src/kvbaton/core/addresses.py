@@ -59,11 +59,6 @@ class ControlAddress(msgspec.Struct, frozen=True, order=True):
                 raise _wrong(text, f"{key} is missing")
         return cls(_host(text, fields["host"]), _port(text, "handshake", fields), _port(text, "notify", fields))
 
-    @property
-    def zmq_url(self) -> str:
-        """The URL that a ZeroMQ socket connects to."""
-        return f"tcp://{in_url(self.host)}:{self.handshake}"
-
     def __str__(self) -> str:
         return f"host:{self.host},handshake:{self.handshake},notify:{self.notify}"
 
@@ -96,9 +91,10 @@ def check_embeddable(address: str) -> str | None:
 def is_host(host: str) -> bool:
     """Whether `host` is a host name, an IPv4 address or an IPv6 address without brackets. Numbers with dots are not a name."""
     if ":" in host:
-        return _is_ipv6(host)
+        address, _, zone = host.partition("%")
+        return _is_ip(ipaddress.IPv6Address, address) and _ZONE.fullmatch(zone) is not None
     if _NUMBERS.fullmatch(host):
-        return _is_ipv4(host)
+        return _is_ip(ipaddress.IPv4Address, host)
     return _HOST_NAME.fullmatch(host) is not None
 
 
@@ -121,21 +117,12 @@ def _host(text: str, value: str) -> str:
     return host
 
 
-def _is_ipv4(host: str) -> bool:
+def _is_ip(kind: type[ipaddress.IPv4Address | ipaddress.IPv6Address], address: str) -> bool:
     try:
-        ipaddress.IPv4Address(host)
+        kind(address)
     except ValueError:
         return False
     return True
-
-
-def _is_ipv6(host: str) -> bool:
-    address, _, zone = host.partition("%")
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return False
-    return _ZONE.fullmatch(zone) is not None
 
 
 def _port(text: str, key: str, fields: dict[str, str]) -> int:

@@ -8,6 +8,7 @@ that was withdrawn, never count as the peer's. Shared memory is mapped read-only
 
 from __future__ import annotations
 
+import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there, usable_processors
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there
 from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
@@ -149,7 +150,7 @@ class LocalTransport(QueuedTransport[_Process]):
         self._shown = Region.of(bytearray(self._mark.to_bytes(MARK_BYTES, "little")))
         if region.memory_fd >= 0:
             write_mark(region, self._mark)
-        threads = min(settings.copy_threads, usable_processors())
+        threads = min(settings.copy_threads, len(os.sched_getaffinity(0)))
         self._reach = _ProcessReach(region, self._memory, threads)
         ledger: Ledger[_Process] = Ledger(region, settings)
         mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)

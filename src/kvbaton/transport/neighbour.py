@@ -34,7 +34,6 @@ __all__ = [
     "is_there",
     "start_ticks",
     "this_process",
-    "usable_processors",
 ]
 
 _PR_SET_PTRACER = 0x59616D61
@@ -92,11 +91,6 @@ def explain_limits(memory: ProcessMemory) -> str:
             "set it to 0 or 1, give the container that capability, use shared memory for the region, or choose transport tcp"
         )
     return ""
-
-
-def usable_processors() -> int:
-    """How many processors this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def is_there(pid: int) -> bool:

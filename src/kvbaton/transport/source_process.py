@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from kvbaton.errors import PeerLost
 
@@ -45,12 +44,6 @@ class SourceProcess:
         finally:
             os.close(line)
         self.pid = self._process.pid
-
-    def __enter__(self) -> SourceProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def line(self, timeout_s: float) -> bytes:
         """The line that it sends. Raises PeerLost when it ends first, or sends none within `timeout_s`."""

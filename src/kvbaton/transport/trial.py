@@ -78,7 +78,7 @@ def try_transport(kind: str, *, timeout_s: float = _TIMEOUT_S, source_command: S
 
 def _problem_of(kind: str, timeout_s: float, command: Sequence[str]) -> str:
     memory, transport = _open(kind, 0, timeout_s)
-    with contextlib.closing(transport), SourceProcess([*command, kind]) as source:
+    with contextlib.closing(transport), contextlib.closing(SourceProcess([*command, kind])) as source:
         problem = _read_all(memory, transport, source, timeout_s)
         transport.close()
         return problem

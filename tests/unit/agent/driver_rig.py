@@ -207,7 +207,7 @@ class Intruder:
         self._dialled = address
         if self._key is None:
             self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-            self._socket.connect(address.zmq_url)
+            self._socket.connect(f"tcp://{address.host}:{address.handshake}")
         else:
             self._peer = WirePeer.dial(address.handshake, self._key)
 
@@ -215,7 +215,7 @@ class Intruder:
         """Be dialled."""
         if self._key is None:
             self._socket = self._context.socket(zmq.ROUTER)
-            self._socket.bind(self.address.zmq_url)
+            self._socket.bind(f"tcp://{self.address.host}:{self.address.handshake}")
         else:
             self._listener = socket.create_server((self.address.host, self.address.handshake))
             self._listener.settimeout(_ANSWER_MS / 1000)

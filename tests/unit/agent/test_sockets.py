@@ -54,9 +54,9 @@ class Rig:
         socket = context.socket(kind)
         socket.setsockopt(zmq.RCVTIMEO, 10_000)
         if kind == zmq.ROUTER:
-            socket.bind(address.zmq_url)
+            socket.bind(f"tcp://{address.host}:{address.handshake}")
         else:
-            socket.connect(address.zmq_url)
+            socket.connect(f"tcp://{address.host}:{address.handshake}")
         return socket
 
 

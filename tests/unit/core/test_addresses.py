@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.addresses import ControlAddress, check_embeddable, make_request_id, parse_request_id
+from kvbaton.core.addresses import ControlAddress, check_embeddable, in_url, make_request_id, parse_request_id
 from kvbaton.errors import AddressError
 
 PREFILL = "host:10.0.0.1,handshake:6301,notify:61005"
@@ -59,7 +59,7 @@ def test_an_address_of_ours_has_one_port() -> None:
 def test_hosts_of_every_kind_are_read(text: str, host: str, url: str) -> None:
     address = ControlAddress.parse(text)
     assert address.host == host
-    assert address.zmq_url == url
+    assert f"tcp://{in_url(address.host)}:{address.handshake}" == url
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,7 +275,7 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
     with ExitStack() as undo:
         arguments = str(max(pattern.source_bytes for pattern in batches)), _PEER.incarnation
         command = (sys.executable, "-m", "kvbaton.bench.wire.cuda", *arguments)
-        source = undo.enter_context(SourceProcess(command))
+        source = undo.enter_context(closing(SourceProcess(command)))
         endpoint = msgspec.json.decode(source.line(_START_S), type=Endpoint)
         target_bytes = max(pattern.target_bytes for pattern in batches)
         stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)

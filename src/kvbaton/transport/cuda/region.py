@@ -54,25 +54,12 @@ class DeviceTensor(Protocol):
         """Whether its bytes have no gaps."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RegionSpan:
-    """A part of a region that holds memory."""
-
-    offset: int
-    span_bytes: int
-
-    @property
-    def end(self) -> int:
-        """First offset behind it."""
-        return self.offset + self.span_bytes
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRegion(Region):
     """Memory of one GPU that peers may reach; `view` is empty, since the processor cannot see it. Keeps its tensors alive."""
 
     device: int
-    spans: tuple[RegionSpan, ...]
+    spans: tuple[Segment, ...]
     owners: tuple[DeviceTensor, ...]
 
     @classmethod
@@ -88,7 +75,7 @@ class DeviceRegion(Region):
         if len(devices) != 1:
             raise ConfigError(f"the tensors of a region lie on GPUs {sorted(devices)}; it needs one or more of one GPU")
         start = min(tensor.data_ptr() for tensor in tensors)
-        spans = _joined(sorted(RegionSpan(tensor.data_ptr() - start, tensor.nbytes) for tensor in tensors))
+        spans = _joined(sorted(Segment(tensor.data_ptr() - start, tensor.nbytes, tensor.data_ptr()) for tensor in tensors))
         return cls(start, spans[-1].end, memoryview(b""), devices.pop(), spans, tensors)
 
     def flip_byte(self, offset: int) -> None:
@@ -99,13 +86,13 @@ class DeviceRegion(Region):
             driver.close()
 
 
-def _joined(spans: list[RegionSpan]) -> tuple[RegionSpan, ...]:
+def _joined(spans: list[Segment]) -> tuple[Segment, ...]:
     """Spans that touch or overlap, as one."""
     joined = spans[:1]
     for span in spans[1:]:
         last = joined[-1]
         if span.offset <= last.end:
-            joined[-1] = RegionSpan(last.offset, max(last.end, span.end) - last.offset)
+            joined[-1] = Segment(last.offset, max(last.end, span.end) - last.offset, last.address)
         else:
             joined.append(span)
     return tuple(joined)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kvbaton.errors import ConfigError, PeerError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, Segment, launches_for
+from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, launches_for
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
@@ -49,7 +49,7 @@ class _GpuReach:
     """Copies with the kernel; owns the mappings of peers from `add` to `release`."""
 
     def __init__(self, region: DeviceRegion, driver: MemoryDriver, copier: Copier, timeout_s: float) -> None:
-        self._target = Placement([Segment(span.offset, span.span_bytes, region.address + span.offset) for span in region.spans])
+        self._target = Placement(region.spans)
         self._driver = driver
         self._copier = copier
         self._timeout_s = timeout_s
