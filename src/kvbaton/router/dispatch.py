@@ -535,12 +535,15 @@ class Exchange:
         piece = self._held + piece
         end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
         piece, self._held = piece[:end], piece[end:]
-        shown = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
-        if self._hides:
-            return hide_in_events(shown)
-        # All events of a stream have the same id: where it is not made of the addresses, nothing else has to be looked at.
-        self._rewrites = bool(self._held) or len(shown) != len(piece) or b'"id"' not in piece
-        return shown
+        if self._id_prefix:
+            # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
+            first_end = piece.find(_LINE_END) if not self._has_begun else len(piece)
+            if piece.find(self._id_prefix, 0, first_end) >= 0:
+                piece = piece.replace(self._id_prefix, b"")
+            elif not self._has_begun and piece.find(b'"id"', 0, first_end) >= 0:
+                self._id_prefix = b""
+        self._rewrites = self._hides or bool(self._id_prefix or self._held)
+        return hide_in_events(piece) if self._hides else piece
 
     def _pass_on(self, answer: InstanceAnswer) -> None:
         self._attempt = None
