@@ -131,7 +131,7 @@ class TestBlockLists:
         source.prefill(name, prompt).wait()
         before = untouched(target)
         with false_target(source, target) as peer:
-            grant = Grant(key_of(name), 1, digest_of(prompt), Mode.PUSH, Executor.SOURCE_WRITES, 0, blocks, 0)
+            grant = Grant(key_of(name), 1, digest_of(prompt), Mode.PUSH, Executor.SOURCE_WRITES, 0, blocks, 0, 1)
             peer.intruder.say(grant, source.incarnation)
             over = peer.intruder.hear_message(Over).message
             assert isinstance(over, Over)

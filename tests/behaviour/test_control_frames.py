@@ -129,7 +129,7 @@ class TestForeignProtocols:
 def every_message(key: HandoffKey, grant: int) -> list[Message]:
     """One of each kind, about one hand-off."""
     return [
-        Grant(key, grant, "another prompt", Mode.PULL, Executor.TARGET_READS, 0, (), 0),
+        Grant(key, grant, "another prompt", Mode.PULL, Executor.TARGET_READS, 0, (), 0, grant or 1),
         Announced(key, grant, 1, ((7, 8, 9),), (Span(0, 0, 40, 0, 3),)),
         Prefilled(key, grant, 1, 1, 40, 0.0),
         AuxSent(key, grant, AUX),
@@ -156,7 +156,7 @@ class TestValidMessagesInTheWrongState:
         source.prefill(name, prompt).wait()
         with false_target(source, target, KEY) as peer:
             digest = digest_of(prompt)
-            peer.intruder.say(Grant(key_of(name), 1, digest, Mode.PULL, Executor.TARGET_READS, 0, (), 0), source.incarnation)
+            peer.intruder.say(Grant(key_of(name), 1, digest, Mode.PULL, Executor.TARGET_READS, 0, (), 0, 1), source.incarnation)
             announced = peer.intruder.hear_message(Announced).message
             assert isinstance(announced, Announced)
             peer.intruder.say(Release(key_of(name), 1), source.incarnation)

@@ -108,6 +108,7 @@ class TestFixedSizes:
         monkeypatch.setattr(source_module, "GrantWindows", partial(GrantWindows, limit=50))
         monkeypatch.setattr(coordinator_module, "Peers", partial(Peers, limit=50))
         monkeypatch.setattr(timers, "_MAX_PEERS", 50)
+        monkeypatch.setattr(target_module, "_MAX_SOURCES", 50)
         world = Twosome()
         fixed = world.join("p"), world.join("d")
         sizes = []

@@ -142,6 +142,8 @@ class SourceRecord:
     """How it will end, fixed by whatever ended it first."""
     reason: str = ""
     stop_asked: bool = False
+    superseded_by: Grant | None = None
+    """The grant because of which this one ends; refused when the end is reached."""
 
     @property
     def grant_number(self) -> int:
@@ -373,6 +375,8 @@ class SourceSide:
             self._send(record, Stopped(record.key, number))
         else:
             self._send(record, Over(key=record.key, grant=number, outcome=record.verdict, reason=record.reason))
+        if record.superseded_by is not None and record.target is not None:
+            self._refuse(record.target, record.superseded_by, "an earlier grant for it was given up")
 
     def return_blocks(self, record: SourceRecord) -> None:
         """The end: forget the record, remember how it ended, and give the engine its blocks back."""
@@ -474,7 +478,7 @@ class SourceSide:
             if (end := self._end_of(sender, grant.key, grant.grant)) is not None:
                 self._control.send(sender, end)
             else:
-                self._refuse(sender, grant, "this grant was used before", stale=True)
+                self._refuse_stale(sender, grant)
         elif record is None:
             self._park(sender, grant)
         elif not self.is_same_prompt(record, grant.prompt):
@@ -487,8 +491,10 @@ class SourceSide:
             self.step(record, SourceEvent.GRANTED)
             self._settle(record)
         elif record.target == sender:
-            # One grant at a time: a new number means that the target has ended the old one, and that its Stop was lost.
-            self._refuse(sender, grant, "an earlier grant for it was given up")
+            # One grant at a time: a new number means that the target has ended the old one, and that its Stop was lost. It is
+            # refused when our copies under the old one are quiet: both may be for the same blocks, if the new one was made
+            # because a stale number was refused, and the target takes a refusal as the promise that we are quiet.
+            record.superseded_by = grant
             self._end_by(record, SourceEvent.STOP_ASKED, Outcome.FAILED, "the target granted it anew")
         else:
             self._refuse(sender, grant, "it belongs to another target")
@@ -502,8 +508,8 @@ class SourceSide:
         self.step(record, SourceEvent.GRANTED)
 
     def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
-        """Use the number of a grant up; false when that was done before."""
-        return self._windows.use(sender, grant.grant)
+        """Use the sequence number of a grant up; false when that was done before, or it is none that the target has reached."""
+        return self._windows.use(sender, grant.sequence)
 
     def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
         """A target has read everything: confirm that the blocks never changed, or that they did."""
@@ -539,11 +545,15 @@ class SourceSide:
         if not stop.grant and not stop.prompt:
             self._stop_whole(sender, stop)
             return
-        overtook_grant = stop.grant > 0 and self._windows.use(sender, stop.grant)
+        overtook_grant = stop.grant > 0 and self._windows.use(sender, stop.sequence)
         record = self.live.get(stop.key)
         if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, overtook_grant):
             if record is None and not stop.grant:
                 self._remember_declined(sender, stop)
+            if stop.sequence > self._windows.used_up_to(sender):
+                # Too far ahead to be used up: its grant could still be accepted one day, so there is nothing to promise.
+                self.late_total["stop"] += 1
+                return
             self._control.send(sender, Stopped(stop.key, stop.grant))
             return
         record.stop_asked = True
@@ -731,8 +741,15 @@ class SourceSide:
             self._parked += 1
             self._watch(record)
 
-    def _refuse(self, sender: Incarnation, grant: Grant, reason: str, *, stale: bool = False) -> None:
-        refused = Refused(reason=f"hand-off {grant.key}: {reason}", key=grant.key, grant=grant.grant, stale=stale)
+    def _refuse(self, sender: Incarnation, grant: Grant, reason: str) -> None:
+        self._control.send(sender, Refused(reason=f"hand-off {grant.key}: {reason}", key=grant.key, grant=grant.grant))
+
+    def _refuse_stale(self, sender: Incarnation, grant: Grant) -> None:
+        """Refuse a number in such a way that the target can go on from one that counts."""
+        used_up_to = self._windows.used_up_to(sender)
+        state = "was used before" if grant.sequence <= used_up_to else "is too far ahead"
+        reason = f"hand-off {grant.key}: grant {grant.sequence} in sequence {state}; the next one is {used_up_to + 1}"
+        refused = Refused(reason=reason, key=grant.key, grant=grant.grant, stale=True, used_up_to=used_up_to)
         self._control.send(sender, refused)
 
     def _remember_declined(self, sender: Incarnation, stop: Stop) -> None:

@@ -45,9 +45,12 @@ Grant numbers
 -------------
 Every grant has a number that no other grant of this instance ever has, and every message about it carries that number. A
 transfer id may be used again by a later request, and messages arrive late: an answer to an earlier grant of the same key is
-not about this one (`current`). The source uses each number up once, so that a grant which arrives after its `Stop` starts
-nothing. If it refuses a number as *stale* (used, or too old to know) and nothing else was received about the grant, a new
-number is taken.
+not about this one (`current`). Beside it a grant has a `sequence` number, which counts the grants to that one source. The
+source uses each of those up once, so that a grant which arrives after its `Stop` starts nothing (core/grants.py). If it
+refuses one as *stale* (used, too old to know, or too far ahead) and nothing else was received about the grant, a new grant is
+made, with the next sequence number that the source accepts. A source that refuses `_MAX_STALE` of them in a row agrees with us
+on no number: the hand-off fails. A refusal is an answer, and no sign that the hand-off makes progress: no deadline is renewed
+by it, nor by a heartbeat of a source that does not hold our grant although it was sent.
 
 Quarantine
 ----------
@@ -72,6 +75,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, SourceRequest, TargetEnded
@@ -103,6 +107,7 @@ from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pointer_problem
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
 from kvbaton.core.checks import sums_problem
+from kvbaton.core.grants import next_sequence
 from kvbaton.core.handoff import (
     Aux,
     AuxWay,
@@ -119,6 +124,7 @@ from kvbaton.core.handoff import (
 )
 from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetEvent, TargetState, TargetTable
 from kvbaton.core.messages import (
+    MAX_NUMBER,
     MAX_REASON,
     Announced,
     AuxSent,
@@ -145,6 +151,10 @@ log = logging.getLogger(__name__)
 
 _MAX_ENDS = 4096
 _MAX_DIALLED = 4096
+_MAX_SOURCES = 1024
+
+_MAX_STALE = 8
+"""Grants of one hand-off that may be refused as stale. One is normal where a side lost count; more, where many grants race."""
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 """States in which the end is certain, and a copy may still write."""
@@ -179,6 +189,10 @@ class TargetRecord:
     source: Incarnation | None = None
     grant: int = 0
     """The number of the grant; 0 before there is one."""
+    sequence: int = 0
+    """Its number among the grants to this source."""
+    stale_grants: int = 0
+    """How many grants of it the source has refused as stale."""
     epoch: int = 0
     executor: Executor = Executor.TARGET_READS
     generation: int = 0
@@ -231,6 +245,14 @@ class TargetRecord:
         return CopyId(self.key, self.grant, self.generation)
 
 
+class _TargetEnd(NamedTuple):
+    """How a grant ended, when, and its number in sequence."""
+
+    outcome: Outcome
+    at: float
+    sequence: int
+
+
 class TargetSide:
     """All live hand-offs that this instance is the target of."""
 
@@ -260,7 +282,8 @@ class TargetSide:
         self.live: dict[HandoffKey, TargetRecord] = {}
         self.epoch = 1
         self._last_grant = 0
-        self._ended: BoundedMap[tuple[HandoffKey, int], tuple[Outcome, float]] = BoundedMap(_MAX_ENDS)
+        self._last_sequence: BoundedMap[Incarnation, int] = BoundedMap(_MAX_SOURCES)
+        self._ended: BoundedMap[tuple[HandoffKey, int], _TargetEnd] = BoundedMap(_MAX_ENDS)
         self._dialled_at: BoundedMap[ControlAddress, float] = BoundedMap(_MAX_DIALLED)
         self._questions = Questions()
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
@@ -367,6 +390,8 @@ class TargetSide:
         if record.source is not None:
             self._last_grant += 1
             record.grant = self._last_grant
+            record.sequence = self._last_sequence.get(record.source, 0) + 1
+            self._last_sequence[record.source] = record.sequence
             record.generation, record.aux = 0, None
             self.drop_spans(record)
             record.epoch = self.epoch
@@ -387,6 +412,7 @@ class TargetSide:
             epoch=record.epoch,
             blocks=record.allocation.blocks if record.executor is Executor.SOURCE_WRITES else (),
             cached_tokens=record.allocation.cached_tokens,
+            sequence=record.sequence,
             integrity=self._settings.integrity,
             aux_way=record.aux_way,
             tokens=record.allocation.tokens,
@@ -445,7 +471,14 @@ class TargetSide:
     def send_stop(self, record: TargetRecord) -> None:
         """Ask the source to stop, and to report that. One that had no grant gets a decline notice, when our side has ended."""
         if record.grant:
-            self._send(record, Stop(key=record.key, grant=record.grant, outcome=record.verdict, reason=record.reason))
+            stop = Stop(
+                key=record.key,
+                grant=record.grant,
+                outcome=record.verdict,
+                reason=record.reason,
+                sequence=record.sequence,
+            )
+            self._send(record, stop)
 
     def stop_copy(self, record: TargetRecord) -> None:
         """Have every rank stop what it has open; each reports CopyStopped once nothing of it is in flight."""
@@ -671,15 +704,31 @@ class TargetSide:
                 self.step(record, TargetEvent.CONFIRMED)
 
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
-        """The source refuses; with a stale number we only have to take a new one."""
+        """The source refuses; with a stale number we only have to take a new one, a few times."""
         record = None if refused.key is None else self._answered(sender, refused.key, refused.grant)
         if record is None:
             self.late_total["refused"] += 1
         elif refused.stale and record.state is TargetState.GRANTED:
-            self.step(record, TargetEvent.STALE)
+            self._grant_anew(record, sender, refused.used_up_to)
         else:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
+
+    def _grant_anew(self, record: TargetRecord, source: Incarnation, used_up_to: int) -> None:
+        """A number was refused as stale: take the next one that the source accepts, unless it has refused too many."""
+        record.stale_grants += 1
+        following = next_sequence(self._last_sequence.get(source, 0), used_up_to)
+        if record.stale_grants > _MAX_STALE or following > MAX_NUMBER:
+            reason = (
+                f"the source refused {record.stale_grants} grants in a row as stale, the last one as number {record.sequence} "
+                f"in sequence, and would accept {following}"
+            )
+            # Used up or out of reach, the number starts nothing at the source any more: there is nothing to wait for.
+            record.peer_is_quiet = True
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+        else:
+            self._last_sequence[source] = following - 1
+            self.step(record, TargetEvent.STALE)
 
     def on_over(self, sender: Incarnation, over: Over) -> None:
         """The source has ended and is quiet."""
@@ -710,7 +759,8 @@ class TargetSide:
             record = self.live.get(key)
             if record is not None and record.source == sender and grant in (0, record.grant):
                 self.step(record, TargetEvent.PEER_ALIVE)
-                if record.state not in _NOT_RENEWED:
+                # Without our grant, however often it was sent, the source cannot make progress with this hand-off.
+                if record.state not in _NOT_RENEWED and grant == record.grant:
                     record.give_up_at = self._clock() + self._limits.transfer_timeout
             elif grant:
                 self._send_end_again(sender, key, grant)
@@ -1054,13 +1104,15 @@ class TargetSide:
 
     def _send_end_again(self, sender: Incarnation, key: HandoffKey, grant: int) -> None:
         """A source lists what is over here: our last message to it is lost, unless it was sent only just now."""
-        outcome, at = self._ended.get((key, grant)) or (Outcome.FAILED, -math.inf)
-        if self._clock() - at < self._limits.retry:
+        end = self._ended.get((key, grant)) or _TargetEnd(Outcome.FAILED, -math.inf, 0)
+        if self._clock() - end.at < self._limits.retry:
             return
-        if outcome is Outcome.DELIVERED:
+        if end.outcome is Outcome.DELIVERED:
             self._control.send(sender, Release(key, grant))
         else:
-            self._control.send(sender, Stop(key=key, grant=grant, outcome=outcome, reason="the target has ended it"))
+            reason = "the target has ended it"
+            stop = Stop(key=key, grant=grant, outcome=end.outcome, reason=reason, sequence=end.sequence)
+            self._control.send(sender, stop)
 
     def _refuse_surplus(self, record: TargetRecord) -> None:
         """More spans than there are to be: nothing shows which of them are the right ones."""
@@ -1073,7 +1125,7 @@ class TargetSide:
         self.quarantined_blocks -= record.quarantined
         self._timers.drop(record.key)
         self._drop_sums(record)
-        self._ended[record.key, record.grant] = (Outcome(record.state.value), self._clock())
+        self._ended[record.key, record.grant] = _TargetEnd(Outcome(record.state.value), self._clock(), record.sequence)
         for rank, copy in record.open_copies.items():
             self._ranks.send(rank, CloseCopy(copy))
 

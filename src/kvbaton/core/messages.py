@@ -24,6 +24,7 @@ from kvbaton.errors import ProtocolError
 __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_INCARNATION",
+    "MAX_NUMBER",
     "MAX_REASON",
     "Announced",
     "AuxSent",
@@ -55,7 +56,10 @@ MAX_INCARNATION = 256
 MAX_REASON = 2048
 """Characters of a reason that is sent; longer ones are cut, and much longer ones refused."""
 
-Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+MAX_NUMBER = 1 << 62
+"""The largest number on the wire."""
+
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Blocks = tuple[tuple[Number, ...], ...]
 Reason = Annotated[str, Meta(max_length=2 * MAX_REASON)]
@@ -69,30 +73,36 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Either side: a refusal, of the peer itself where there is no key. `stale`: the target may grant again, newly numbered."""
+    """Either side: a refusal, of the peer itself where there is no key.
+
+    `stale`: the target may grant again, newly numbered, from the sequence number after `used_up_to` on.
+    """
 
     reason: Reason
     key: HandoffKey | None = None
     grant: Number = 0
     stale: bool = False
+    used_up_to: Number = 0
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Target to source: blocks for this hand-off are ready in this epoch; the first `cached_tokens` tokens need no copy.
 
-    `grant` grows with every grant to the same incarnation. `prompt` is a digest of the prompt. `blocks` is empty unless the
+    `grant` names it: no other grant of this target has that number. `sequence` counts the grants of this target to this source,
+    from 1, and is used up by the source (core/grants.py). `prompt` is a digest of the prompt. `blocks` is empty unless the
     source is to write. `integrity` is how much of the cache the source is to sum, `aux_way` how the aux record is to travel.
-    `tokens` is the length of the whole sequence, 0 where it is unknown.
+    `tokens` is the length of the whole prompt, 0 where it is unknown.
     """
 
     key: HandoffKey
-    grant: Annotated[int, Meta(ge=1, le=1 << 62)]
+    grant: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
     prompt: Annotated[str, Meta(max_length=128)]
     mode: Mode
     executor: Executor
     epoch: Number
     blocks: Blocks
     cached_tokens: Number
+    sequence: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
     integrity: Integrity = Integrity.OFF
     aux_way: AuxWay = AuxWay.CONTROL
     tokens: Number = 0
@@ -171,6 +181,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Target to source: the hand-off has ended at the target without delivery. The source stops, and answers `Stopped`.
 
     Without a grant (0) it is about the hand-off of this key and this `prompt`, whether the source knows it yet or not.
+    With one, `sequence` is that of the grant, which is void from now on, even if it has yet to arrive.
     """
 
     key: HandoffKey
@@ -178,6 +189,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     outcome: Outcome
     reason: Reason = ""
     prompt: Annotated[str, Meta(max_length=128)] = ""
+    sequence: Number = 0
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

@@ -113,5 +113,6 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
             yield Fault(FaultKind.CORRUPT, at_event=event, who=who, number=rank)
     yield Fault(FaultKind.PREEMPT, at_event=event, who="p0")
     yield Fault(FaultKind.REFUSE, at_event=event, who="d0")
+    yield Fault(FaultKind.BAD_GRANT, at_event=event, who="d0", number=2)
     yield Fault(FaultKind.CANCEL_SOURCE, at_event=event, number=0)
     yield Fault(FaultKind.CANCEL_TARGET, at_event=event, number=0)

@@ -6,6 +6,8 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent
 from kvbaton.agent.rank import RankAgent
@@ -13,8 +15,9 @@ from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity
-from kvbaton.core.messages import Confirmed, Grant, Message, Refused, Release, decode, encode
+from kvbaton.core.grants import REACH
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, TransferId
+from kvbaton.core.messages import MAX_NUMBER, Confirmed, Grant, Message, Refused, Release, decode, encode
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
@@ -133,6 +136,7 @@ class SimInstance:
         self.routes: dict[Incarnation, str] = {}
         self.granted: dict[tuple[HandoffKey, int], int] = {}
         self.lose_revokes = 0
+        self.bad_grants = 0
         self.dropped_total: Counter[str] = Counter()
         self._reports: deque[RankReport] = deque()
         self._events: deque[EngineEvent] = deque()
@@ -207,8 +211,35 @@ class SimInstance:
             self.cluster.confirmed.add((recipient, message.key, message.grant))
         elif isinstance(message, Release) and (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
             self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
+        if isinstance(message, Grant) and self.bad_grants > 0:
+            self.bad_grants -= 1
+            if self._send_bad_grant(address, recipient, message):
+                return
         self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
         self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, message))
+
+    def _send_bad_grant(self, address: str, recipient: str, grant: Grant) -> bool:
+        """Send a grant in this instance's name that it never made; whether that one replaces the real one.
+
+        Either its sequence number was corrupted, far beyond all others, or it was forged, for a hand-off that no instance has.
+        """
+        random = self.cluster.world.random
+        is_corrupted = random.random() < 0.5
+        leaps = (REACH + 1, 1 << 40) if is_corrupted else (0, 1, 20_000, REACH, 1 << 40)
+        bad = structs.replace(grant, sequence=random.choice((MAX_NUMBER, *(grant.sequence + leap for leap in leaps))))
+        if not is_corrupted:
+            bad = structs.replace(bad, key=HandoffKey(TransferId("forged")), grant=bad.sequence, mode=Mode.PULL)
+        self.cluster.world.note(f"{self.process.name} -> {address}: BAD {bad}")
+        self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, bad))
+        return is_corrupted and random.random() < 0.5
+
+    def heal(self) -> None:
+        """Forget the faults that have yet to strike."""
+        self.lose_revokes = self.bad_grants = 0
+        if isinstance(self.engine, TargetEngine):
+            self.engine.refuse_next = 0
+        for transport in self.transports:
+            transport.fail_next = transport.corrupt_next = 0
 
     def on_frame(self, frame: bytes, sender_address: str) -> None:
         """A frame arrives."""

@@ -17,7 +17,7 @@ from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.lifecycle import TARGET, Row, SourceState, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat
+from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
 
@@ -171,6 +171,22 @@ class _LateGrant(SourceSide):
         return True
 
 
+class _GrantLeap(SourceSide):
+    """Believes every number: after one forged grant, each grant of the real target is stale."""
+
+    def on_grant(self, sender: Incarnation, grant: Grant) -> None:
+        self._windows.reach = MAX_NUMBER
+        super().on_grant(sender, grant)
+
+
+class _OwnCount(TargetSide):
+    """Counts its grants on, whatever the source has used: once the two differ, every grant is stale."""
+
+    def _grant_anew(self, record: TargetRecord, source: Incarnation, used_up_to: int) -> None:
+        del used_up_to
+        super()._grant_anew(record, source, record.sequence)
+
+
 class _WrongRank(TargetSide):
     """Counts the span of one rank for every rank."""
 
@@ -250,6 +266,8 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
     yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)
     yield "late-grant", "late grant resurrecting a finished hand-off", _sides(source=_LateGrant)
+    yield "grant-leap", "grant number taken however far ahead", _sides(source=_GrantLeap)
+    yield "own-count", "stale grant repeated with the next number", _sides(target=_OwnCount)
     yield "wrong-rank", "span counted for the wrong rank", _sides(target=_WrongRank)
     yield "rank-failure-lost", "one rank's failure lost", _sides(target=_RankFailureLost)
     yield "aux-not-counted", "aux not counted", _sides(target=_AuxNotCounted)

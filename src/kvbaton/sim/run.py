@@ -22,6 +22,7 @@ LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry
 
 _MAX_EVENTS = 200_000
 _SETTLE_S = 60.0
+_PROBE_AFTER_S = 30.0
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class Run:
         self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
+        self._probes: list[_Client] = []
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
         self._uses: Counter[HandoffKey] = Counter()
@@ -84,10 +86,13 @@ class Run:
         for fault in self.script.faults:
             if fault.at_event < 0:
                 self.world.at(fault.at_s, None, partial(self._strike, fault))
+        if any(fault.kind is FaultKind.BAD_GRANT for fault in self.script.faults):
+            self.world.at(self._quiet_at() + _PROBE_AFTER_S, None, self._probe)
         self.world.on_event.append(self._after_event)
         self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
         if not self.world.violations:
             self._check_end()
+            self._check_healed()
         outcomes = self._check_pairs()
         timeline = self.world.timeline or []
         world = self.world
@@ -251,6 +256,8 @@ class Run:
                 instance.engine.refuse_next += 1
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
+            case FaultKind.BAD_GRANT:
+                instance.bad_grants += fault.number
 
     def _restart(self, address: str) -> None:
         if address not in self.cluster.instances:
@@ -259,6 +266,21 @@ class Run:
     def _heal(self, fault: Fault) -> None:
         link = self.cluster.network.link(fault.who, fault.other)
         link.loss = link.double = link.reorder = 0.0
+
+    def _probe(self) -> None:
+        """Nothing is disturbed any more: one more request for each pair, which has to be served.
+
+        At the second attempt at the latest: the first may be the one in which a target learns that its source has restarted.
+        """
+        self.cluster.network.faults.clear()
+        for instance in self.cluster.instances.values():
+            instance.heal()
+        for prefill in range(self.script.prefills):
+            for decode in range(self.script.decodes):
+                request = RequestScript(self.world.now, prefill, decode, tokens=1, chunk=1, mode=Mode.PUSH, retries=1)
+                client = _Client(request, len(self.clients) + len(self._probes))
+                self._probes.append(client)
+                self._attempt(client)
 
     def _cancel(self, fault: Fault) -> None:
         client = self.clients[fault.number % len(self.clients)]
@@ -311,6 +333,13 @@ class Run:
             copies = sum(len(agent.copies) for agent in instance.agents)
             if copies:
                 self.world.violate("everything ends", f"{instance.process.name}: {copies} copies are still open")
+
+    def _check_healed(self) -> None:
+        """A fault that is over leaves no harm behind: every pair of instances can hand off again."""
+        for client in self._probes:
+            if not client.is_over:
+                pair = f"p{client.script.prefill} and d{client.script.decode}"
+                self.world.violate("heals", f"{pair} hand off nothing any more, although all faults are over")
 
     def _check_pairs(self) -> Counter[tuple[str, str]]:
         """The outcomes of the two sides of one attempt are a legal pair; what a crash took with it has none.

@@ -37,6 +37,7 @@ class FaultKind(enum.StrEnum):
     CORRUPT = "corrupt"
     REFUSE = "refuse at target"
     QUEUE_FULL = "queue full"
+    BAD_GRANT = "bad grant number"
 
 
 class RequestScript(msgspec.Struct, frozen=True):

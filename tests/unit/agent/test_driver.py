@@ -199,8 +199,8 @@ def test_a_flood_of_garbage_is_harmless(sides: tuple[Side, Side]) -> None:
 
 KEY_OF_NOTHING = key_of("never heard of")
 SENSELESS: list[Message] = [
-    Grant(KEY_OF_NOTHING, 1, "prompt", Mode.PULL, Executor.TARGET_READS, 1, (), 0),
-    Grant(KEY_OF_NOTHING, 2, "prompt", Mode.PUSH, Executor.SOURCE_WRITES, 1, ((10**9, 10**18),), 0),
+    Grant(KEY_OF_NOTHING, 1, "prompt", Mode.PULL, Executor.TARGET_READS, 1, (), 0, 1),
+    Grant(KEY_OF_NOTHING, 2, "prompt", Mode.PUSH, Executor.SOURCE_WRITES, 1, ((10**9, 10**18),), 0, 2),
     Announced(KEY_OF_NOTHING, 1, 1, ((10**9,),), (Span(0, 0, 5, 0, 2),)),
     Prefilled(KEY_OF_NOTHING, 1, 1, 1, 10, 0.0),
     AuxSent(KEY_OF_NOTHING, 1, AUX),

@@ -84,7 +84,7 @@ def wanted(index: int) -> SourceRequest:
 
 
 def grant(index: int) -> Grant:
-    return Grant(key_of(f"k{index}"), index + 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0)
+    return Grant(key_of(f"k{index}"), index + 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0, index + 1)
 
 
 def test_one_handshake_does_for_every_request_that_waits_for_the_same_source() -> None:

@@ -16,7 +16,7 @@ KEY = key_of("k")
 TARGET = Incarnation("t1")
 WHOLE = Span(0, 0, 3, 0, 1)
 HALF = Span(0, 0, 2, 0, 1)
-GRANT = Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0)
+GRANT = Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0, 1)
 
 
 @dataclass

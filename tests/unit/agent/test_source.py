@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, key_of
 
 from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Offer, SourceEnded
 from kvbaton.agent.source import SourceSide
+from kvbaton.core.grants import REACH
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, Span
 from kvbaton.core.lifecycle import SourceState
 from kvbaton.core.messages import (
@@ -45,7 +47,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 def grant(number: int = 1, key: HandoffKey = KEY, *, writes: bool = False, mode: Mode = Mode.PUSH, prompt: str = "p") -> Grant:
     """A grant as a target sends it."""
     executor = Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
-    return Grant(key, number, prompt, mode, executor, 1, BLOCKS if writes else (), 0)
+    return Grant(key, number, prompt, mode, executor, 1, BLOCKS if writes else (), 0, number)
 
 
 @dataclass
@@ -196,11 +198,69 @@ def test_a_finished_hand_off_does_not_come_back(rig: Rig) -> None:
 
 
 def test_a_stop_that_overtakes_its_grant_voids_it(rig: Rig) -> None:
-    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
     rig.side.on_grant(T1, grant())
     assert rig.said(Refused)[0].stale
     assert not rig.side.live
+
+
+FAR = [2 + REACH, 1 << 40, 1 << 62]
+
+
+@pytest.mark.parametrize("sequence", FAR)
+def test_a_grant_too_far_ahead_leaves_the_next_ones_of_the_real_target_alone(rig: Rig, sequence: int) -> None:
+    rig.serve()
+    forged = msgspec.structs.replace(grant(9, key_of("forged")), sequence=sequence)
+    rig.side.on_grant(T1, forged)
+    refused = rig.said(Refused)[0]
+    assert (refused.grant, refused.stale, refused.used_up_to) == (9, True, 1)
+    assert str(sequence) in refused.reason
+    assert "2" in refused.reason, "the number that would be accepted"
+    assert key_of("forged") not in rig.side.live
+    other = key_of("other")
+    rig.side.expect(other, "p")
+    rig.side.on_grant(T1, grant(2, other))
+    assert rig.side.live[other].grant_number == 2
+
+
+def test_a_target_that_was_overtaken_by_a_forged_grant_learns_where_to_go_on(rig: Rig) -> None:
+    rig.expect()
+    forged = msgspec.structs.replace(grant(9, key_of("forged"), mode=Mode.PULL), sequence=100_000)
+    rig.side.on_grant(T1, forged)
+    rig.post.take()
+    rig.side.on_grant(T1, grant())
+    refused = rig.said(Refused)[0]
+    assert (refused.stale, refused.used_up_to) == (True, 100_000)
+    rig.side.on_grant(T1, msgspec.structs.replace(grant(2), sequence=refused.used_up_to + 1))
+    assert rig.side.live[KEY].grant_number == 2
+
+
+@pytest.mark.parametrize("sequence", FAR)
+def test_a_stop_too_far_ahead_is_no_promise_and_uses_nothing_up(rig: Rig, sequence: int) -> None:
+    rig.serve()
+    rig.post.take()
+    rig.side.on_stop(T1, Stop(key_of("other"), 7, Outcome.CANCELLED, sequence=sequence))
+    assert rig.post.take() == []
+    assert rig.side.late_total["stop"] == 1
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=sequence))
+    assert rig.post.take() == [Stopped(KEY, 1)], "what holds the grant is stopped, whatever the number in sequence"
+    rig.side.expect(KEY, "p")
+    rig.side.on_grant(T1, grant(2))
+    assert rig.side.live[KEY].grant_number == 2
+
+
+def test_a_new_grant_is_refused_only_when_copies_under_the_old_one_are_quiet(rig: Rig) -> None:
+    """Both may be for the same blocks, and the target takes a refusal as the promise that they are not written to."""
+    rig.expect()
+    rig.side.on_grant(T1, grant(1, writes=True))
+    rig.side.spans_ready(KEY, BLOCKS, (Span(0, 0, 1, 0, 1),))
+    rig.post.take()
+    rig.side.on_grant(T1, grant(2, writes=True))
+    assert rig.side.live[KEY].state is SourceState.STOPPING
+    assert rig.said(Refused) == []
+    rig.ranks.quiet_all()
+    assert [(refused.grant, refused.stale) for refused in rig.said(Refused)] == [(2, False)]
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
@@ -209,17 +269,17 @@ def test_a_stop_whose_grant_never_came_ends_what_it_was_for(rig: Rig, is_claimed
     rig.offer()
     if is_claimed:
         rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
-    rig.side.on_stop(T1, Stop(KEY, 5, Outcome.CANCELLED, "the client is gone"))
+    rig.side.on_stop(T1, Stop(KEY, 5, Outcome.CANCELLED, "the client is gone", sequence=5))
     assert [event.outcome for event in rig.told() if isinstance(event, SourceEnded)] == [Outcome.CANCELLED]
     assert not rig.side.live
 
 
 def test_the_stop_of_an_earlier_attempt_does_not_end_the_next_one(rig: Rig) -> None:
     rig.serve()
-    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     rig.expect()
     rig.post.take()
-    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
     assert rig.state() is SourceState.QUEUED
 
@@ -232,7 +292,7 @@ def test_a_hand_off_belongs_to_the_first_target_that_speaks_for_it(rig: Rig) -> 
     rig.side.on_confirm_ask(T2, ConfirmAsk(KEY, 1, rig.generation))
     assert [over.outcome for over in rig.said(Over)] == [Outcome.FAILED]
     rig.side.on_release(T2, Release(KEY, 1))
-    rig.side.on_stop(T2, Stop(KEY, 1, Outcome.CANCELLED))
+    rig.side.on_stop(T2, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.state() is SourceState.SERVING
 
 
@@ -342,7 +402,7 @@ def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig:
     if word == "cancel":
         rig.side.cancel(KEY, "the client is gone")
     else:
-        rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+        rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [], "nothing may be called stopped while a write of it is in flight"
     assert rig.told() == []
     rig.ranks.quiet(0, old)
@@ -401,10 +461,10 @@ def test_a_release_before_the_confirmation_is_ignored(rig: Rig) -> None:
 def test_a_target_that_stopped_it_gets_stopped(rig: Rig) -> None:
     rig.serve()
     rig.post.take()
-    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client is gone"))
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client is gone", sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.CANCELLED, "the target cancelled: the client is gone")
-    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED))
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
 
 

@@ -123,7 +123,7 @@ def outcomes(events: list[EngineEvent]) -> list[Outcome]:
 
 def test_a_read_is_granted_filled_confirmed_and_landed(rig: Rig) -> None:
     rig.grant()
-    assert rig.post.take() == [Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0, tokens=TOKENS)]
+    assert rig.post.take() == [Grant(KEY, 1, "p", Mode.PUSH, Executor.TARGET_READS, 1, (), 0, 1, tokens=TOKENS)]
     rig.announce(0, 1)
     assert {(move.rank, move.span, move.source_blocks) for move in rig.ranks.moves} == {
         (rank, span, SOURCE_BLOCKS) for rank in range(RANKS) for span in (0, 1)
@@ -313,7 +313,7 @@ def test_blocks_that_a_source_may_write_to_come_back_when_it_is_quiet(writing: R
     writing.grant()
     writing.announce(0)
     writing.side.cancel(KEY, "the client is gone")
-    assert writing.said(Stop) == [Stop(KEY, 1, Outcome.CANCELLED, "the client is gone")]
+    assert writing.said(Stop) == [Stop(KEY, 1, Outcome.CANCELLED, "the client is gone", sequence=1)]
     writing.pass_time(1000 * LIMITS.transfer_timeout)
     assert writing.told() == [], "time alone never frees target memory"
     match answer:
@@ -372,6 +372,74 @@ def test_a_stale_number_is_replaced_and_what_was_received_is_forgotten(rig: Rig)
     assert (record.generation, record.span_count, record.aux) == (0, None, None)
     rig.announce(0, 1, 2, grant=1)
     assert rig.ranks.moves == []
+
+
+@pytest.mark.parametrize("used_up_to", [1, 2, 9_000, 1 << 40])
+def test_a_stale_number_is_replaced_by_one_that_the_source_accepts(rig: Rig, used_up_to: int) -> None:
+    rig.grant()
+    rig.post.take()
+    rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=used_up_to))
+    assert [grant.sequence for grant in rig.said(Grant)] == [used_up_to + 1]
+    rig.grant(key_of("next"))
+    assert [grant.sequence for grant in rig.said(Grant)] == [used_up_to + 2], "later grants go on from there"
+
+
+def test_a_forged_refusal_that_sends_the_count_away_is_healed_by_the_next_true_one(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_refused(S1, Refused("forged", KEY, 1, stale=True, used_up_to=1 << 61))
+    rig.post.take()
+    rig.side.on_refused(S1, Refused("too far ahead", KEY, 2, stale=True, used_up_to=1))
+    assert [(grant.grant, grant.sequence) for grant in rig.said(Grant)] == [(3, 2)]
+
+
+@pytest.mark.parametrize("used_up_to", [0, 1, 1 << 40])
+def test_a_source_that_refuses_every_number_fails_the_hand_off_by_name(rig: Rig, used_up_to: int) -> None:
+    rig.grant()
+    for _ in range(20):
+        if KEY not in rig.side.live:
+            break
+        number = rig.side.live[KEY].grant
+        rig.side.on_refused(S1, Refused("used before", KEY, number, stale=True, used_up_to=used_up_to))
+    grants = rig.said(Grant)
+    assert len(grants) <= 9
+    (ended,) = rig.told()
+    assert isinstance(ended, TargetEnded)
+    assert ended.outcome is Outcome.FAILED
+    assert "refused 9 grants in a row as stale" in ended.reason
+    assert str(grants[-1].sequence) in ended.reason
+
+
+def test_a_source_without_a_number_left_fails_the_hand_off_by_name(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=1 << 62))
+    assert outcomes(rig.told()) == [Outcome.FAILED]
+    rig.grant(key_of("next"))
+    assert rig.said(Grant)[-1].sequence == 2, "a number that cannot be sent is not kept"
+
+
+def test_refusals_and_beats_without_our_grant_renew_no_deadline(rig: Rig) -> None:
+    rig.grant()
+    for _ in range(6):
+        rig.pass_time(LIMITS.transfer_timeout / 5)
+        if KEY in rig.side.live:
+            number = rig.side.live[KEY].grant
+            rig.side.on_refused(S1, Refused("used before", KEY, number, stale=True, used_up_to=number))
+            rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 0),)))
+    assert outcomes(rig.told()) == [Outcome.EXPIRED]
+
+
+def test_beats_for_our_grant_renew_the_deadline(rig: Rig) -> None:
+    rig.grant()
+    for _ in range(20):
+        rig.pass_time(LIMITS.transfer_timeout / 5)
+        rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
+    assert rig.state() is TargetState.GRANTED
+
+
+def test_grants_are_counted_for_each_source(rig: Rig) -> None:
+    for number, source in enumerate(["s1", "s2", "s1", "s3"]):
+        rig.grant(key_of(f"k{number}"), source)
+    assert [(grant.grant, grant.sequence) for grant in rig.said(Grant)] == [(1, 1), (2, 1), (3, 2), (4, 1)]
 
 
 def test_a_refusal_fails_with_the_reason(rig: Rig) -> None:

@@ -8,33 +8,36 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvbaton.core.grants import GrantWindow, GrantWindows, may_start_prefill
+from kvbaton.core.grants import REACH, GrantWindow, GrantWindows, may_start_prefill, next_sequence
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import Bug
 
 
 class _Model:
-    """What a window is meant to be: every number ever used, and the rule about old ones."""
+    """What a window is meant to be: every number ever used, and the rules about old ones and those too far ahead."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, reach: int) -> None:
         self.size = size
+        self.reach = reach
         self.used: set[int] = set()
 
     def use(self, number: int) -> bool:
         high = max(self.used, default=0)
-        if number < 1 or number <= high - self.size or number in self.used:
+        if number < 1 or not high - self.size < number <= high + self.reach or number in self.used:
             return False
         self.used.add(number)
         return True
 
 
-@given(st.integers(1, 8), st.lists(st.integers(-2, 40) | st.integers(0, 1 << 62)))
-@example(1, [1, 1, 2, 1])
-@example(3, [1, 1 << 62, 1, (1 << 62) - 2, (1 << 62) - 2])
-def test_a_window_is_the_set_of_all_used_numbers_without_the_memory(size: int, numbers: list[int]) -> None:
-    window, model = GrantWindow(size), _Model(size)
+@given(st.integers(1, 8), st.sampled_from([1, 5, 30, REACH, 1 << 62]), st.lists(st.integers(-2, 40) | st.integers(0, 1 << 62)))
+@example(1, REACH, [1, 1, 2, 1])
+@example(3, 1 << 62, [1, 1 << 62, 1, (1 << 62) - 2, (1 << 62) - 2])
+@example(3, 4, [1, 6, 5, 10])
+def test_a_window_is_the_set_of_all_used_numbers_without_the_memory(size: int, reach: int, numbers: list[int]) -> None:
+    window, model = GrantWindow(size, reach), _Model(size, reach)
     for number in numbers:
         assert window.use(number) == model.use(number), number
+        assert window.used_up_to == max(model.used, default=0)
 
 
 @given(st.lists(st.integers(1, 3000)))
@@ -61,12 +64,43 @@ def test_a_million_grants_need_no_more_memory_than_ten_thousand() -> None:
     assert not window.use(1_000_000)
 
 
-def test_a_leap_to_the_largest_number_of_the_wire_costs_nothing() -> None:
+def test_the_widest_leap_costs_nothing() -> None:
     window = GrantWindow()
     assert window.use(1)
-    assert window.use(1 << 62)
+    assert window.use(1 + REACH)
     assert sys.getsizeof(window._used) < 1000
     assert not window.use(1)
+
+
+@pytest.mark.parametrize("number", [2 + REACH, 1 << 40, (1 << 62) - 1, 1 << 62])
+def test_a_number_too_far_ahead_is_refused_and_changes_nothing(number: int) -> None:
+    window = GrantWindow()
+    assert window.use(1)
+    assert not window.use(number)
+    assert window.used_up_to == 1
+    assert window.use(2)
+    assert window.use(3)
+
+
+@given(st.integers(0, 1 << 61), st.integers(0, 1 << 61))
+@example(5, 1 << 40)
+@example(1 << 61, 5)
+@example(10_000, 1)
+def test_a_target_that_was_refused_takes_a_number_that_the_source_accepts(last: int, used_up_to: int) -> None:
+    """Whichever of the two sides lost count: a target behind its source goes up, one far ahead of it comes down."""
+    window = GrantWindow(reach=1 << 62)
+    assert not used_up_to or window.use(used_up_to)
+    following = next_sequence(last, used_up_to)
+    assert used_up_to < following <= used_up_to + REACH
+    assert window.use(following)
+
+
+def test_grants_that_are_refused_together_take_different_numbers() -> None:
+    last, taken = 5, []
+    for _ in range(4):
+        last = next_sequence(last, 1 << 30)
+        taken.append(last)
+    assert taken == [(1 << 30) + each for each in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -71,7 +71,7 @@ def test_a_whole_with_a_span_too_few_or_too_many_is_not(cut: tuple[Span, list[Sp
 
 
 def test_the_largest_grant_number_there_is_costs_no_memory() -> None:
-    window = GrantWindow(64)
+    window = GrantWindow(64, reach=1 << 62)
     assert window.use(1)
     assert window.use(1 << 62)
     assert not window.use(1 << 62)

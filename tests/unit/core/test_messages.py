@@ -75,6 +75,7 @@ KINDS: dict[type, st.SearchStrategy[Message]] = {
         numbers,
         block_lists,
         numbers,
+        st.integers(1, 1 << 62),
     ),
     Announced: st.builds(Announced, keys, numbers, numbers, block_lists, spans),
     Prefilled: st.builds(Prefilled, keys, numbers, numbers, numbers, numbers, seconds),
@@ -92,7 +93,7 @@ messages = st.one_of(list(KINDS.values()))
 
 KEY = HandoffKey(TransferId("tx-1"))
 ANNOUNCED = Announced(KEY, 1, 1, ((1, 2),), (Span(0, 0, 20, 0, 2),))
-GRANT = Grant(KEY, 1, "d16e57", Mode.PUSH, Executor.SOURCE_WRITES, 1, ((3, 4),), 0)
+GRANT = Grant(KEY, 1, "d16e57", Mode.PUSH, Executor.SOURCE_WRITES, 1, ((3, 4),), 0, 1)
 PREFILLED = Prefilled(KEY, 1, 1, 2, 20, 0.1)
 EXAMPLES: tuple[Message, ...] = (
     GRANT,
