@@ -102,7 +102,7 @@ def _read_to_the_end(response: http.client.HTTPResponse) -> tuple[list[str], boo
 
 @pytest.mark.real_model
 def test_a_killed_decode_instance_in_the_middle_of_an_answer(tmp_path: Path) -> None:
-    with Up(temporary=tmp_path) as up:
+    with Up("--restarts", "0", temporary=tmp_path) as up:
         body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1000, "temperature": 0}
         with up.client.stream("/v1/completions", body, timeout_s=60.0) as response:
             events = stream_events(response)

@@ -7,21 +7,25 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.panel import Panel
 
 from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.output import SafeOutput
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.core.addresses import in_url
 from kvbaton.engines.table import DEFAULT_ENGINE
+from kvbaton.launch.restarts import DEFAULT_RESTARTS, RestartPolicy, RestartSchedule
+
+if TYPE_CHECKING:
+    from kvbaton.launch.fleet import Fleet
 
 __all__ = ["up"]
 
 _DEFAULT_HANDOFF = HandoffOptions()
-_WATCH_S = 0.2
 _LAST_OUTPUT_S = 1.0
 _SHOWN = ("WARNING", "ERROR", "CRITICAL", "Traceback")
 
@@ -36,11 +40,13 @@ def up(
     host: str = "127.0.0.1",
     port: int = 8000,
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
+    restarts: int = DEFAULT_RESTARTS,
     verbose: bool = False,
 ) -> int:
     """Start a router, prefill and decode instances on this machine, and a chat page to use them.
 
     The instances share a cluster key: that of KVBATON_CLUSTER_KEY if it is set, else a new one.
+    A part that dies once all were healthy is restarted on the same ports, after 1 s, then 2 s, up to 30 s.
 
     Parameters
     ----------
@@ -56,6 +62,8 @@ def up(
         where the router listens.
     port
         port of the router.
+    restarts
+        how often one part may be restarted within 10 minutes; one more death ends all parts, with exit code 1. 0: never.
     verbose
         show everything that the parts log.
     """
@@ -71,43 +79,52 @@ def up(
     for name, count in (("--prefill", prefill), ("--decode", decode)):
         if count < 1:
             raise ConfigError(f"{name} is {count}; at least one instance of each kind is needed")
+    if restarts < 0:
+        raise ConfigError(f"--restarts is {restarts}; it must be how often a part may be restarted, or 0 for never")
     check_writes(transport, handoff.unfenced_writes)
-    console = Console()
     check_port_free(host, port, "--port")
-    progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
     parse_trust(None, os.environ)
     plugin = find_engine(engine)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
     options = EngineOptions(model, transport, prefill + decode, handoff_settings(handoff), cluster_key=cluster_key)
     plugin.check_support(options)
-    served = plugin.check(options, options, progress).name
-    side = plugin.prepare(replace(options, served_name=served), progress)
-    ports = PortPicker()
-    discovery_port = ports.pick()
-    end_like_ctrl_c()
-    if plugin.start_notice:
-        progress(plugin.start_notice)
-    started = time.monotonic()
-    with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
-        try:
-            fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key))
-            for part in pair_parts(side, side, (prefill, decode), ports, discovery_port):
-                fleet.start(part)
-            fleet.wait_healthy(plugin.healthy_within_s, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
-            _welcome(console, host, port, served, time.monotonic() - started)
-            return _watch(fleet, console)
-        except KeyboardInterrupt:
-            console.print("\nstopping; nothing will be left behind")
-            return 0
+    with SafeOutput() as output:
+        console = Console(file=cast("IO[str]", output))
+        progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
+        served = plugin.check(options, options, progress).name
+        side = plugin.prepare(replace(options, served_name=served), progress)
+        ports = PortPicker()
+        discovery_port = ports.pick()
+        end_like_ctrl_c()
+        if plugin.start_notice:
+            progress(plugin.start_notice)
+        started = time.monotonic()
+        with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
+            try:
+                fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key))
+                for part in pair_parts(side, side, (prefill, decode), ports, discovery_port):
+                    fleet.start(part)
+                fleet.wait_healthy(plugin.healthy_within_s, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
+                _welcome(console, host, port, served, time.monotonic() - started)
+                return _watch(fleet, RestartPolicy(restarts), plugin.healthy_within_s, console)
+            except KeyboardInterrupt:
+                console.print("\nstopping; nothing will be left behind")
+                return 0
 
 
-def _watch(fleet: Any, console: Console) -> int:
-    """Wait until a part dies; the survivors get a moment to answer their clients."""
-    while (death := fleet.death()) is None:
-        time.sleep(_WATCH_S)
-    console.print(f"[bold red]{death}[/]; stopping the others", highlight=False)
+def _watch(fleet: Fleet, policy: RestartPolicy, healthy_within_s: float, console: Console) -> int:
+    """Restart parts until one died too often; the survivors get a moment to answer their clients."""
+    from kvbaton.launch.supervisor import Supervisor
+
+    report = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    death = Supervisor(fleet, RestartSchedule(policy), healthy_within_s, report).watch()
+    often = f"; restarts within {policy.window_s / 60:g} minutes: {policy.limit} of {policy.limit}" if policy.limit else ""
+    console.print(f"[bold red]{death}[/]{often}; stopping the others", highlight=False, soft_wrap=True)
     for line in death.last_lines[-5:]:
         console.print(f"  {death.name} | {line}", markup=False, highlight=False, style="dim")
+    if policy.limit:
+        advice = "--verbose shows all of its output: fix the cause and start again (--restarts N allows more)"
+        console.print(advice, markup=False, highlight=False, soft_wrap=True)
     time.sleep(_LAST_OUTPUT_S)
     return 1
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import http.client
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -29,6 +31,7 @@ _KILL_AFTER_S = 10.0
 _TIDY_S = 3.0
 _KEPT_LINES = 40
 _LATE_LINES = 5
+_LINE_CHARACTERS = 16384
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -85,24 +88,34 @@ class Fleet:
 
     def start(self, part: FleetPart) -> None:
         """Start one process; it dies with this one, however this one ends."""
-        environment = {**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"}
         with _signals_wait():
-            process = subprocess.Popen(
-                list(part.command),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=environment,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-            self._running.append(_Running(part, process, self.log_directory / f"{part.name}.log", self._on_line))
+            self._running.append(self._launch(part))
+
+    def restart(self, name: str) -> None:
+        """Start a part that has ended once more, with the same command line and environment, hence with its ports and key."""
+        self.end_leftovers(name)
+        running = self._find(name)
+        with _signals_wait():
+            self._running[self._running.index(running)] = self._launch(running.part)
+
+    def end_leftovers(self, name: str) -> None:
+        """End the children that a part which has ended left behind: they may hold its ports and its memory."""
+        running = self._find(name)
+        if running.process.poll() is not None:
+            self._end_session(running, time.monotonic() + _TIDY_S)
+
+    def kill(self, name: str) -> None:
+        """End a part at once; its death is found like any other."""
+        self._find(name).process.kill()
+
+    def is_healthy(self, name: str) -> bool:
+        """Whether a part runs and answers on its health URL."""
+        running = self._find(name)
+        return running.process.poll() is None and answers_ok(running.part.health_url)
 
     def pid(self, name: str) -> int:
         """The process id of a part."""
-        return next(running.process.pid for running in self._running if running.part.name == name)
+        return self._find(name).process.pid
 
     def wait_healthy(self, timeout_s: float, on_healthy: Callable[[str], None] | None = None) -> None:
         """Wait until every part answers on its health URL; raises LocalError with its last lines when one dies or is late."""
@@ -126,12 +139,11 @@ class Fleet:
 
     def death(self) -> Death | None:
         """The first part that has ended by itself, if any."""
-        for running in self._running:
-            returncode = running.process.poll()
-            if returncode is not None:
-                running.reader.join(1.0)
-                return Death(running.part.name, running.process.pid, returncode, tuple(running.last_lines))
-        return None
+        return next(iter(self.deaths()), None)
+
+    def deaths(self) -> list[Death]:
+        """Every part that has ended by itself and was not restarted."""
+        return [death for running in self._running if (death := running.death()) is not None]
 
     def stop(self) -> None:
         """End every part, politely first, and wait until they are gone; removes the logs. Their last output is not shown."""
@@ -146,38 +158,114 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait(_KILL_AFTER_S)
-            _end_session(running.process.pid, give_up_at)
+            self._end_session(running, give_up_at)
             running.reader.join(1.0)
         self._running.clear()
-        for path in self.log_directory.glob("*.log"):
-            path.unlink(missing_ok=True)
-        if self.log_directory.exists():
-            self.log_directory.rmdir()
+        shutil.rmtree(self.log_directory, ignore_errors=True)
+
+    def _find(self, name: str) -> _Running:
+        return next(running for running in self._running if running.part.name == name)
+
+    def _launch(self, part: FleetPart) -> _Running:
+        process = subprocess.Popen(
+            list(part.command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        return _Running(part, process, self.log_directory / f"{part.name}.log", self._on_line)
+
+    def _end_session(self, running: _Running, give_up_at: float) -> None:
+        # Once only: a part waits up to half a minute for its restart, and by then the kernel may have given the id of its
+        # session to another process.
+        if not running.is_session_ended:
+            _end_session(running.process.pid, give_up_at)
+            running.is_session_ended = True
 
 
 class _Running:
+    """One started process, and the thread that drains what it prints.
+
+    The reader must outlive every error of where lines go: once it ends, the pipe fills, and the child blocks in its next print.
+    """
+
     def __init__(
         self, part: FleetPart, process: subprocess.Popen[str], log_path: Path, on_line: Callable[[str, str], None] | None
     ) -> None:
         self.part = part
         self.process = process
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._log_path = log_path
+        self._log = _PartLog(log_path)
         self._on_line = on_line
+        self._death: Death | None = None
         self.is_ending = False
+        self.is_session_ended = False
         self.reader = threading.Thread(target=self._read, name=f"log-{part.name}", daemon=True)
         self.reader.start()
+
+    def death(self) -> Death | None:
+        """How it ended, if it did. Found once: the reader may be held up by a helper that keeps the pipe open."""
+        returncode = self.process.poll()
+        if self._death is None and returncode is not None:
+            self.reader.join(1.0)
+            self._death = Death(self.part.name, self.process.pid, returncode, tuple(self.last_lines))
+        return self._death
 
     def _read(self) -> None:
         if self.process.stdout is None:
             return
-        with self.process.stdout, self._log_path.open("a") as log:
-            for line in self.process.stdout:
-                log.write(line)
-                log.flush()
-                self.last_lines.append(line.rstrip("\n"))
-                if self._on_line is not None and not self.is_ending:
-                    self._on_line(self.part.name, line.rstrip("\n"))
+        with self.process.stdout, contextlib.closing(self._log):
+            # A child that prints no line ends must not grow this process: a longer line is taken in pieces.
+            while line := self.process.stdout.readline(_LINE_CHARACTERS):
+                self._log.write(line)
+                self._take(line.rstrip("\n"))
+
+    def _take(self, line: str) -> None:
+        self.last_lines.append(line)
+        if self._on_line is None or self.is_ending:
+            return
+        try:
+            self._on_line(self.part.name, line)
+        except Exception as error:  # noqa: BLE001
+            self._log.write(f"kvbaton: the line above was not handed on: {type(error).__name__}: {error}\n")
+
+
+class _PartLog:
+    """The log file of a part. It counts the lines that could not be written, and states how many once writing works again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._lost = 0
+        self._reason = ""
+
+    def write(self, line: str) -> None:
+        """Append a line; never raises because of the file."""
+        if self._lost:
+            line = f"\nkvbaton: lines lost here: {self._lost} ({self._reason})\n{line}"
+        try:
+            if self._file is None:
+                # Unbuffered: what a full disk refuses must not stay in a buffer and fail again at the end.
+                self._file = FileIO(self._path, "a")
+            content = line.encode(errors="replace")
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            self._lost += 1
+            self._reason = error.strerror or str(error)
+        else:
+            self._lost = 0
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -189,6 +190,62 @@ def test_every_line_is_handed_on_and_kept_in_the_log() -> None:
         log = (fleet.log_directory / "talker.log").read_text()
     assert {("talker", "out"), ("talker", "err"), ("talker", "\ufffd")} == set(lines)
     assert "out\n" in log
+
+
+CHATTY = "import sys\nfor number in range(20000): print('line', number, 'x' * 50)\nprint('done', file=sys.stderr); sys.exit(7)"
+"""Prints far more than a pipe holds: it ends only when its output is read to the end."""
+
+
+def test_an_output_that_cannot_be_written_neither_ends_the_reader_nor_blocks_the_part() -> None:
+    def fail(_name: str, _line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Fleet(fail) as fleet:
+        fleet.start(_part("chatty", CHATTY))
+        wait_until(lambda: fleet.death() is not None, "it has printed everything")
+        death = fleet.death()
+        log = (fleet.log_directory / "chatty.log").read_text()
+    assert death is not None
+    assert (death.returncode, death.last_lines[-1]) == (7, "done")
+    assert "line 0 " in log
+    assert "was not handed on: OSError: [Errno 28] No space left on device" in log
+
+
+def test_a_log_that_cannot_be_written_neither_ends_the_reader_nor_blocks_the_part() -> None:
+    lines: list[str] = []
+    with Fleet(lambda _name, line: lines.append(line)) as fleet:
+        (fleet.log_directory / "chatty.log").symlink_to("/dev/full")
+        fleet.start(_part("chatty", CHATTY))
+        wait_until(lambda: fleet.death() is not None, "it has printed everything")
+        assert len(lines) == 20001
+        assert fleet.death().last_lines[-1] == "done"  # type: ignore[union-attr]
+    assert not fleet.log_directory.exists()
+
+
+def test_a_log_states_what_is_missing_once_it_can_be_written_again() -> None:
+    code = "import sys\nfor line in open(sys.argv[1]): print(line, end='', flush=True)"
+    lines: list[str] = []
+    with Fleet(lambda _name, line: lines.append(line)) as fleet:
+        fifo, log = fleet.log_directory / "fifo", fleet.log_directory / "part.log"
+        os.mkfifo(fifo)
+        log.mkdir()
+        fleet.start(_part("part", code, str(fifo)))
+        with fifo.open("w") as pen:
+            pen.write("one\ntwo\n")
+            pen.flush()
+            wait_until(lambda: lines == ["one", "two"], "two lines")
+            log.rmdir()
+            pen.write("three\nfour\n")
+        wait_until(lambda: len(lines) == 4, "four lines")
+        assert log.read_text() == "\nkvbaton: lines lost here: 2 (Is a directory)\nthree\nfour\n"
+
+
+def test_a_part_that_prints_no_line_ends_is_read_in_pieces() -> None:
+    lines: list[str] = []
+    with Fleet(lambda _name, line: lines.append(line)) as fleet:
+        fleet.start(_part("endless", "import sys; sys.stdout.write('x' * 100000)"))
+        wait_until(lambda: sum(map(len, lines)) == 100000, "all of it")
+    assert max(map(len, lines)) < 20000
 
 
 def test_a_part_gets_its_environment() -> None:
