@@ -53,9 +53,9 @@ def _is_served(client: Client) -> bool:
 
 
 def _check_nothing_left(up: Up, seen: set[int], shared_before: set[Path], temporary: Path) -> None:
-    wait_until(lambda: not [pid for pid in seen if is_running(pid)], "no process is left")
+    wait_until(lambda: not [pid for pid in seen if is_running(pid)], "no process is left", 60)
     check_port_free("127.0.0.1", up.port, "--port")
-    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= shared_before, "no new shared memory")
+    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= shared_before, "no new shared memory", 60)
     assert list(temporary.iterdir()) == []
     assert "Traceback" not in up.output
 
@@ -77,7 +77,7 @@ def test_killed_parts_are_restarted_on_their_ports_and_a_signal_ends_a_back_off(
         _kill(up, "decode")
         _wait_printed(up, r"restarting it in 2 s \(restart 2 of 5 within 10 minutes\)")
         up.process.send_signal(signal.SIGTERM)
-        assert up.wait(30) == 0
+        assert up.wait(60) == 0
         assert up.output.count("is healthy again") == 2
     _check_nothing_left(up, seen, before, tmp_path)
 
@@ -90,7 +90,7 @@ def test_one_kill_more_than_the_limit_ends_everything_with_the_reason(tmp_path: 
         _wait_printed(up, r"decode-0 \(pid \d+\) is healthy again")
         seen |= up.children()
         pid = _kill(up, "decode")
-        assert up.wait(30) == 1
+        assert up.wait(60) == 1
     assert (
         f"decode-0 (pid {pid}) was killed by signal 9 (SIGKILL); restarts within 10 minutes: 1 of 1; stopping the others"
         in up.output

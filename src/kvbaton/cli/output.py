@@ -82,20 +82,32 @@ class SafeOutput:
             report.join(_REPORT_S)
 
     def _run(self) -> None:
-        while (text := self._queue.get()) is not None:
+        is_last = False
+        while not is_last:
+            # All that is queued in one write: after each the interpreter may let the threads that print run on for 5 ms, and in
+            # a burst of lines a write for each of them would fall behind until the queue is full.
+            pieces = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    pieces.append(self._queue.get_nowait())
+            is_last = None in pieces or (self._is_closing and self._queue.empty())
+            self._write([piece for piece in pieces if piece is not None])
+
+    def _write(self, pieces: list[str]) -> None:
+        if not pieces:
+            return
+        with self._lock:
+            lost, reason = self._lost, self._reason
+        text = "".join(pieces)
+        if lost:
+            text = f"\nkvbaton: lines of output lost here: {lost} ({reason})\n{text}"
+        try:
+            self._write_all(text)
+        except OSError as error:
+            self._lose(error.strerror or str(error), len(pieces))
+        else:
             with self._lock:
-                lost, reason = self._lost, self._reason
-            if lost:
-                text = f"\nkvbaton: lines of output lost here: {lost} ({reason})\n{text}"
-            try:
-                self._write_all(text)
-            except OSError as error:
-                self._lose(error.strerror or str(error))
-            else:
-                with self._lock:
-                    self._lost -= lost
-            if self._is_closing and self._queue.empty():
-                return
+                self._lost -= lost
 
     def _write_all(self, text: str) -> None:
         if self._descriptor is None:
@@ -108,9 +120,9 @@ class SafeOutput:
         with contextlib.suppress(OSError):
             os.write(self._report_descriptor, text.encode(errors="replace"))
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, pieces: int = 1) -> None:
         with self._lock:
-            self._lost += 1
+            self._lost += pieces
             self._reason = reason
 
 

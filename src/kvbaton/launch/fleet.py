@@ -243,6 +243,8 @@ class _PartLog:
         self._file: FileIO | None = None
         self._lost = 0
         self._reason = ""
+        with contextlib.suppress(OSError):
+            self._file = self._open()
 
     def write(self, line: str) -> None:
         """Append a line; never raises because of the file."""
@@ -250,8 +252,7 @@ class _PartLog:
             line = f"\nkvbaton: lines lost here: {self._lost} ({self._reason})\n{line}"
         try:
             if self._file is None:
-                # Unbuffered: what a full disk refuses must not stay in a buffer and fail again at the end.
-                self._file = FileIO(self._path, "a")
+                self._file = self._open()
             content = line.encode(errors="replace")
             while content:
                 content = content[self._file.write(content) :]
@@ -260,6 +261,10 @@ class _PartLog:
             self._reason = error.strerror or str(error)
         else:
             self._lost = 0
+
+    def _open(self) -> FileIO:
+        # Unbuffered: what a full disk refuses must not stay in a buffer and fail again at the end.
+        return FileIO(self._path, "a")
 
     def close(self) -> None:
         """Close the file, if there is one."""

@@ -92,9 +92,9 @@ def test_the_loss_is_reported_where_it_was_as_soon_as_writing_works_again(
         output.write("before\n")
         assert out.read() == "before\n"
         failing.set()
-        output.write("lost\n")
-        output.write("lost\n")
-        wait_until(lambda: len(tried) == 2, "both were tried")
+        for count in (1, 2):
+            output.write("lost\n")
+            wait_until(lambda count=count: len(tried) == count, "it was tried")  # type: ignore[misc]
         failing.clear()
         output.write("after\n")
         output.write("and on\n")

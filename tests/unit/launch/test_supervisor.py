@@ -9,9 +9,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import kvbaton
 from kvbaton.launch.fleet import Death, Fleet, FleetPart
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.restarts import RestartPolicy, RestartSchedule
@@ -113,8 +115,8 @@ def test_without_restarts_the_first_death_ends_it(stage: Stage) -> None:
     assert stage.reports == []
 
 
-def test_a_part_that_dies_again_before_it_is_healthy_counts_as_one_more_death(stage: Stage, tmp_path: os.PathLike[str]) -> None:
-    stage.start("part", ONCE + SERVE, os.fspath(tmp_path) + "/started")
+def test_a_part_that_dies_again_before_it_is_healthy_counts_as_one_more_death(stage: Stage, tmp_path: Path) -> None:
+    stage.start("part", ONCE + SERVE, str(tmp_path / "started"))
     stage.fleet.wait_healthy(20)
     death = stage.kill_and_wait_for(stage.supervisor(limit=3), "part", "is healthy again")
     assert death is not None
@@ -172,3 +174,10 @@ def test_a_signal_ends_a_back_off_at_once(number: signal.Signals) -> None:
     assert process.stdout.read() == "ended\n"
     assert process.wait(10) == 0
     process.stdout.close()
+
+
+def test_only_up_restarts_parts() -> None:
+    """In `verify` and `bench` a death is an error: a restart in the middle would hide it."""
+    source = Path(kvbaton.__file__).parent
+    users = [path for path in source.rglob("*.py") if "kvbaton.launch.supervisor" in path.read_text()]
+    assert [path.relative_to(source).as_posix() for path in users] == ["cli/up.py"]
