@@ -120,8 +120,8 @@ class Dispatcher:
 
     def may_run(self, request: QueuedRequest) -> bool:
         """Whether the client's share of the instances has room for the request; one that has none running may always run."""
-        running, limit = request.share.running, self.settings.max_per_client
-        return not limit or not running or running + request.sequences <= limit * max(1, self.chooser.live_decodes)
+        running = request.share.running
+        return not running or running + request.sequences <= self.chooser.client_limit
 
     def finished(self, share: ClientShare, sequences: int, was_running: bool) -> None:
         """An exchange is over; 0 sequences when it was not admitted."""
@@ -388,7 +388,8 @@ class Exchange:
 
     def _find_place(self, now: float) -> bool:
         dispatcher = self._dispatcher
-        if self.share.running and not self._is_running and not self._is_waiting and not dispatcher.may_run(self):
+        is_new = not self._is_running and not self._is_waiting
+        if is_new and self.share.running + self.sequences > dispatcher.chooser.client_limit and not dispatcher.may_run(self):
             return self._wait("this client has as many sequences at the instances as one may have (max_per_client)", now)
         found = dispatcher.chooser.choose(self._seat_request(), now)
         if isinstance(found, Seats):
@@ -411,7 +412,7 @@ class Exchange:
             chars = self._body.prompt_chars()
             is_local = chars is not None and chars < limit
         dispatch = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None
-        session = self._request.header(b"x-session-id")
+        session = self._request.header(b"x-session-id") if b"x-session-id" in self._request.headers else None
         return SeatRequest(
             RouteRequest(self._body.fields, session),
             is_local and dispatch is None,
