@@ -213,8 +213,7 @@ class Chooser:
         """A seat was left."""
         self._loads.give(slot, sequences)
         self.freed = True
-        ranks = self._ranks.get(instance.http_address)
-        if dp_rank is not None and ranks is not None:
+        if dp_rank is not None and (ranks := self._ranks.get(instance.http_address)) is not None:
             ranks.give(dp_rank)
         self.on_freed()
 

@@ -54,6 +54,7 @@ _MAX_ECHO = 256
 _MOST_SHARES = 4096
 _EVENT_END = b"\n\n"
 _LINE_END = b"\n"
+_ID_BYTES = 64
 _MOST_HELD_BYTES = 64 * 1024
 # Other statuses (4xx, 501) would be the same on every instance.
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
@@ -139,7 +140,7 @@ class Dispatcher:
 
     def wake_waiting(self) -> None:
         """Let waiting requests go on soon, when a seat was left."""
-        if self.chooser.freed and self.queue.deadlines and not self._is_waking:
+        if self.queue.deadlines and self.chooser.freed and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake)
 
@@ -299,7 +300,13 @@ class Exchange:
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
         """Pass a piece of a stream on, as it came but for what clients are not shown."""
         if self._rewrites:
-            piece = self._rewritten(piece)
+            # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
+            start = piece[:_ID_BYTES]
+            is_other_id = len(start) == _ID_BYTES and b'"id":"' in start and b"___" not in start
+            if is_other_id and not self._hides and not self._has_begun:
+                self._rewrites = False
+            else:
+                piece = self._rewritten(piece)
         self._last = piece
         if self._has_begun:
             self._connection.stream(piece)
@@ -393,7 +400,8 @@ class Exchange:
             return self._wait("this client has as many sequences at the instances as one may have (max_per_client)", now)
         found = dispatcher.chooser.choose(self._seat_request(), now)
         if isinstance(found, Seats):
-            self._leave_queue()
+            if self._is_waiting:
+                self._leave_queue()
             self._start(found)
             return True
         if isinstance(found, Missing):
@@ -468,6 +476,8 @@ class Exchange:
             raise
 
     def _client_request_id(self) -> str:
+        if b"x-request-id" not in self._request.headers:
+            return self._dispatcher.digits.take()
         given = self._request.header(b"x-request-id")
         return given[:_MAX_ECHO] if given is not None and is_header_value(given) else self._dispatcher.digits.take()
 
@@ -536,14 +546,7 @@ class Exchange:
         piece = self._held + piece
         end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
         piece, self._held = piece[:end], piece[end:]
-        if self._id_prefix:
-            # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
-            first_end = piece.find(_LINE_END) if not self._has_begun else len(piece)
-            if piece.find(self._id_prefix, 0, first_end) >= 0:
-                piece = piece.replace(self._id_prefix, b"")
-            elif not self._has_begun and piece.find(b'"id"', 0, first_end) >= 0:
-                self._id_prefix = b""
-        self._rewrites = self._hides or bool(self._id_prefix or self._held)
+        piece = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
         return hide_in_events(piece) if self._hides else piece
 
     def _pass_on(self, answer: InstanceAnswer) -> None:

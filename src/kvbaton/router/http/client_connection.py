@@ -12,6 +12,7 @@ however many chunks it comes in, and chunks that are much smaller than their own
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -299,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
         """Answer the current request; `lines` are more headers, complete with line ends."""
         if self._transport is None or self._request is None:
             return
-        head = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n".encode("latin-1", "replace")
+        head = b"%bContent-Length: %d\r\n" % (_type_line(content_type), len(body))
         pieces = (status_line(status), head, lines, self._persistence(), b"\r\n", body)
         self._transport.write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
         self._finish(status)
@@ -308,7 +309,7 @@ class ClientConnection(asyncio.Protocol):
         """Begin an answer whose end is not known yet, with its first bytes."""
         if self._transport is None or self._request is None:
             return
-        kind = f"Content-Type: {content_type}\r\n".encode("latin-1", "replace")
+        kind = _type_line(content_type)
         if self._request.is_http_1_0:
             self._transport.write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
             return
@@ -432,3 +433,8 @@ class ClientConnection(asyncio.Protocol):
         lines = head_lines(refusal.headers)
         self._transport.write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
         self.deadline = self._server.clock() + _LINGER_S
+
+
+@functools.lru_cache(maxsize=64)
+def _type_line(content_type: str) -> bytes:
+    return f"Content-Type: {content_type}\r\n".encode("latin-1", "replace")
