@@ -176,28 +176,33 @@ class Dispatcher:
 class Exchange:
     """One client's request and everything it has open."""
 
-    _body: ClientBody | None = None
-    _attempt: Attempt | None = None
-    _job: PairRequest | None = None
-    _failure: Failure | None = None
-    _avoid: frozenset[str] = frozenset()
-    _shun: frozenset[str] = frozenset()
-    _attempts = 0
-    _stale_retries = 0
-    _answer_lines = b""
-    _held = b""
-    """The start of a line of decode's stream: the id in it may be cut in the middle."""
-    _last = _EVENT_END
-    _id_prefix = b""
-    """What instances put before the id of their answers: the addresses of both."""
-    _rewrites = False
-    _has_begun = False
-    sequences = 0
-    """How many sequences it is counted for; 0 until it is admitted."""
-    _is_running = False
-    _is_waiting = False
-    _is_held_back = False
-    _is_over = False
+    __slots__ = (
+        "_answer_lines",
+        "_arrived",
+        "_attempt",
+        "_attempts",
+        "_avoid",
+        "_body",
+        "_connection",
+        "_dispatcher",
+        "_failure",
+        "_has_begun",
+        "_held",
+        "_hides",
+        "_id_prefix",
+        "_is_held_back",
+        "_is_over",
+        "_is_running",
+        "_is_waiting",
+        "_last",
+        "_pair_request",
+        "_request",
+        "_rewrites",
+        "_shun",
+        "_stale_retries",
+        "sequences",
+        "share",
+    )
 
     def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: HttpRequest, share: ClientShare) -> None:
         self.share = share
@@ -206,6 +211,28 @@ class Exchange:
         self._request = request
         self._arrived = dispatcher.clock()
         self._hides = not dispatcher.shows_details
+        self._body: ClientBody | None = None
+        self._attempt: Attempt | None = None
+        self._pair_request: PairRequest | None = None
+        self._failure: Failure | None = None
+        self._avoid: frozenset[str] = frozenset()
+        self._shun: frozenset[str] = frozenset()
+        self._attempts = 0
+        self._stale_retries = 0
+        self._answer_lines = b""
+        self._held = b""
+        """The start of a line of decode's stream: the id in it may be cut in the middle."""
+        self._last = _EVENT_END
+        self._id_prefix = b""
+        """What instances put before the id of their answers: the addresses of both."""
+        self._rewrites = False
+        self._has_begun = False
+        self.sequences = 0
+        """How many sequences it is counted for; 0 until it is admitted."""
+        self._is_running = False
+        self._is_waiting = False
+        self._is_held_back = False
+        self._is_over = False
 
     def begin(self) -> None:
         """Read the request and find it a pair."""
