@@ -27,7 +27,7 @@ _CHOOSES_PEERS = frozenset(("kv_transfer_params", "bootstrap_host", "bootstrap_p
 _MAX_SHOWN = 100
 _PEEKED_BYTES = 64
 _OPEN = ord("[")
-_MULTIPLY = frozenset(("n", "best_of"))
+_COUNTED = frozenset(("n", "best_of", "sampling_params", "text", "input_ids"))
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 
@@ -68,7 +68,10 @@ class ClientBody(msgspec.Struct, frozen=True):
     def sequences(self) -> int:
         """How many sequences an instance makes of the request: prompts times `n`. Raises BadRequest as `batch_size` does."""
         fields = self.fields
-        copies = 1 if _MULTIPLY.isdisjoint(fields) else _copies(fields)
+        if _COUNTED.isdisjoint(fields):
+            prompt = fields.get("prompt")
+            return 1 if prompt is None or memoryview(prompt)[0] != _OPEN else self.batch_size() or 1
+        copies = _copies(fields)
         if "sampling_params" in fields:
             # Where it is a list of them, or malformed, the instance decides.
             with contextlib.suppress(ValueError, RecursionError):
@@ -210,7 +213,7 @@ def bootstrap_body(body: ClientBody, host: str, port: int | None, rooms: list[in
 def _copies(fields: Fields) -> int:
     """How many samples of each prompt the client requests; what is no count is left to the instance."""
     most = 1
-    for name in _MULTIPLY:
+    for name in ("n", "best_of"):
         if name in fields:
             value = _value(fields, name)
             most = max(most, value) if type(value) is int else most

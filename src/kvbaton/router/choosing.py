@@ -139,8 +139,8 @@ class Chooser:
         self._decodes = self._side(())
         self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], InstancePair] = {}
         self._live: tuple[Instance, ...] = ()
-        self.live_decodes = 0
-        """How many decode instances are live."""
+        self.client_limit = math.inf
+        """How many sequences of one client may be at the instances at once."""
         self.freed = False
         """Set when a seat was left; the dispatcher unsets it when it has woken its queue."""
         self.on_freed: Callable[[], None] = _nothing
@@ -156,7 +156,8 @@ class Chooser:
         self._slots.keep({instance_key(i.registration) for i in self._live}, now, self._loads.of)
         self._pools = [(pool, self._side(pool.prefills), self._side(pool.decodes)) for pool in pools_of(self._live)]
         self._decodes = self._side(tuple(i for i in self._live if _can_prefill(i)))
-        self.live_decodes = sum(i.type is InstanceType.DECODE for i in self._live)
+        decodes = sum(i.type is InstanceType.DECODE for i in self._live)
+        self.client_limit = self._settings.max_per_client * max(1, decodes) or math.inf
         known = {i.http_address for i in self._live}
         self._ranks = {address: counts for address, counts in self._ranks.items() if address in known}
         return True
@@ -212,8 +213,7 @@ class Chooser:
         """A seat was left."""
         self._loads.give(slot, sequences)
         self.freed = True
-        ranks = self._ranks.get(instance.http_address)
-        if dp_rank is not None and ranks is not None:
+        if dp_rank is not None and (ranks := self._ranks.get(instance.http_address)) is not None:
             ranks.give(dp_rank)
         self.on_freed()
 

@@ -54,6 +54,7 @@ _MAX_ECHO = 256
 _MOST_SHARES = 4096
 _EVENT_END = b"\n\n"
 _LINE_END = b"\n"
+_ID_BYTES = 64
 _MOST_HELD_BYTES = 64 * 1024
 # Other statuses (4xx, 501) would be the same on every instance.
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
@@ -120,8 +121,8 @@ class Dispatcher:
 
     def may_run(self, request: QueuedRequest) -> bool:
         """Whether the client's share of the instances has room for the request; one that has none running may always run."""
-        running, limit = request.share.running, self.settings.max_per_client
-        return not limit or not running or running + request.sequences <= limit * max(1, self.chooser.live_decodes)
+        running = request.share.running
+        return not running or running + request.sequences <= self.chooser.client_limit
 
     def finished(self, share: ClientShare, sequences: int, was_running: bool) -> None:
         """An exchange is over; 0 sequences when it was not admitted."""
@@ -139,7 +140,7 @@ class Dispatcher:
 
     def wake_waiting(self) -> None:
         """Let waiting requests go on soon, when a seat was left."""
-        if self.chooser.freed and self.queue.deadlines and not self._is_waking:
+        if self.queue.deadlines and self.chooser.freed and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake)
 
@@ -175,28 +176,33 @@ class Dispatcher:
 class Exchange:
     """One client's request and everything it has open."""
 
-    _body: ClientBody | None = None
-    _attempt: Attempt | None = None
-    _job: PairRequest | None = None
-    _failure: Failure | None = None
-    _avoid: frozenset[str] = frozenset()
-    _shun: frozenset[str] = frozenset()
-    _attempts = 0
-    _stale_retries = 0
-    _answer_lines = b""
-    _held = b""
-    """The start of a line of decode's stream: the id in it may be cut in the middle."""
-    _last = _EVENT_END
-    _id_prefix = b""
-    """What instances put before the id of their answers: the addresses of both."""
-    _rewrites = False
-    _has_begun = False
-    sequences = 0
-    """How many sequences it is counted for; 0 until it is admitted."""
-    _is_running = False
-    _is_waiting = False
-    _is_held_back = False
-    _is_over = False
+    __slots__ = (
+        "_answer_lines",
+        "_arrived",
+        "_attempt",
+        "_attempts",
+        "_avoid",
+        "_body",
+        "_connection",
+        "_dispatcher",
+        "_failure",
+        "_has_begun",
+        "_held",
+        "_hides",
+        "_id_prefix",
+        "_is_held_back",
+        "_is_over",
+        "_is_running",
+        "_is_waiting",
+        "_last",
+        "_pair_request",
+        "_request",
+        "_rewrites",
+        "_shun",
+        "_stale_retries",
+        "sequences",
+        "share",
+    )
 
     def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: HttpRequest, share: ClientShare) -> None:
         self.share = share
@@ -205,6 +211,28 @@ class Exchange:
         self._request = request
         self._arrived = dispatcher.clock()
         self._hides = not dispatcher.shows_details
+        self._body: ClientBody | None = None
+        self._attempt: Attempt | None = None
+        self._pair_request: PairRequest | None = None
+        self._failure: Failure | None = None
+        self._avoid: frozenset[str] = frozenset()
+        self._shun: frozenset[str] = frozenset()
+        self._attempts = 0
+        self._stale_retries = 0
+        self._answer_lines = b""
+        self._held = b""
+        """The start of a line of decode's stream: the id in it may be cut in the middle."""
+        self._last = _EVENT_END
+        self._id_prefix = b""
+        """What instances put before the id of their answers: the addresses of both."""
+        self._rewrites = False
+        self._has_begun = False
+        self.sequences = 0
+        """How many sequences it is counted for; 0 until it is admitted."""
+        self._is_running = False
+        self._is_waiting = False
+        self._is_held_back = False
+        self._is_over = False
 
     def begin(self) -> None:
         """Read the request and find it a pair."""
@@ -299,7 +327,13 @@ class Exchange:
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
         """Pass a piece of a stream on, as it came but for what clients are not shown."""
         if self._rewrites:
-            piece = self._rewritten(piece)
+            # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
+            start = piece[:_ID_BYTES]
+            is_other_id = len(start) == _ID_BYTES and b'"id":"' in start and b"___" not in start
+            if is_other_id and not self._hides and not self._has_begun:
+                self._rewrites = False
+            else:
+                piece = self._rewritten(piece)
         self._last = piece
         if self._has_begun:
             self._connection.stream(piece)
@@ -388,11 +422,13 @@ class Exchange:
 
     def _find_place(self, now: float) -> bool:
         dispatcher = self._dispatcher
-        if self.share.running and not self._is_running and not self._is_waiting and not dispatcher.may_run(self):
+        is_new = not self._is_running and not self._is_waiting
+        if is_new and self.share.running + self.sequences > dispatcher.chooser.client_limit and not dispatcher.may_run(self):
             return self._wait("this client has as many sequences at the instances as one may have (max_per_client)", now)
         found = dispatcher.chooser.choose(self._seat_request(), now)
         if isinstance(found, Seats):
-            self._leave_queue()
+            if self._is_waiting:
+                self._leave_queue()
             self._start(found)
             return True
         if isinstance(found, Missing):
@@ -411,7 +447,7 @@ class Exchange:
             chars = self._body.prompt_chars()
             is_local = chars is not None and chars < limit
         dispatch = Dispatch.BOOTSTRAP if self._request.path in BOOTSTRAP_PATHS else None
-        session = self._request.header(b"x-session-id")
+        session = self._request.header(b"x-session-id") if b"x-session-id" in self._request.headers else None
         return SeatRequest(
             RouteRequest(self._body.fields, session),
             is_local and dispatch is None,
@@ -467,6 +503,8 @@ class Exchange:
             raise
 
     def _client_request_id(self) -> str:
+        if b"x-request-id" not in self._request.headers:
+            return self._dispatcher.digits.take()
         given = self._request.header(b"x-request-id")
         return given[:_MAX_ECHO] if given is not None and is_header_value(given) else self._dispatcher.digits.take()
 
@@ -535,14 +573,7 @@ class Exchange:
         piece = self._held + piece
         end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
         piece, self._held = piece[:end], piece[end:]
-        if self._id_prefix:
-            # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
-            first_end = piece.find(_LINE_END) if not self._has_begun else len(piece)
-            if piece.find(self._id_prefix, 0, first_end) >= 0:
-                piece = piece.replace(self._id_prefix, b"")
-            elif not self._has_begun and piece.find(b'"id"', 0, first_end) >= 0:
-                self._id_prefix = b""
-        self._rewrites = self._hides or bool(self._id_prefix or self._held)
+        piece = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
         return hide_in_events(piece) if self._hides else piece
 
     def _pass_on(self, answer: InstanceAnswer) -> None:

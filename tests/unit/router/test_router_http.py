@@ -389,7 +389,7 @@ async def test_instances_that_answer_noise_fail_requests_and_nothing_else() -> N
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
             content = bytearray(generator.choice(ANSWERS))
-            for _ in range(generator.randint(0, 4)):
+            for _ in range(generator.choice((0, 0, 1, 2, 4))):
                 place = generator.randrange(len(content))
                 content[place : place + generator.randint(0, 3)] = generator.randbytes(generator.randint(0, 3))
             writer.write(bytes(content[: generator.randint(1, 2 * len(content))]))
@@ -400,9 +400,7 @@ async def test_instances_that_answer_noise_fail_requests_and_nothing_else() -> N
     servers = [await asyncio.start_server(noisy, "127.0.0.1", port) for port in ports]
     noise = FakeInstance(InstanceType.PREFILL, prefill_well, ports[0]), FakeInstance(InstanceType.DECODE, decode_well, ports[1])
     async with routing(*noise, max_attempts=2, prefill_timeout_s=1.0, decode_timeout_s=1.0) as router:
-        replies = []
-        for _ in range(5):  # One in 200 is left whole on both sides.
-            replies += await asyncio.gather(*(router.post({"prompt": "x", "stream": bool(n % 2)}) for n in range(300)))
+        replies = await asyncio.gather(*(router.post({"prompt": "x", "stream": bool(n % 2)}) for n in range(300)))
         assert {status for status, _, _ in replies} >= {200, 502}
         assert {status // 100 for status, _, _ in replies} <= {2, 3, 4, 5}
         assert await router.metric("kvbaton_router_in_flight_requests") == 0

@@ -39,7 +39,7 @@ def as_engines_do(*cuts: int) -> Behaviour:
 
 @pytest.mark.parametrize("mode", [READ, WRITE])
 @pytest.mark.parametrize("settings", [{}, KEYS, {**KEYS, "show_details": True}, {"show_details": False}])
-@pytest.mark.parametrize("cuts", [None, (), (1,), (30, 60, 90), (130,), (170, 171, 172, 300)])
+@pytest.mark.parametrize("cuts", [None, (), (1,), (18,), (30, 60, 90), (130,), (170, 171, 172, 300)])
 def test_an_answer_holds_no_address_and_details_only_where_they_are_shown(
     cuts: tuple[int, ...] | None, settings: dict[str, Any], mode: TransferMode
 ) -> None:

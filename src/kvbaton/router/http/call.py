@@ -28,6 +28,8 @@ class CallConnection(Protocol):
 class Caller:
     """Made a call, and is notified of its progress; `call_answered`, `call_ended` or `call_lost` comes last. Ignores it all."""
 
+    __slots__ = ()
+
     def call_answered(self, call: Call, answer: InstanceAnswer) -> None:
         """The answer is complete."""
 
@@ -44,22 +46,11 @@ class Caller:
 class Call:
     """One request to an instance. Its deadline is for the whole call, or for each piece of a stream."""
 
-    content_type = "application/octet-stream"
-    is_stream = False
-    is_over = False
-    is_paused = False
-    has_received = False
-    was_sent = False
-    """Whether there was a connection to send it over."""
-    was_cut = False
-    """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
-    was_kept = False
-    """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
-    over: Callable[[Call], object] | None = None
-    """Called once, when the call is over, however it ended."""
-    _connection: CallConnection | None = None
-    _pieces: list[bytes] | None = None
-    _collected_bytes = 0
+    __slots__ = (
+        "_collected_bytes", "_connection", "_pieces", "address", "caller", "content_type", "deadline", "has_received", "idle_s",
+        "instance", "is_over", "is_paused", "is_stream", "max_bytes", "may_stream", "over", "payload", "was_cut", "was_kept",
+        "was_sent",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,6 +72,22 @@ class Call:
         self.idle_s = idle_s
         self.may_stream = may_stream
         self.max_bytes = max_bytes
+        self.content_type = "application/octet-stream"
+        self.is_stream = False
+        self.is_over = False
+        self.is_paused = False
+        self.has_received = False
+        self.was_sent = False
+        """Whether there was a connection to send it over."""
+        self.was_cut = False
+        """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
+        self.was_kept = False
+        """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
+        self.over: Callable[[Call], object] | None = None
+        """Called once, when the call is over, however it ended."""
+        self._connection: CallConnection | None = None
+        self._pieces: list[bytes] | None = None
+        self._collected_bytes = 0
 
     @property
     def name(self) -> str:

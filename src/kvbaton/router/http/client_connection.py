@@ -4,14 +4,15 @@ It goes on reading while a request is served, because a client that hangs up is 
 sends ahead is bounded. What is no HTTP, or too much of it, gets a 4xx and the connection is closed; what the head alone
 shows, such as a missing API key, before the body is read.
 
-Every byte of a body is counted from its arrival until its request is answered: against the limit of one body, against that of
-what a connection sends ahead, and against that of all connections together. A body is one buffer however many chunks it comes
-in, and chunks that are much smaller than their own framing are refused.
+Every byte of a body that is large, or sent ahead, is counted from its arrival until its request is answered: against the limit
+of one body, against that of what a connection sends ahead, and against that of all connections together. A body is one buffer
+however many chunks it comes in, and chunks that are much smaller than their own framing are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -86,9 +87,9 @@ class ClientConnection(asyncio.Protocol):
         "_ahead",
         "_ahead_bytes",
         "_body",
-        "_body_bytes",
         "_chunks",
         "_closing",
+        "_counted_bytes",
         "_free_bytes",
         "_head_bytes",
         "_headers",
@@ -126,7 +127,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_receiving = False
         self._head_bytes = 0
         self._quiet_bytes = 0
-        self._body_bytes = 0
+        self._counted_bytes = 0
         self._ahead_bytes = 0
         self._held_bytes = 0
         self._chunks = 0
@@ -198,7 +199,7 @@ class ClientConnection(asyncio.Protocol):
         """A request starts."""
         self._in_head = self._is_receiving = True
         self._head_bytes = self._quiet_bytes = 0
-        self._body_bytes = self._chunks = 0
+        self._counted_bytes = self._chunks = 0
         self._url = b""
         self._headers = {}
         self._body = b""
@@ -239,16 +240,16 @@ class ClientConnection(asyncio.Protocol):
         refusal = self._server.check_head(self._path, headers)
         if refusal is not None:
             self._refuse_with(refusal)
-        length = headers.get(b"content-length", b"0")
-        if int(length) > settings.max_body_bytes:
+        length = headers.get(b"content-length")
+        if length is not None and int(length) > settings.max_body_bytes:
             self._refuse(413, f"the body is too large: {length.decode()} bytes, and the limit is {settings.max_body_bytes}")
         if self._parser.should_upgrade():
             self._refuse(400, "upgrading the connection is not possible here")
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        if b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
-            waits = headers.get(b"expect", b"").lower() == b"100-continue" and not self._is_http_1_0
+            waits = b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and not self._is_http_1_0
             if waits and self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -257,17 +258,14 @@ class ClientConnection(asyncio.Protocol):
         self._quiet_bytes = 0
         if self._refusal is not None or self._closing:
             return
-        self._body_bytes += len(piece)
-        self._chunks += 1
-        self._held_bytes += len(piece)
-        self._server.held_bytes += len(piece)
         if not self._body:
             self._body = piece
         else:
             if isinstance(self._body, bytes):
                 self._body = bytearray(self._body)
             self._body += piece
-        if self._body_bytes > self._free_bytes or self._chunks > _FREE_CHUNKS or self._request is not None:
+        self._chunks += 1
+        if len(self._body) > self._free_bytes or self._chunks > _FREE_CHUNKS or self._request is not None:
             self._check_budgets()
 
     def on_message_complete(self) -> None:
@@ -302,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
         """Answer the current request; `lines` are more headers, complete with line ends."""
         if self._transport is None or self._request is None:
             return
-        head = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n".encode("latin-1", "replace")
+        head = b"%bContent-Length: %d\r\n" % (_type_line(content_type), len(body))
         pieces = (status_line(status), head, lines, self._persistence(), b"\r\n", body)
         self._transport.write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
         self._finish(status)
@@ -311,7 +309,7 @@ class ClientConnection(asyncio.Protocol):
         """Begin an answer whose end is not known yet, with its first bytes."""
         if self._transport is None or self._request is None:
             return
-        kind = f"Content-Type: {content_type}\r\n".encode("latin-1", "replace")
+        kind = _type_line(content_type)
         if self._request.is_http_1_0:
             self._transport.write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
             return
@@ -354,7 +352,10 @@ class ClientConnection(asyncio.Protocol):
                 self.abort()
 
     def _check_budgets(self) -> None:
-        settings, size = self._server.settings, self._body_bytes
+        """Count the body, which is large or sent ahead, and refuse it when it is too much."""
+        settings, size = self._server.settings, len(self._body)
+        self._release(self._counted_bytes - size)
+        self._counted_bytes = size
         if size > settings.max_body_bytes:
             self._refuse(413, f"the body is too large: more than {settings.max_body_bytes} bytes (max_body_bytes)")
         elif self._chunks > _FREE_CHUNKS and size < _MIN_CHUNK_BYTES * self._chunks:
@@ -390,7 +391,8 @@ class ClientConnection(asyncio.Protocol):
         request, self._request, self._owner = self._request, None, None
         if request is None:
             return
-        self._release(min(len(request.body), self._held_bytes))
+        if self._held_bytes:
+            self._release(min(len(request.body), self._held_bytes))
         self._server.count(request.path, status)
         if self._transport is None:
             return
@@ -423,7 +425,7 @@ class ClientConnection(asyncio.Protocol):
         self._closing = True
         self._ahead.clear()
         self._body = b""
-        self._release(self._held_bytes if self._request is None else self._held_bytes - len(self._request.body))
+        self._release(self._held_bytes if self._request is None else max(0, self._held_bytes - len(self._request.body)))
         if self._request is not None or self._transport is None:
             return
         self._server.count(self._path, refusal.status)
@@ -431,3 +433,8 @@ class ClientConnection(asyncio.Protocol):
         lines = head_lines(refusal.headers)
         self._transport.write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
         self.deadline = self._server.clock() + _LINGER_S
+
+
+@functools.lru_cache(maxsize=64)
+def _type_line(content_type: str) -> bytes:
+    return f"Content-Type: {content_type}\r\n".encode("latin-1", "replace")
