@@ -60,12 +60,15 @@ class Limits(msgspec.Struct, frozen=True):
     defer_timeout:    a source keeps finished blocks for this long after the last message from their target
     stop_timeout:     after this long without `stopped`, a peer is fenced by the next stronger means
     retry:            an unanswered message is sent again after this long
+    queue_timeout:    a side expires a hand-off that has waited for this long in its own queue: a source for a grant, a target
+                      for memory
     """
 
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     stop_timeout: float = 5.0
     retry: float = 1.0
+    queue_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -84,6 +87,14 @@ class Limits(msgspec.Struct, frozen=True):
     def beat_s(self) -> float:
         """The interval of heartbeats: five may be lost before a target gives up."""
         return self.transfer_timeout / 6
+
+    @property
+    def hold_cap(self) -> float:
+        """For how long heartbeats alone keep a hand-off alive that gets no further.
+
+        Longer than any side with the same limits queues: the side that has a queue gives up first, and states why.
+        """
+        return self.queue_timeout + self.defer_timeout
 
 
 class OnFailure(enum.StrEnum):

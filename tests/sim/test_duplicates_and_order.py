@@ -152,8 +152,8 @@ class TestEitherSideFirst:
     @every_push
     def test_without_a_lease_it_stays_for_ever(self, flow: Flow) -> None:
         class Hoarder(SourceSide):
-            def _has_lease(self, record: SourceRecord) -> bool:
-                return record.state is not SourceState.PARKED and super()._has_lease(record)
+            def _has_deadline(self, record: SourceRecord) -> bool:
+                return record.state is not SourceState.PARKED and super()._has_deadline(record)
 
         bugs = dataclasses.replace(sides(source=Hoarder), source_engine=self.Absent)
         assert play(self._orphans(flow), bugs, prepare=disturbed).rules == {"everything ends"}

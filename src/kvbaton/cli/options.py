@@ -116,9 +116,12 @@ class LimitOptions:
         seconds after which blocks whose peer does not confirm that it has stopped are fenced by stronger means.
     retry
         seconds after which a question without an answer is asked again.
+    queue_timeout
+        seconds for which a hand-off may wait in an instance's queue, for a grant or for memory, before it expires.
     """
 
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     stop_timeout: float = 5.0
     retry: float = 1.0
+    queue_timeout: float = 600.0

@@ -99,6 +99,7 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
         yield Fault(FaultKind.PAUSE, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.CLOCK_JUMP, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.STALL, at_event=event, who=who, for_s=_LONG_S)
+        yield Fault(FaultKind.SILENT_ENGINE, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.QUEUE_FULL, at_event=event, who=who, for_s=0.1)
         yield Fault(FaultKind.QUEUE_FULL, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.CUT, at_event=event, who=who, other=other, for_s=_LONG_S)

@@ -38,6 +38,7 @@ class FaultKind(enum.StrEnum):
     REFUSE = "refuse at target"
     QUEUE_FULL = "queue full"
     BAD_GRANT = "bad grant number"
+    SILENT_ENGINE = "silent engine"
 
 
 class RequestScript(msgspec.Struct, frozen=True):
