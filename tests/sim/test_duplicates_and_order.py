@@ -156,7 +156,7 @@ class TestEitherSideFirst:
                 return record.state is not SourceState.PARKED and super()._has_deadline(record)
 
         bugs = dataclasses.replace(sides(source=Hoarder), source_engine=self.Absent)
-        assert play(self._orphans(flow), bugs, prepare=disturbed).rules == {"everything ends"}
+        assert play(self._orphans(flow), bugs, prepare=disturbed).rules == {"hard end"}
 
     @every_flow
     @pytest.mark.parametrize("kind", [FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE], ids=str)
