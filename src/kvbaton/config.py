@@ -21,7 +21,7 @@ import msgspec
 
 from kvbaton.core.addresses import is_host
 from kvbaton.core.auth import MIN_KEY_BYTES
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.errors import ConfigError
 
 __all__ = [
@@ -109,7 +109,7 @@ class HandoffSettings(msgspec.Struct, frozen=True):
 
     mode:       push (stream while computing) or pull (fetch when complete)
     integrity:  how much of what a target received is checked before it counts as landed; the target decides
-    aux_way:    how the aux record travels to this instance as a target
+    aux_channel: how the aux record travels to this instance as a target
     on_failure: what a target does with a request whose hand-off failed
     unfenced_writes: in push, let sources write into this instance's memory, and write into that of its targets, over a
                 transport that cannot revoke the right to; both instances of a pair need the same value
@@ -117,7 +117,7 @@ class HandoffSettings(msgspec.Struct, frozen=True):
 
     mode: Mode = Mode.PUSH
     integrity: Integrity = Integrity.OFF
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     on_failure: OnFailure = OnFailure.FAIL
     unfenced_writes: bool = False
 

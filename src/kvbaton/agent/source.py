@@ -71,7 +71,7 @@ from kvbaton.core.checks import SpanSum
 from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import (
     Aux,
-    AuxWay,
+    AuxChannel,
     BlockLists,
     Executor,
     HandoffKey,
@@ -527,9 +527,9 @@ class SourceSide:
     def _repeat(self, record: SourceRecord, grant: Grant) -> None:
         """The grant in hand came again: something that we sent is lost, so everything is sent again."""
         record.announced = 0
-        if grant.aux_way is AuxWay.CONTROL and record.grant is not None:
+        if grant.aux_channel is AuxChannel.CONTROL and record.grant is not None:
             # The target could not read the aux record out of our memory; now it goes in a message.
-            record.grant = msgspec.structs.replace(record.grant, aux_way=grant.aux_way)
+            record.grant = msgspec.structs.replace(record.grant, aux_channel=grant.aux_channel)
         self.step(record, SourceEvent.GRANTED)
 
     def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
@@ -833,7 +833,7 @@ class SourceSide:
 
     def _point_at_aux(self, record: SourceRecord, aux: Aux) -> AuxPointer | None:
         """Put the aux record into a slot of ours, once, if the target will read it there; None when it goes in the message."""
-        if record.grant is None or record.grant.aux_way is AuxWay.CONTROL:
+        if record.grant is None or record.grant.aux_channel is AuxChannel.CONTROL:
             return None
         if record.aux_pointer is None:
             data = pack_aux(record.key, record.grant_number, record.generation, aux)

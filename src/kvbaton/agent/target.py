@@ -119,7 +119,7 @@ from kvbaton.core.checks import sums_problem
 from kvbaton.core.grants import next_sequence
 from kvbaton.core.handoff import (
     Aux,
-    AuxWay,
+    AuxChannel,
     BlockLists,
     Executor,
     HandoffKey,
@@ -232,7 +232,7 @@ class TargetRecord:
     sums: RankSums = field(default_factory=dict)
     source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: Aux | None = None
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     aux_pointer: AuxPointer | None = None
     source_area: AuxArea | None = None
     is_confirmed: bool = False
@@ -421,7 +421,7 @@ class TargetSide:
             record.generation, record.aux = 0, None
             self.drop_spans(record)
             record.epoch = self.epoch
-            record.aux_way, record.aux_pointer = self._choose_aux_way(record), None
+            record.aux_channel, record.aux_pointer = self._choose_aux_channel(record), None
             record.executor = self._ranks.executor if record.request.mode is Mode.PUSH else Executor.TARGET_READS
 
     def send_grant(self, record: TargetRecord) -> None:
@@ -440,7 +440,7 @@ class TargetSide:
             cached_tokens=record.allocation.cached_tokens,
             sequence=record.sequence,
             integrity=self._settings.integrity,
-            aux_way=record.aux_way,
+            aux_channel=record.aux_channel,
             tokens=record.allocation.tokens,
         )
         self._send(record, grant)
@@ -1046,18 +1046,18 @@ class TargetSide:
 
     # Aux records that come over the data transport: read out of a slot of the source, checked, else sent in a message.
 
-    def _choose_aux_way(self, record: TargetRecord) -> AuxWay:
+    def _choose_aux_channel(self, record: TargetRecord) -> AuxChannel:
         """How the aux record is to travel; in a message where one of the two sides has no area for it."""
-        if self._settings.aux_way is AuxWay.CONTROL:
-            return AuxWay.CONTROL
+        if self._settings.aux_channel is AuxChannel.CONTROL:
+            return AuxChannel.CONTROL
         if self.aux_slots.area is None or record.source_area is None:
             self.aux_fallbacks_total["no aux area"] += 1
-            return AuxWay.CONTROL
-        return AuxWay.DATA
+            return AuxChannel.CONTROL
+        return AuxChannel.DATA
 
     def _fetch_aux(self, record: TargetRecord, pointer: AuxPointer) -> None:
         """Have rank 0 read what a pointer leads to; what does not lie in a slot of the source's area is never read."""
-        if record.aux is not None or record.aux_pointer is not None or record.aux_way is AuxWay.CONTROL:
+        if record.aux is not None or record.aux_pointer is not None or record.aux_channel is AuxChannel.CONTROL:
             self.late_total["aux"] += 1
         elif record.source is None or record.source_area is None or pointer_problem(pointer, record.source_area):
             self._fall_back(record, "bad pointer")
@@ -1100,9 +1100,9 @@ class TargetSide:
             self._settle(record)
 
     def _fall_back(self, record: TargetRecord, cause: str) -> None:
-        """Have the record sent in a message: a repeated grant carries `aux_way`, and makes the source send everything again."""
+        """Have the record sent in a message: a repeated grant names the channel, and makes the source send everything again."""
         self.aux_fallbacks_total[cause] += 1
-        record.aux_way = AuxWay.CONTROL
+        record.aux_channel = AuxChannel.CONTROL
         self.send_grant(record)
 
     # Helpers.

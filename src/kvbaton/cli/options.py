@@ -77,7 +77,7 @@ class HandoffOptions:
         `push`: the cache streams to the target while it is computed; `pull`: the target fetches it when it is complete.
     integrity
         how much of a received cache is checked against the source's checksums before it is used.
-    aux_way
+    aux_channel
         how the first token travels: in a control message, or over the data transport.
     on_failure
         what becomes of a request whose hand-off failed: it fails, or the decode instance computes its prompt.
@@ -88,7 +88,7 @@ class HandoffOptions:
 
     mode: Literal["push", "pull"] = "push"
     integrity: Literal["off", "sampled", "full"] = "off"
-    aux_way: Literal["control", "data"] = "control"
+    aux_channel: Literal["control", "data"] = "control"
     on_failure: Literal["fail", "recompute"] = "fail"
     unfenced_writes: Annotated[bool, Parameter(negative=())] = False
 

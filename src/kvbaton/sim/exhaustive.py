@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
@@ -59,7 +59,7 @@ def flow_script(name: str) -> Script:
         faults=(),
         move_s=0.002,
         integrity=Integrity.FULL if ranks > 1 else Integrity.OFF,
-        aux_way=AuxWay.DATA if ranks > 1 else AuxWay.CONTROL,
+        aux_channel=AuxChannel.DATA if ranks > 1 else AuxChannel.CONTROL,
     )
 
 

@@ -72,7 +72,7 @@ class Run:
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         fabric = Fabric(self.world, script.late_writes, script.move_s)
-        settings = HandoffSettings(integrity=script.integrity, aux_way=script.aux_way)
+        settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
             self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
         )
