@@ -59,8 +59,8 @@ class SimTransport:
         self._fabric = fabric
         self._process = process
         self._me = me
-        self._address = process.name.partition("#")[0]
-        self._where = f"{self._address} {me.rank}"
+        self.address = process.name.partition("#")[0]
+        self._where = f"{self.address} {me.rank}"
         self.memory = memory
         self._allow = allow
         self._wake = wake
@@ -138,6 +138,9 @@ class SimTransport:
         """Ask a batch to stop; the cell that is in flight still arrives, as a posted RDMA write would."""
         if (posted := self._posted.get(ticket)) is not None:
             posted.cancelled = True
+            if self._is_cut_from(self._fabric.ranks.get(posted.batch.peer)):
+                # Nothing is in flight: it need not wait until the link is looked at again.
+                self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
 
     def revoke(self, peer: PeerRank) -> None:
         """Close the session with `peer`, both ways: what it posted to us under it never lands, what we posted to it fails."""
@@ -163,13 +166,13 @@ class SimTransport:
 
     def _move(self, posted: _PostedBatch) -> None:
         """Move one cell, or complete."""
-        if not self._process.is_alive:
+        if not self._process.is_alive or posted.ticket not in self._posted:
             return
         if posted.error or not posted.moves:
             self._complete(posted)
             return
         peer = self._fabric.ranks.get(posted.batch.peer)
-        is_cut = peer is not None and self._fabric.network.is_cut(self._address, peer._address)  # noqa: SLF001
+        is_cut = self._is_cut_from(peer)
         if peer is None or not peer._process.is_alive:  # noqa: SLF001
             posted.error = "PeerLost: the peer is gone"
         elif is_cut:
@@ -184,6 +187,9 @@ class SimTransport:
             self._complete(posted)
         else:
             self._schedule(posted, is_cut)
+
+    def _is_cut_from(self, peer: SimTransport | None) -> bool:
+        return peer is not None and self._fabric.network.is_cut(self.address, peer.address)
 
     def _moves(self, direction: Direction, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
         """How a run moves: cell by cell, or at once where it is an aux record, which is always read."""
