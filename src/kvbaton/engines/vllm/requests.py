@@ -17,6 +17,7 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, 
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
+    SourceCheck,
     SourceParams,
     TargetParams,
     answer_params,
@@ -29,6 +30,7 @@ __all__ = [
     "AutomaticIds",
     "EngineRequest",
     "HandoffInfo",
+    "SourceCheck",
     "SourceParams",
     "RequestedHandoff",
     "answer_params",
@@ -116,8 +118,13 @@ class AutomaticIds:
         return given[0]
 
 
-def read_handoff(request: EngineRequest, mode: Mode, automatic: AutomaticIds) -> RequestedHandoff | None:
-    """What a request asks for; None for a plain one. Never raises: a client's mistake is a problem of its request."""
+def read_handoff(
+    request: EngineRequest, mode: Mode, automatic: AutomaticIds, sources: SourceCheck | None = None
+) -> RequestedHandoff | None:
+    """What a request asks for; None for a plain one. Never raises: a client's mistake is a problem of its request.
+
+    So is a source that `sources` does not let it dial.
+    """
     params = request.kv_transfer_params
     if not isinstance(params, Mapping) or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return None
@@ -131,6 +138,8 @@ def read_handoff(request: EngineRequest, mode: Mode, automatic: AutomaticIds) ->
         return None
     key = HandoffKey(asked.transfer_id, prompt, sample)
     problem = key_problem(key) or ("" if request.prompt_token_ids else "a prompt without token ids cannot be handed off")
+    if isinstance(asked, TargetParams) and sources is not None:
+        problem = problem or sources.refusal(asked) or ""
     if problem:
         return RequestedHandoff(None, problem=problem)
     if isinstance(asked, TargetParams):
