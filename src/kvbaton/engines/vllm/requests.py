@@ -183,10 +183,18 @@ def _parts(request_id: str) -> tuple[str, int, int]:
 
 
 def prompt_digest(request: EngineRequest) -> str:
-    """What the prompt is, in short: both sides of a hand-off must have the same. Images and adapters belong to it."""
+    """What the prompt is, in short: both sides of a hand-off must have the same. Images, adapter and cache salt belong to it.
+
+    vLLM shares cached prefixes between requests of one salt only. A target that took the cache of another salt would enter it
+    into its own prefix cache under the wrong one, and one tenant would be served another's.
+    """
     digest = hashlib.blake2b(array("q", request.prompt_token_ids or ()).tobytes(), digest_size=16)
-    for feature in getattr(request, "mm_features", None) or ():
-        digest.update(f"|{feature.identifier}".encode())
+    parts = [f"image {feature.identifier}" for feature in getattr(request, "mm_features", None) or ()]
     if (adapter := getattr(request, "lora_request", None)) is not None:
-        digest.update(f"|lora {adapter.lora_name}".encode())
+        parts.append(f"lora {adapter.lora_name}")
+    if salt := getattr(request, "cache_salt", None):
+        parts.append(f"salt {salt}")
+    # With their lengths: clients choose the salt, and none may read as that of a request with another adapter or image.
+    for part in (part.encode("utf-8", "surrogatepass") for part in parts):
+        digest.update(b"|%d %b" % (len(part), part))
     return digest.hexdigest()
