@@ -33,11 +33,11 @@ CHECK = SourceCheck(Trust(KEY), D)
 
 def routed(mode: TransferMode, key: bytes | None = KEY) -> tuple[KVTransferParams, str]:
     """What our router sends to the decode instance of a pair: its `kv_transfer_params`, and the request id."""
-    instances = [
+    prefill, decode = (
         Instance(Registration(type=kind, http_address="10.0.0.9:80", zmq_address=str(at), transfer_mode=mode), 0.0, 0.0)
         for kind, at in ((InstanceType.PREFILL, P), (InstanceType.DECODE, D))
-    ]
-    pair = InstancePair(*instances, cluster_key=key)
+    )
+    pair = InstancePair(prefill, decode, cluster_key=key)
     request = new_pair_request("/v1/completions", parse_body(b'{"prompt":"x"}'), pair, b"", Digits())
     if mode is TransferMode.WRITE:
         sent = request.push_payload()
