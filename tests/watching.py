@@ -50,7 +50,7 @@ def shared_files(pids: Iterable[int]) -> set[Path]:
     for pid in pids:
         with contextlib.suppress(OSError):  # it may end at any time
             root = Path(f"/proc/{pid}")
-            held = [os.readlink(each) for each in (root / "fd").iterdir()]
+            held = [str(each.readlink()) for each in (root / "fd").iterdir()]
             mapped = [line.partition("/")[1] + line.partition("/")[2] for line in (root / "maps").read_text().splitlines()]
             found |= {Path(name) for name in (*held, *mapped) if name.startswith("/dev/shm/")}  # noqa: S108
     return found
