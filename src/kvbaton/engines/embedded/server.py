@@ -18,7 +18,6 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvbaton.config import Trust
-from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import HandoffAccess, HandoffRoutes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
 from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
@@ -29,6 +28,7 @@ from kvbaton.engines.embedded.openai import (
     RequestLimits,
     chat_request,
     completion_request,
+    declined_requests,
     decode_body,
     request_limits,
 )

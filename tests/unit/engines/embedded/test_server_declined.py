@@ -10,8 +10,8 @@ from served import Reply, ScriptedEngine, run, serving
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, TransferId
-from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.engine import EngineBusy
+from kvbaton.engines.embedded.openai import declined_requests
 from kvbaton.engines.embedded.request import FromSource
 
 PARAMS = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "127.0.0.1", "remote_port": 6301}
