@@ -21,7 +21,7 @@ import msgspec
 
 from kvbaton.core.addresses import is_host
 from kvbaton.core.auth import MIN_KEY_BYTES
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.errors import ConfigError
 
 __all__ = [
@@ -67,12 +67,15 @@ class Limits:
         seconds without `stopped` after which a peer is fenced by the next stronger means.
     retry
         seconds after which an unanswered message is sent again.
+    queue_timeout
+        seconds for which a hand-off may wait in its own side's queue, a source for a grant or a target for memory.
     """
 
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     stop_timeout: float = 5.0
     retry: float = 1.0
+    queue_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -92,6 +95,14 @@ class Limits:
         """The interval of heartbeats: five may be lost before a target gives up."""
         return self.transfer_timeout / 6
 
+    @property
+    def hold_cap(self) -> float:
+        """For how long heartbeats alone keep a hand-off alive that gets no further.
+
+        Longer than any side with the same limits queues: the side that has a queue gives up first, and states why.
+        """
+        return self.queue_timeout + self.defer_timeout
+
 
 class OnFailure(enum.StrEnum):
     """What a target does with a request whose hand-off failed: fail it with the reason, or compute its prompt here."""
@@ -110,7 +121,7 @@ class HandoffSettings:
         `push`: the cache streams to the target while it is computed; `pull`: the target fetches it when it is complete.
     integrity
         how much of what a target received is checked against the source's checksums before it counts as landed.
-    aux_way
+    aux_channel
         how the first token travels to a target: in a control message, or over the data transport.
     on_failure
         what becomes of a request whose hand-off failed: it fails, or the decode instance computes its prompt.
@@ -121,7 +132,7 @@ class HandoffSettings:
 
     mode: Mode = Mode.PUSH
     integrity: Integrity = Integrity.OFF
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     on_failure: OnFailure = OnFailure.FAIL
     unfenced_writes: bool = False
 

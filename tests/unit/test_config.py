@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvbaton.config import Limits, parse_limits
 from kvbaton.errors import ConfigError
 
-NAMES = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry")
+NAMES = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry", "queue_timeout")
 
 
 def test_defaults_are_those_of_the_promises() -> None:

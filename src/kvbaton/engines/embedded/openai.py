@@ -13,8 +13,7 @@ import math
 import re
 import uuid
 from dataclasses import dataclass, replace
-from itertools import islice, product
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -22,7 +21,7 @@ from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.request import GenerationRequest, Sampling, handoff_of
 from kvbaton.engines.embedded.seams import ModelInfo, PromptTokenizer
 from kvbaton.engines.embedded.settings import HttpSettings
-from kvbaton.engines.handoff_params import HandoffParams, KVTransferParams, TargetParams, read_params
+from kvbaton.engines.handoff_params import HandoffParams, KVTransferParams, read_params
 from kvbaton.errors import BadRequest
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "RequestLimits",
     "chat_request",
     "completion_request",
-    "declined_requests",
     "decode_body",
     "request_limits",
 ]
@@ -419,40 +417,3 @@ def _wrong_type(message: str) -> BadRequest:
         return BadRequest(field, f"{field}: is missing")
     field = path or "body"
     return BadRequest(field, f"{field}: {what}")
-
-
-# Requests that are refused before they are read in full: which hand-offs their sources have to release.
-
-
-class _DeclinedParams(msgspec.Struct, frozen=True):
-    kv_transfer_params: KVTransferParams | None = None
-
-
-class _DeclinedBody(msgspec.Struct, frozen=True):
-    prompt: Any = None
-    n: Any = None
-
-
-def declined_requests(raw: bytes, request_id: str | None, most: int) -> list[GenerationRequest]:
-    """The requests of a refused body, without prompts and at most `most`; only those whose cache is held by a source."""
-    try:
-        # The prompt is decoded only for a body that has a source: most refused bodies have none, and some are very large.
-        params = read_params(msgspec.json.decode(raw, type=_DeclinedParams).kv_transfer_params, request_id)
-        if not isinstance(params, TargetParams):
-            return []
-        body = msgspec.json.decode(raw, type=_DeclinedBody)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
-        return []
-    indices = islice(product(range(_declined_prompts(body.prompt)), range(_declined_samples(body.n, most))), most)
-    return [
-        GenerationRequest(RequestId(f"declined-{prompt}-{sample}"), (), Sampling(1), handoff_of(params, prompt, sample))
-        for prompt, sample in indices
-    ]
-
-
-def _declined_prompts(prompt: object) -> int:
-    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-
-
-def _declined_samples(n: object, most: int) -> int:
-    return min(n, most) if isinstance(n, int) and n > 0 else 1

@@ -18,6 +18,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from kvbaton.config import Trust
+from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import HandoffAccess, HandoffRoutes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
 from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
@@ -28,16 +29,22 @@ from kvbaton.engines.embedded.openai import (
     RequestLimits,
     chat_request,
     completion_request,
-    declined_requests,
     decode_body,
     request_limits,
 )
 from kvbaton.engines.embedded.openai_answers import DONE_EVENT, ResponseBuilder, sse_event
-from kvbaton.engines.embedded.request import FromSource
 from kvbaton.engines.embedded.seams import PromptTokenizer
 from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.submission import EngineClient, Submission
-from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, TargetParams, answer_params, read_params, size_doubt
+from kvbaton.engines.handoff_params import (
+    HandoffInfo,
+    SourceCheck,
+    SourceParams,
+    TargetParams,
+    answer_params,
+    read_params,
+    size_doubt,
+)
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 from kvbaton.wire.log_limit import LogLimit
@@ -82,7 +89,7 @@ def make_app(
     `agent`, where there are hand-offs, is read at each scrape of the metrics.
     `timelines`, where hand-offs are noted, are served at /handoffs. With the key of `trust`, only its holders act on hand-offs.
     """
-    access = HandoffAccess(trust)
+    access = HandoffAccess(trust, None if handoff is None else SourceCheck(trust, handoff.control_address))
     handoffs = HandoffRoutes(engine, timelines, access)
     registry = make_registry(engine.stats, agent)
     handlers = _Handlers(engine, served_model, role, handoff, progress_timeout_s, registry, handoffs, access, settings)
@@ -207,16 +214,16 @@ class _Handlers:
             async with self._large_bodies:
                 return await asyncio.to_thread(self._check, http, raw, kind, check, request_id)
         except KVBatonError as error:
-            for request in declined_requests(raw, request_id, self._limits.sequences):
-                if isinstance(request.handoff, FromSource) and self._access.may_dial(http, request.handoff.source.host):
-                    self._engine.decline(request, str(error))
+            may_dial = lambda params: self._access.dial_refusal(http, params) is None  # noqa: E731
+            for request in declined_requests(raw, request_id, self._limits.sequences, may_dial):
+                self._engine.decline(request, str(error))
             raise
 
     def _check(self, http: web.Request, raw: bytes, kind: type[Body], check: Check[Body], request_id: str | None) -> ApiRequest:
         body = decode_body(raw, kind)
         params = read_params(body.kv_transfer_params, request_id)
         if isinstance(params, TargetParams):
-            self._access.check_dial(http, params.source.host)
+            self._access.check_dial(http, params)
         if body.model is not None and body.model != self._served_model:
             message = f"model: {body.model!r} is not served here; this instance serves {self._served_model!r}"
             raise HttpError(404, "invalid_request_error", message, param="model", code="model_not_found")

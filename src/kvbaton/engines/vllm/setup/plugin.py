@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.addresses import in_url
-from kvbaton.core.handoff import AuxWay
+from kvbaton.core.handoff import AuxChannel
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
@@ -28,7 +28,7 @@ class VllmPlugin(EnginePlugin):
 
     name = "vllm"
     title = "vLLM"
-    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(CONNECTORS))
+    support = Support(aux_channels=(AuxChannel.CONTROL,), connectors=tuple(CONNECTORS))
     healthy_within_s = 900.0
     server_bytes = 2_700_000_000
     start_notice = "vLLM servers take one to two minutes to start, and about 2.5 GB of memory each"
