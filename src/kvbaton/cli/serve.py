@@ -73,8 +73,6 @@ def serve(
         0.0.0.0 or ::, unless a router finds out which of this machine's addresses it is.
     router
         discovery address (host:port) of a router to register with; may be repeated.
-    transport
-        how cache bytes travel: `local` (same host) or `tcp`.
     blocks
         blocks of the KV cache.
     block_tokens

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, cast
 from rich.console import Console
 from rich.panel import Panel
 
-from kvbaton.cli.options import EngineName, HandoffOptions, TransportName
+from kvbaton.cli.options import EngineName, HandoffOptions, ModelName, TransportName
 from kvbaton.cli.output import SafeOutput
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.config import DEFAULT_HANDOFF
@@ -34,7 +34,7 @@ def up(
     engine: EngineName = DEFAULT_ENGINE,
     prefill: int = 1,
     decode: int = 1,
-    model: str = "smollm2",
+    model: ModelName = "smollm2",
     transport: TransportName = "local",
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -53,10 +53,6 @@ def up(
         how many prefill instances.
     decode
         how many decode instances.
-    model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     host
         where the router listens.
     port

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, HandoffOptions, TransportName
+from kvbaton.cli.options import EngineName, HandoffOptions, JsonOption, TransportName
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.engines.table import DEFAULT_ENGINE
@@ -32,18 +32,11 @@ def verify(
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
     handoff: HandoffOptions = DEFAULT_HANDOFF,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonOption = False,
 ) -> int:
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
 
     Exits with 0 when all answers are equal and every one was handed off, with 1 when not, with 2 when it could not be run.
-
-    Parameters
-    ----------
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.verify.run import VerifiedPair
 

@@ -19,11 +19,10 @@ from kvbaton.engines.base import (
     Progress,
     Support,
 )
-from kvbaton.engines.embedded.lacks import check_lacks
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
-from kvbaton.engines.embedded.shaped.cut import Cut, check_cut
-from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
+from kvbaton.engines.embedded.shaped.blueprint import Cut, check_cut
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, check_lacks
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.engines.instance import ModelIdentity, instance_card
