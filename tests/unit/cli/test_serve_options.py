@@ -78,7 +78,7 @@ def test_details_are_hidden_where_clients_need_a_key(
 def test_the_budgets_of_requests_reach_the_server(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
     limits = ("--max-prompt-bytes", "1", "--max-request-bytes", "2", "--max-body-bytes", "3", "--max-request-sequences", "4")
     settings = _served(monkeypatch, started, *limits, "--max-waiting", "5")
-    assert settings.http == HttpSettings(1, 2, 3, 4)
+    assert settings.http == HttpSettings(1, 2, 3, 4, show_details=True)
     assert settings.engine.max_waiting == 5
 
 

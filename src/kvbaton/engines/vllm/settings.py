@@ -108,7 +108,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> Limits:
         """How long this instance waits for what."""
-        return parse_limits({name: getattr(self, name) for name in Limits.__struct_fields__})
+        return parse_limits({name: getattr(self, name) for name in Limits.__dataclass_fields__})
 
     @property
     def handoff(self) -> HandoffSettings:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import asdict
 from typing import Any
-
-import msgspec
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.addresses import in_url
@@ -86,8 +85,8 @@ def _extra_config(request: CommandRequest) -> dict[str, Any]:
     if request.routers:
         http_address = f"{in_url(request.advertise_host or request.host)}:{request.port}"
         extra |= {"routers": list(request.routers), "http_address": http_address}
-    defaults = msgspec.structs.asdict(Limits())
-    extra |= {name: value for name, value in msgspec.structs.asdict(request.limits).items() if value != defaults[name]}
+    defaults = asdict(Limits())
+    extra |= {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
     if request.cluster_key_file is not None:
         extra["cluster_key_file"] = str(request.cluster_key_file)
     return extra | ({"allow": list(request.allow)} if request.allow else {})
