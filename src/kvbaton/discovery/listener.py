@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -163,7 +162,7 @@ class Listener:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _listen(self, bound: socket.socket) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import aiohttp
+import msgspec
 
 from kvbaton.config import HandoffSettings
 from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
@@ -163,24 +164,16 @@ async def _send_one(
 
 def _row(index: int, prompt: tuple[int, ...], single: ServerReply, pair: ServerReply) -> RequestRow:
     comparison = compare(single.answer, pair.answer)
-    record = pair.record
-    return RequestRow(
-        request=index,
-        prompt_tokens=len(prompt),
-        output_tokens=len(pair.answer.tokens),
-        verdict=comparison.verdict,
-        detail=comparison.detail,
-        handed_off=bool(record.get("handed_off")),
-        recomputed=bool(record.get("recomputed")),
-        cached_tokens=int(record.get("cached_tokens", 0)),
-        bytes_planned=int(record.get("bytes_planned", 0)),
-        bytes_moved=int(record.get("bytes_moved", 0)),
-        handoff_s=float(record.get("handoff_s", 0.0)),
-        handover_s=float(record.get("handover_s", 0.0)),
-        largest_difference=comparison.largest_difference,
-        source_writes=bool(record.get("source_writes")),
-    )
+    facts = {
+        "request": index,
+        "prompt_tokens": len(prompt),
+        "verdict": comparison.verdict,
+        "detail": comparison.detail,
+        "output_tokens": len(pair.answer.tokens),
+        "largest_difference": comparison.largest_difference,
+    }
+    return msgspec.convert(pair.record | facts, RequestRow, strict=False)
 
 
 def _failed_row(index: int, prompt: tuple[int, ...], detail: str) -> RequestRow:
-    return RequestRow(index, len(prompt), 0, "failed", detail, False, False, 0, 0, 0, 0.0, 0.0, 0.0)
+    return RequestRow(index, len(prompt), "failed", detail)
