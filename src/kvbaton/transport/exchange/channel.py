@@ -24,7 +24,7 @@ import numpy as np
 from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerLost, PeerRefused, ProtocolError, QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Direction, Region
-from kvbaton.transport.exchange.base import INLINE_BYTES, INLINE_S, TransferRequest
+from kvbaton.transport.exchange.base import INLINE_BYTES, INLINE_S, MemoryHandle, TransferRequest
 from kvbaton.transport.exchange.flow import Flow, MemoryFill, MemorySend, Skip, Step
 from kvbaton.transport.exchange.owner import ExchangeState, copy_slices
 from kvbaton.transport.exchange.reach import PeerProcess
@@ -240,6 +240,26 @@ class Channel:
         else:
             transit = self._send_calls(request, total)
         return transit
+
+    def probe(self, remote: MemoryHandle, timeout_s: float) -> None:
+        """Ask whether a memory of the peer is registered. RangeError: it is not; TransportError: no answer."""
+        transit = Transit(self, 1, self._counter)
+        with self._sending:
+            if self._broken:
+                transit.finish_part(0, self._broken)
+            else:
+                self._number += 1
+                self._parts.append(_CallPart(transit, self._number, None, (0, 0), 0))
+                call = MemoryCall(CallKind.PROBE, self._number, None, 0, 0, remote.slot, remote.stamp, 0, 0)
+                self._outbox.append(pack_call(call, _NO_RUNS))
+                self.progress_at = time.monotonic()
+        self._flush()
+        if not transit.wait(timeout_s):
+            raise TransportError(f"the peer did not answer within {timeout_s:g} s")
+        if transit.error.startswith("RangeError"):
+            raise RangeError(transit.error.removeprefix("RangeError: "))
+        if transit.error:
+            raise TransportError(transit.error)
 
     def send_notice(self, tag: int | None) -> None:
         """Have the peer keep a notice; one that it does not get is not sent again."""
@@ -459,7 +479,7 @@ class Channel:
         fill = None
         try:
             fill = MemoryFill(self.state.table, part.slot, part.stamp, runs[:, 1], runs[:, 2])
-            yield fill
+            yield Skip(part.total_bytes) if self.state.drops_stores else fill
         except RangeError as error:
             yield Skip(fill.vectors.remaining_bytes if fill is not None else part.total_bytes)
             return f"RangeError: {error}"

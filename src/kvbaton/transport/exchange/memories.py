@@ -65,7 +65,7 @@ class MemoryTable:
         return MemoryHandle(slot, stamp, memory_bytes)
 
     def withdraw(self, slot: int, stamp: int) -> None:
-        """End a memory, and wait until no copy is in it; one that is not live is ignored. Raises TransportError after a time."""
+        """End a memory, and wait until no copy is in it; one that is not live is ignored. TransportError after a time."""
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             if slot not in self._live or self._live[slot][0] != stamp:

@@ -40,7 +40,7 @@ SLICE_RUNS = 16 * MAX_SLICE_RUNS
 
 @dataclass(slots=True, eq=False)
 class ExchangeState:
-    """What the parts of one exchange share."""
+    """What the parts of one exchange share. `drops_stores` is for negative controls: what should be stored here is not."""
 
     name: str
     secret: Secret
@@ -51,6 +51,7 @@ class ExchangeState:
     here: Neighbour
     process_memory: ProcessMemory | None
     helpers: CopyHelpers
+    drops_stores: bool = False
     served: dict[CallKind, int] = field(default_factory=lambda: dict.fromkeys(CallKind, 0))
 
 
@@ -72,7 +73,7 @@ def copy_slices(
         # else.
         address = state.table.pin(*target_name)
         try:
-            moved = source.copy(source_address, address, piece)
+            moved = int(piece[:, 2].sum()) if state.drops_stores else source.copy(source_address, address, piece)
         finally:
             state.table.unpin(target_name[0])
         cursor.advance(moved)
@@ -151,6 +152,9 @@ class OwnerSide:
         if call.kind is CallKind.NOTE:
             self._note(call)
             return
+        if call.kind is CallKind.PROBE:
+            yield self._probed(call)
+            return
         runs = unpack_runs(call, (yield (call.count - 1) * RUN_BYTES) if call.count > 1 else b"")
         outcome, reason = CallOutcome.OK, ""
         try:
@@ -171,6 +175,13 @@ class OwnerSide:
             self._note(call)
         yield pack_answer(outcome, call.number, reason)
 
+    def _probed(self, call: MemoryCall) -> bytes:
+        try:
+            self._state.table.find(call.remote_slot, call.remote_stamp)
+        except RangeError as error:
+            return pack_answer(CallOutcome.RANGE, call.number, str(error))
+        return pack_answer(CallOutcome.OK, call.number)
+
     def _pull(self, call: MemoryCall, runs: Runs) -> Generator[Step, bytes, None]:
         if self._process is None:
             raise PeerLost("the initiator's memory cannot be read from here")
@@ -183,7 +194,7 @@ class OwnerSide:
         fill = None
         try:
             fill = MemoryFill(self._state.table, *self._target(call, runs, 1), runs[:, 1], runs[:, 2])
-            yield fill
+            yield Skip(call.total_bytes) if self._state.drops_stores else fill
         except RangeError:
             # The bytes are on their way: they are taken off the connection, so that the next call can be read.
             yield Skip(fill.vectors.remaining_bytes if fill is not None else call.total_bytes)

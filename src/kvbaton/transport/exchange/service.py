@@ -1,4 +1,4 @@
-"""An exchange over this process's memory: one thread that owns the port, serves peers, and continues what callers left in flight.
+"""An exchange over this process's memory: one thread that owns the port, serves peers, and ends what callers left in flight.
 
 The thread runs four things: connections of peers (`OwnerSide`), a step each when their socket is ready; reads of this side that
 are too large for the thread that posted them (`ReadJob`), a slice each in turns; channels with something in flight that no
@@ -260,7 +260,7 @@ class _Service:
 
 
 class MemoryExchange:
-    """See `Exchange`. Listens on `host` and `port` of the settings; ends with its last reference, or by `close`."""
+    """See `Exchange`. Ends with its last reference, or by `close`."""
 
     def __init__(
         self,
@@ -268,30 +268,48 @@ class MemoryExchange:
         settings: TransportSettings,
         paths: ExchangePaths | None = None,
         *,
-        keeps_notices: bool = True,
+        listens: bool = True,
+        drops_stores: bool = False,
     ) -> None:
-        """`name` is what peers find its notices under. Raises ConfigError, or TransportError when no path works here."""
+        """`name` is what peers find its notices under.
+
+        Listens on `host` and `port` of the settings; without `listens` only when `listen` is called, and peers are served and
+        connected to from then on. Raises ConfigError, or TransportError when no path works here.
+        """
         self._settings = settings
         self._paths = paths or ExchangePaths()
-        incarnation = settings.incarnation or secrets.token_hex(8)
-        memory = self._process_memory()
-        state = ExchangeState(
+        self._state = ExchangeState(
             name=name,
-            secret=Secret(secrets.token_bytes(TOKEN_BYTES), settings.cluster_key, incarnation),
+            secret=Secret(secrets.token_bytes(TOKEN_BYTES), settings.cluster_key, settings.incarnation or secrets.token_hex(8)),
             table=MemoryTable(settings.timeout_s),
             notices=NoticeTable(),
-            keeps_notices=keeps_notices,
+            keeps_notices=True,
             slice_bytes=settings.slice_bytes * max(1, settings.copy_threads),
             here=Neighbour.here(),
-            process_memory=memory,
+            process_memory=self._process_memory(),
             helpers=CopyHelpers(settings.copy_threads),
+            drops_stores=drops_stores,
         )
-        self._state = state
         self._counter = InFlight(settings.max_in_flight)
         self._links: dict[bytes, Channel] = {}
         self._connecting = threading.Lock()
-        self._service = _Service(state, settings)
-        self._finalizer = weakref.finalize(self, _close, self._service, state)
+        self._service: _Service | None = None
+        self._finalizer = weakref.finalize(self, _close, None, self._state)
+        if listens:
+            self.listen(keeps_notices=True)
+
+    @property
+    def port(self) -> int:
+        """Where it listens; before `listen`, where it shall."""
+        return int(self._service.port) if self._service is not None else self._settings.port
+
+    def listen(self, *, keeps_notices: bool) -> None:
+        """Serve peers from now on; again: change whether notices are kept. Raises ConfigError when the port cannot be had."""
+        self._state.keeps_notices = keeps_notices
+        if self._service is None:
+            self._service = _Service(self._state, self._settings)
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, _close, self._service, self._state)
 
     def register(self, address: int, memory_bytes: int) -> MemoryHandle:
         """See `Exchange.register`."""
@@ -305,8 +323,8 @@ class MemoryExchange:
         """See `Exchange.endpoint`."""
         state = self._state
         details: dict[str, str | int] = {
-            "host": self._settings.advertise_host or str(self._service.host),
-            "port": int(self._service.port),
+            "host": self._settings.advertise_host or self._settings.host,
+            "port": self.port,
             "token": state.secret.token.hex(),
             "incarnation": state.secret.incarnation,
             "board_address": state.table.board_address if state.process_memory is not None else 0,
@@ -333,15 +351,14 @@ class MemoryExchange:
 
     def stats(self) -> Mapping[str, int]:
         """See `Exchange.stats`."""
-        service = self._service
         served = {f"{kind.name.lower()}_served_total": count for kind, count in self._state.served.items()}
         return {
             "memories": len(self._state.table),
             "in_flight": len(self._counter),
             "notices": len(self._state.notices),
             "notices_dropped_total": self._state.notices.dropped_total,
-            "garbage_total": service.garbage_total,
-            "refused_total": service.refused_total,
+            "garbage_total": self._service.garbage_total if self._service else 0,
+            "refused_total": self._service.refused_total if self._service else 0,
             **served,
         }
 
@@ -359,6 +376,8 @@ class MemoryExchange:
             raise TransportError(f"the peer's address {host} is not on the allow-list")
         limit = min(self._settings.timeout_s, _HANDSHAKE_S)
         service = self._service
+        if service is None:
+            raise TransportError("the exchange does not listen yet; call listen first")
         channel = Channel(self._state, secret, (host, port), limit, self._counter, service.arm, service.queue)
         try:
             self._choose_path(channel, endpoint)
@@ -411,9 +430,10 @@ def open_tcp(name: str, settings: TransportSettings) -> MemoryExchange:
     return MemoryExchange(name, settings, ExchangePaths.named("tcp"))
 
 
-def _close(service: _Service, state: ExchangeState) -> None:
+def _close(service: _Service | None, state: ExchangeState) -> None:
     """End an exchange: the memories first, so that nothing that is still on its way finds one."""
     try:
         state.table.withdraw_all()
     finally:
-        service.close()
+        if service is not None:
+            service.close()

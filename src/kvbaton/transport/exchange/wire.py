@@ -56,12 +56,15 @@ _MAX_OFFSET = 1 << 63
 
 
 class CallKind(enum.IntEnum):
-    """PULL: read this out of my memory; PUSH: store the bytes that follow; FETCH: send these bytes; NOTE: keep a notice."""
+    """PULL: read this out of my memory; PUSH: store the bytes that follow; FETCH: send these bytes; NOTE: keep a notice;
+    PROBE: is this memory registered?
+    """
 
     PULL = 1
     PUSH = 2
     FETCH = 3
     NOTE = 4
+    PROBE = 5
 
 
 class CallOutcome(enum.IntEnum):
@@ -121,7 +124,7 @@ def unpack_introduction(data: bytes | bytearray) -> Introduction:
 
 
 def pack_call(call: MemoryCall, runs: Runs) -> bytes:
-    """A request with its runs; for a NOTE without."""
+    """A request with its runs; for a NOTE and a PROBE without."""
     flags, tag = (_HAS_TAG, call.tag) if call.tag is not None else (0, 0)
     slots = (call.own_slot, call.remote_slot, call.own_stamp, call.remote_stamp, call.total_bytes)
     first = runs[0].tolist() if len(runs) else (0, 0, 0)
@@ -132,9 +135,9 @@ def pack_call(call: MemoryCall, runs: Runs) -> bytes:
 def unpack_call(data: bytes | bytearray) -> MemoryCall:
     """Read the head of a request. Raises ProtocolError for anything else."""
     mark, kind, flags, _, count, number, tag, own, remote, own_stamp, remote_stamp, total, *first = _CALL.unpack(data)
-    if mark != _CALL_MARK or not CallKind.PULL <= kind <= CallKind.NOTE:
+    if mark != _CALL_MARK or not CallKind.PULL <= kind <= CallKind.PROBE:
         raise ProtocolError(f"no request: mark {mark!r}, kind {kind}")
-    if count > MAX_CALL_RUNS or total > MAX_CALL_BYTES or (count == 0) != (kind == CallKind.NOTE):
+    if count > MAX_CALL_RUNS or total > MAX_CALL_BYTES or (count == 0) != (kind >= CallKind.NOTE):
         raise ProtocolError(
             f"a request of {count} runs, {total} bytes; at most {MAX_CALL_RUNS} and {MAX_CALL_BYTES} are allowed"
         )
