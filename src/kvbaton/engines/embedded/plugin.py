@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import asdict, dataclass
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits
 from kvbaton.core.addresses import ControlAddress
@@ -85,7 +83,7 @@ class EmbeddedServers(PreparedEngine):
         command += ["--control-port", str(control_port), "--transport", options.transport]
         for router in routers:
             command += ["--router", router]
-        for setting, value in msgspec.structs.asdict(options.handoff).items():
+        for setting, value in asdict(options.handoff).items():
             option = f"--{setting.replace('_', '-')}"
             command += [option] * value if isinstance(value, bool) else [option, value]
         command += [*_serve_arguments(options), *options.arguments]
