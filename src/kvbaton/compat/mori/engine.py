@@ -28,6 +28,7 @@ from kvbaton.compat.mori.settings import (
     chosen_paths,
     drops_stores,
     node_id,
+    stored_counts,
 )
 from kvbaton.compat.mori.status import TransferStatus, failed_status, pending_status, wait_all
 from kvbaton.core.card import Endpoint
@@ -68,7 +69,9 @@ class IOEngine:
         self._node_id = node_id()
         self._host = config.host or _own_address()
         settings = TransportSettings(host=self._host, port=config.port, max_in_flight=_IN_FLIGHT)
-        self._exchange = MemoryExchange(key, settings, chosen_paths(), listens=False, drops_stores=drops_stores())
+        self._exchange = MemoryExchange(
+            key, settings, chosen_paths(), listens=False, drops_stores=drops_stores(), stored=stored_counts()
+        )
         self._backends: dict[BackendType, BackendConfig | None] = {}
         self._notifies = False
         self._remotes: dict[str, EngineDesc] = {}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from kvbaton.compat.mori.names import PollCqMode
 from kvbaton.transport.exchange.service import ExchangePaths
@@ -17,6 +21,7 @@ __all__ = [
     "IOEngineConfig",
     "RdmaBackendConfig",
     "XgmiBackendConfig",
+    "COUNTS",
     "DROP_STORES",
     "LOG",
     "SWITCH",
@@ -25,6 +30,7 @@ __all__ = [
     "drops_stores",
     "node_id",
     "set_log_level",
+    "stored_counts",
 ]
 
 LOG = logging.getLogger("kvbaton.mori")
@@ -34,6 +40,9 @@ SWITCH = "KVBATON_MORI"
 
 DROP_STORES = "KVBATON_MORI_DROP_WRITES"
 """For negative controls: transfers succeed, and nothing is stored."""
+
+COUNTS = "KVBATON_MORI_COUNTS"
+"""A directory in which every engine keeps a file: bytes stored in its memories, and calls that did, as two integers."""
 
 _MAX_PORT = 65535
 _MIN_CHUNK_BYTES = 4096
@@ -145,6 +154,15 @@ def chosen_paths() -> ExchangePaths:
     """How bytes may go, as the switch states."""
     text = os.environ.get(SWITCH, "").strip().lower()
     return ExchangePaths.named(text if text in ("local", "tcp") else "auto")
+
+
+def stored_counts() -> npt.NDArray[np.int64] | None:
+    """Where an engine counts what was stored in its memories: a file of its own, if a directory is named for them."""
+    directory = os.environ.get(COUNTS, "")
+    if not directory:
+        return None
+    path = Path(directory) / f"{os.getpid()}-{secrets.token_hex(4)}.counts"
+    return np.memmap(path, np.int64, "w+", shape=(2,))
 
 
 def drops_stores() -> bool:

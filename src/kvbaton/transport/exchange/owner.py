@@ -11,6 +11,9 @@ import secrets
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerLost, ProtocolError, RangeError
 from kvbaton.transport.exchange.flow import TURN, MemoryFill, MemorySend, Skip, Step
@@ -40,7 +43,11 @@ SLICE_RUNS = 16 * MAX_SLICE_RUNS
 
 @dataclass(slots=True, eq=False)
 class ExchangeState:
-    """What the parts of one exchange share. `drops_stores` is for negative controls: what should be stored here is not."""
+    """What the parts of one exchange share.
+
+    drops_stores: for negative controls: what should be stored here is not
+    stored:       how many bytes were stored into memories of this side, and by how many calls
+    """
 
     name: str
     secret: Secret
@@ -52,7 +59,12 @@ class ExchangeState:
     process_memory: ProcessMemory | None
     helpers: CopyHelpers
     drops_stores: bool = False
+    stored: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     served: dict[CallKind, int] = field(default_factory=lambda: dict.fromkeys(CallKind, 0))
+
+    def count_stored(self, stored_bytes: int) -> None:
+        """A call has stored so many bytes here."""
+        self.stored += (stored_bytes, 1)
 
 
 def copy_slices(
@@ -78,6 +90,7 @@ def copy_slices(
             state.table.unpin(target_name[0])
         cursor.advance(moved)
         yield moved
+    state.count_stored(cursor.total_bytes)
     # After the last byte: what was copied counts only if the source had the memory registered all the time.
     source.find(*source_name)
 
@@ -195,6 +208,7 @@ class OwnerSide:
         try:
             fill = MemoryFill(self._state.table, *self._target(call, runs, 1), runs[:, 1], runs[:, 2])
             yield Skip(call.total_bytes) if self._state.drops_stores else fill
+            self._state.count_stored(call.total_bytes)
         except RangeError:
             # The bytes are on their way: they are taken off the connection, so that the next call can be read.
             yield Skip(fill.vectors.remaining_bytes if fill is not None else call.total_bytes)

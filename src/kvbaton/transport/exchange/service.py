@@ -20,6 +20,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvbaton.core.card import Endpoint
 from kvbaton.errors import ConfigError, KVBatonError, PeerLost, TransportError
 from kvbaton.transport.base import TransportSettings
@@ -270,11 +273,13 @@ class MemoryExchange:
         *,
         listens: bool = True,
         drops_stores: bool = False,
+        stored: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """`name` is what peers find its notices under.
 
         Listens on `host` and `port` of the settings; without `listens` only when `listen` is called, and peers are served and
-        connected to from then on. Raises ConfigError, or TransportError when no path works here.
+        connected to from then on. `stored` is where bytes and calls that stored something here are counted, if not inside.
+        Raises ConfigError, or TransportError when no path works here.
         """
         self._settings = settings
         self._paths = paths or ExchangePaths()
@@ -289,6 +294,7 @@ class MemoryExchange:
             process_memory=self._process_memory(),
             helpers=CopyHelpers(settings.copy_threads),
             drops_stores=drops_stores,
+            stored=np.zeros(2, np.int64) if stored is None else stored,
         )
         self._counter = InFlight(settings.max_in_flight)
         self._links: dict[bytes, Channel] = {}
@@ -353,6 +359,8 @@ class MemoryExchange:
         """See `Exchange.stats`."""
         served = {f"{kind.name.lower()}_served_total": count for kind, count in self._state.served.items()}
         return {
+            "stored_bytes_total": int(self._state.stored[0]),
+            "stored_calls_total": int(self._state.stored[1]),
             "memories": len(self._state.table),
             "in_flight": len(self._counter),
             "notices": len(self._state.notices),
