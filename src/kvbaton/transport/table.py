@@ -144,8 +144,8 @@ class TransportEntry:
     variants:    with which memory it is tried, tested and measured
     bench:       may name the function that measures it in `bench wire`, where blocks in main memory are not its case: called
                  with the tokens of a batch, the rounds, and what is given each line of progress
-    exchange:    may name a function that opens an `Exchange` over it (memories that come and go, writes that their owner
-                 executes): called with the name of the initiator and the `TransportSettings`
+    exchange:    may name a function that opens an `ExchangeContract` over it (memories that come and go, writes by their
+                 owner): called with the name of the initiator and the `TransportSettings`
     stand_in:    may name a function like `opener` that opens it, with both ends in one process, where its hardware is missing:
                  the contract suite then runs on that
     """

@@ -130,7 +130,7 @@ def _start(
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     # Connectors that are not ours have no key; the router takes registrations on loopback only.
-    key = prefill.cluster_key if prefill.connector == OWN_CONNECTOR else ""
+    key = prefill.cluster_key if prefill.connector == OWN_CONNECTOR else None
     fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=key))
     alone = prepared[2].part("single", "both", ports)
     for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):

@@ -36,7 +36,7 @@ from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerError, QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Direction, TransportSettings
 from kvbaton.transport.exchange.base import MemoryHandle, TransferRequest
-from kvbaton.transport.exchange.channel import Channel
+from kvbaton.transport.exchange.channel import ExchangeChannel
 from kvbaton.transport.exchange.service import MemoryExchange
 
 __all__ = ["IOEngine", "IOEngineSession"]
@@ -51,7 +51,7 @@ _NO_BACKEND = "No available backend found, create backend first"
 _OUT_OF_RANGE = "length out of range"
 
 
-class _BadRequest(Exception):
+class _RefusedCall(Exception):
     """A call that MoRI answers with a failed status."""
 
     def __init__(self, code: StatusCode, message: str) -> None:
@@ -145,7 +145,7 @@ class IOEngine:
                 data=int(ptr),
                 size=int(size),
                 loc=mem_loc,
-                ipc_handle=_ipc_handle(handle) if is_gpu and BackendType.XGMI in self._backends else bytes(IPC_HANDLE_BYTES),
+                ipc_handle=_ipc_handle(handle) if BackendType.XGMI in self._backends else bytes(IPC_HANDLE_BYTES),
                 handle=handle,
             )
             self._memories[number] = (desc, handle)
@@ -201,7 +201,7 @@ class IOEngine:
         """
         try:
             session = IOEngineSession(self, *self._pair(local, remote))
-        except _BadRequest as error:
+        except _RefusedCall as error:
             if error.code is StatusCode.ERR_BAD_STATE:
                 return None
             raise RuntimeError(str(error)) from error
@@ -218,7 +218,7 @@ class IOEngine:
         """Wait for all of them; see `wait_all`."""
         return wait_all(statuses, timeout_ms)
 
-    def link(self, endpoint: Endpoint) -> Channel:
+    def link(self, endpoint: Endpoint) -> ExchangeChannel:
         """The connection to a peer. Raises KVBatonError."""
         return self._exchange.connect(endpoint)
 
@@ -247,7 +247,7 @@ class IOEngine:
         local, local_offsets, remote, remote_offsets, sizes, uid = args
         try:
             session = IOEngineSession(self, *self._pair(local, remote))
-        except _BadRequest as error:
+        except _RefusedCall as error:
             return failed_status(error.code, str(error))
         session.open(is_probed=False)
         return session.post(direction, local_offsets, remote_offsets, sizes, uid, notifies_empty=False)
@@ -258,10 +258,10 @@ class IOEngine:
         if not isinstance(local, MemoryDesc) or not isinstance(remote, MemoryDesc):
             raise TypeError("local and remote must be MemoryDesc")
         if not self._backends:
-            raise _BadRequest(StatusCode.ERR_BAD_STATE, _NO_BACKEND)
+            raise _RefusedCall(StatusCode.ERR_BAD_STATE, _NO_BACKEND)
         mine = self._memories.get(local.id) if local.engine_key == self._key else None
         if mine is None:
-            raise _BadRequest(
+            raise _RefusedCall(
                 StatusCode.ERR_NOT_FOUND, f"local memory {local.id} of {local.engine_key!r} is not registered here"
             )
         if remote.engine_key == self._key:
@@ -269,9 +269,9 @@ class IOEngine:
         elif remote.engine_key in self._remotes:
             endpoint = self._remotes[remote.engine_key].endpoint
         else:
-            raise _BadRequest(StatusCode.ERR_BAD_STATE, _NO_BACKEND)
+            raise _RefusedCall(StatusCode.ERR_BAD_STATE, _NO_BACKEND)
         if endpoint is None or remote.handle is None:
-            raise _BadRequest(
+            raise _RefusedCall(
                 StatusCode.ERR_NOT_FOUND, f"engine {remote.engine_key!r} is not one of kvbaton's: use its own mori here"
             )
         return (*mine, remote, remote.handle, endpoint)
@@ -292,7 +292,7 @@ class IOEngineSession:
         self._engine = engine
         self._own, self._handle, self._endpoint = own, handle, endpoint
         self._notifies = engine.notifies(local, remote)
-        self._link: Channel | None = None
+        self._link: ExchangeChannel | None = None
         self._dialled_at = 0.0
 
     def allocate_transfer_uid(self) -> int:
@@ -351,7 +351,7 @@ class IOEngineSession:
         try:
             request = TransferRequest(direction, self._own, self._handle, _runs(*columns, sizes), tag)
             return pending_status(self._linked().post(request))
-        except _BadRequest as error:
+        except _RefusedCall as error:
             return failed_status(error.code, str(error))
         except RangeError as error:
             return failed_status(StatusCode.ERR_INVALID_ARGS, f"{_OUT_OF_RANGE}: {error}")
@@ -361,7 +361,7 @@ class IOEngineSession:
         except (TransportError, PeerError) as error:
             return failed_status(StatusCode.ERR_RDMA_OP, str(error))
 
-    def _linked(self) -> Channel:
+    def _linked(self) -> ExchangeChannel:
         """The connection; one that broke is tried again, but not more often than a caller can bear to wait for."""
         link = self._link
         if link is None or (link.failure and time.monotonic() - self._dialled_at > _REDIAL_S):
@@ -390,9 +390,9 @@ def _arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> Runs:
-    """The runs of a request. Raises TypeError, and _BadRequest for lists of unequal length and for runs that are too long."""
+    """The runs of a request. Raises TypeError, and _RefusedCall for lists of unequal length and for runs that are too long."""
     if not len(sources) == len(targets) == len(sizes):
-        raise _BadRequest(StatusCode.ERR_INVALID_ARGS, "offsets and sizes have unequal lengths")
+        raise _RefusedCall(StatusCode.ERR_INVALID_ARGS, "offsets and sizes have unequal lengths")
     runs = np.empty((len(sizes), 3), np.uint64)
     for column, values in enumerate((sources, targets, sizes)):
         if not len(values):
@@ -405,5 +405,7 @@ def _runs(sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) 
             raise TypeError("offsets and sizes must be whole numbers of at least 0")
         runs[:, column] = numbers
     if len(runs) and int(runs[:, 2].max()) >= _MAX_REQUEST_BYTES:
-        raise _BadRequest(StatusCode.ERR_INVALID_ARGS, f"one request has {int(runs[:, 2].max())} bytes; below 2^32 are allowed")
+        raise _RefusedCall(
+            StatusCode.ERR_INVALID_ARGS, f"one request has {int(runs[:, 2].max())} bytes; below 2^32 are allowed"
+        )
     return runs

@@ -33,12 +33,12 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.plan import Runs
 from kvbaton.transport.base import Direction
 
-__all__ = ["INLINE_BYTES", "INLINE_S", "Exchange", "MemoryHandle", "PeerLink", "PendingTransfer", "TransferRequest"]
+__all__ = ["INLINE_BYTES", "INLINE_S", "ExchangeContract", "MemoryHandle", "PeerLink", "PendingTransfer", "TransferRequest"]
 
 INLINE_BYTES = 256 << 10
 """Transfers of at most so many bytes are moved by the thread that posts them."""
 
-INLINE_S = 0.02
+INLINE_S = 0.2
 """How long `post` waits at most for the peer's answer to a small write."""
 
 
@@ -92,7 +92,7 @@ class PeerLink(Protocol):
         """
 
 
-class Exchange(Protocol):
+class ExchangeContract(Protocol):
     """Registers memories, serves peers, and reaches them; see the module's text for the promises."""
 
     def register(self, address: int, memory_bytes: int) -> MemoryHandle:

@@ -27,7 +27,7 @@ from kvbaton.transport.base import Direction, Region
 from kvbaton.transport.exchange.base import INLINE_BYTES, INLINE_S, MemoryHandle, TransferRequest
 from kvbaton.transport.exchange.flow import Flow, MemoryFill, MemorySend, Skip, Step
 from kvbaton.transport.exchange.owner import ExchangeState, copy_slices
-from kvbaton.transport.exchange.reach import PeerProcess
+from kvbaton.transport.exchange.reach import ReadableProcess
 from kvbaton.transport.exchange.wire import (
     ANSWER_BYTES,
     MAX_CALL_BYTES,
@@ -43,7 +43,7 @@ from kvbaton.transport.runs import RunCursor, check_offsets
 from kvbaton.transport.tcp.sockets import VectorCalls, tune
 from kvbaton.transport.tcp.wire import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, Secret, unpack_hello
 
-__all__ = ["Channel", "InFlight", "ReadJob", "Transit"]
+__all__ = ["ExchangeChannel", "InFlight", "ReadJob", "Transit"]
 
 _NO_RUNS = np.empty((0, 3), np.uint64)
 
@@ -77,7 +77,7 @@ class Transit:
 
     __slots__ = ("_channel", "_counter", "_event", "_lock", "_parts", "error", "moved_bytes")
 
-    def __init__(self, channel: Channel, parts: int, counter: InFlight) -> None:
+    def __init__(self, channel: ExchangeChannel, parts: int, counter: InFlight) -> None:
         counter.enter()
         self._channel = channel
         self._counter = counter
@@ -146,7 +146,7 @@ class _CallPart:
 class ReadJob:
     """A read over `local`, which this side executes, slice by slice."""
 
-    def __init__(self, channel: Channel, request: TransferRequest, transit: Transit, process: PeerProcess) -> None:
+    def __init__(self, channel: ExchangeChannel, request: TransferRequest, transit: Transit, process: ReadableProcess) -> None:
         own, remote = (request.own.slot, request.own.stamp), (request.remote.slot, request.remote.stamp)
         self._channel, self._transit, self._tag = channel, transit, request.tag
         self._slices = copy_slices(channel.state, process, remote, own, request.runs)
@@ -170,7 +170,7 @@ class ReadJob:
         self._transit.finish_part(self._moved_bytes, reason)
 
 
-class Channel:
+class ExchangeChannel:
     """A peer, connected. Posts transfers to it; `arm` and `queue` belong to the service thread's loop."""
 
     def __init__(
@@ -180,12 +180,12 @@ class Channel:
         address: tuple[str, int],
         timeout_s: float,
         counter: InFlight,
-        arm: Callable[[Channel, bool], None],
+        arm: Callable[[ExchangeChannel, bool], None],
         queue: Callable[[ReadJob], None],
     ) -> None:
         """Dial and authenticate, within `timeout_s`. Raises PeerLost, PeerRefused, ProtocolError."""
         self.state = state
-        self.peer_process: PeerProcess | None = None
+        self.peer_process: ReadableProcess | None = None
         self.owner_reads = False
         self.why_not_read = ""
         self._counter, self._arm, self._queue = counter, arm, queue
@@ -368,7 +368,7 @@ class Channel:
         for column, memory_bytes in ((own, own_bytes), (remote, request.remote.memory_bytes)):
             check_offsets(request.runs[:, column], request.runs[:, 2], memory_bytes, names[column])
 
-    def _read_here(self, request: TransferRequest, process: PeerProcess, total: int) -> Transit:
+    def _read_here(self, request: TransferRequest, process: ReadableProcess, total: int) -> Transit:
         transit = Transit(self, 1, self._counter)
         job = ReadJob(self, request, transit, process)
         if total > INLINE_BYTES:
@@ -445,7 +445,9 @@ class Channel:
         before = self._flow.moved_bytes
         try:
             self._flow.advance()
-        except (KVBatonError, OSError, StopIteration, ValueError) as error:
+        except OSError as error:
+            self._break(f"PeerLost: the connection to the peer broke: {error}")
+        except (KVBatonError, StopIteration, ValueError) as error:
             self._break(f"{type(error).__name__}: {error}")
         if self._flow.moved_bytes != before:
             self.progress_at = time.monotonic()

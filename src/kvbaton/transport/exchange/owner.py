@@ -18,7 +18,7 @@ from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerLost, ProtocolError, RangeError
 from kvbaton.transport.exchange.flow import TURN, MemoryFill, MemorySend, Skip, Step
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
-from kvbaton.transport.exchange.reach import CopyHelpers, PeerProcess
+from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
 from kvbaton.transport.exchange.wire import (
     CALL_BYTES,
     MAX_INTRODUCTION_BYTES,
@@ -68,7 +68,7 @@ class ExchangeState:
 
 
 def copy_slices(
-    state: ExchangeState, source: PeerProcess, source_name: tuple[int, int], target_name: tuple[int, int], runs: Runs
+    state: ExchangeState, source: ReadableProcess, source_name: tuple[int, int], target_name: tuple[int, int], runs: Runs
 ) -> Generator[int, None, None]:
     """Copy runs out of a memory of another process into one of this process, a slice per step; yields the bytes of each.
 
@@ -104,7 +104,7 @@ class OwnerSide:
         self._why_full = why_full
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._introduction = Introduction("")
-        self._process: PeerProcess | None = None
+        self._process: ReadableProcess | None = None
         self._last_number = 0
 
     def steps(self) -> Generator[Step, bytes, None]:
@@ -149,10 +149,10 @@ class OwnerSide:
             return "this engine reads no other process"
         if peer.host_id != self._state.here.host:
             return f"it runs on another host (host_id {peer.host_id!r}, here {self._state.here.host!r})"
-        process: PeerProcess | None = None
+        process: ReadableProcess | None = None
         try:
             neighbour = Neighbour(peer.host_id, peer.pid, peer.start_ticks)
-            process = PeerProcess(memory, neighbour, peer.board_address, self._state.helpers)
+            process = ReadableProcess(memory, neighbour, peer.board_address, self._state.helpers)
             process.check_challenge(peer.challenge_address, self._challenge)
         except KVBatonError as error:
             if process is not None:

@@ -15,7 +15,7 @@ from kvbaton.transport.exchange.memories import BOARD_ROW_BYTES
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory
 from kvbaton.transport.runs import RunCursor
 
-__all__ = ["CopyHelpers", "PeerProcess"]
+__all__ = ["CopyHelpers", "ReadableProcess"]
 
 _WORTH_SPLITTING_BYTES = 512 << 10
 
@@ -63,7 +63,7 @@ class RunsCopy:
             cursor.advance(self._memory.read(*self._places, cursor.peek(cursor.remaining_bytes)))
 
 
-class PeerProcess:
+class ReadableProcess:
     """Another process of this host (or this one), whose memories are read. Safe to use from any thread until `close`."""
 
     def __init__(self, memory: ProcessMemory, neighbour: Neighbour, board_address: int, helpers: CopyHelpers) -> None:
@@ -73,6 +73,7 @@ class PeerProcess:
         self._pid = neighbour.pid
         self._board_address = board_address
         self._watch = NeighbourWatch(neighbour)
+        self._watching = threading.Lock()  # its poll object refuses a second thread
         try:
             self.read_bytes(board_address, 1)
         except BaseException:
@@ -81,7 +82,8 @@ class PeerProcess:
 
     def find(self, slot: int, stamp: int) -> tuple[int, int]:
         """Address and size of a memory that the process has registered now. Raises RangeError for any other, PeerLost."""
-        self._watch.check()
+        with self._watching:
+            self._watch.check()
         row = np.frombuffer(self.read_bytes(self._board_address + slot * BOARD_ROW_BYTES, BOARD_ROW_BYTES), np.uint64)
         if int(row[0]) != stamp:
             raise RangeError(f"process {self._pid} has withdrawn the memory in slot {slot}")

@@ -27,11 +27,11 @@ from kvbaton.core.card import Endpoint
 from kvbaton.errors import ConfigError, KVBatonError, PeerLost, TransportError
 from kvbaton.transport.base import TransportSettings
 from kvbaton.transport.exchange.base import MemoryHandle
-from kvbaton.transport.exchange.channel import Channel, InFlight, ReadJob
+from kvbaton.transport.exchange.channel import ExchangeChannel, InFlight, ReadJob
 from kvbaton.transport.exchange.flow import Flow
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
 from kvbaton.transport.exchange.owner import ExchangeState, OwnerSide
-from kvbaton.transport.exchange.reach import CopyHelpers, PeerProcess
+from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
 from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.tcp.server import listen
@@ -90,7 +90,7 @@ class _Service:
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
         self._accepted: dict[int, _Accepted] = {}
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, ExchangeChannel] = {}
         self._jobs: deque[ReadJob] = deque()
         self._turns: deque[_Accepted] = deque()
         self._is_closed = False
@@ -99,7 +99,7 @@ class _Service:
         self._thread = threading.Thread(target=self._run, name="kvbaton-exchange", daemon=True)
         self._thread.start()
 
-    def adopt(self, channel: Channel) -> None:
+    def adopt(self, channel: ExchangeChannel) -> None:
         """Watch a new channel. Raises TransportError when the exchange is closed."""
         with self._lock:
             if self._is_closed:
@@ -108,7 +108,7 @@ class _Service:
             self._channels[fd] = channel
             self._epoll.register(fd, 0)
 
-    def arm(self, channel: Channel, wants_to_send: bool) -> None:
+    def arm(self, channel: ExchangeChannel, wants_to_send: bool) -> None:
         """Wake the thread once when something arrives for `channel` (or there is room to send)."""
         events = select.EPOLLIN | select.EPOLLONESHOT | (select.EPOLLOUT if wants_to_send else 0)
         with self._lock, contextlib.suppress(OSError, ValueError):
@@ -161,8 +161,9 @@ class _Service:
         self._expire()
 
     def _wait_s(self) -> float:
-        waits = any(accepted.deadline is not None for accepted in self._accepted.values())
-        return _TICK_S if waits or any(channel.is_busy for channel in list(self._channels.values())) else _IDLE_S
+        # Also for channels that are idle now: another thread can post at any time, and does not wake this one.
+        waits = self._channels or any(accepted.deadline is not None for accepted in self._accepted.values())
+        return _TICK_S if waits else _IDLE_S
 
     def _accept(self) -> None:
         try:
@@ -222,12 +223,12 @@ class _Service:
             accepted.events = events
             self._epoll.modify(flow.sock.fileno(), events)
 
-    def _tend(self, channel: Channel) -> None:
+    def _tend(self, channel: ExchangeChannel) -> None:
         channel.on_event(self._settings.timeout_s)
         if channel.failure:
             self._forget(channel)
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, channel: ExchangeChannel) -> None:
         with self._lock:
             for fd in [fd for fd, known in self._channels.items() if known is channel]:
                 del self._channels[fd]
@@ -263,7 +264,7 @@ class _Service:
 
 
 class MemoryExchange:
-    """See `Exchange`. Ends with its last reference, or by `close`."""
+    """See `ExchangeContract`. Ends with its last reference, or by `close`."""
 
     def __init__(
         self,
@@ -297,7 +298,7 @@ class MemoryExchange:
             stored=np.zeros(2, np.int64) if stored is None else stored,
         )
         self._counter = InFlight(settings.max_in_flight)
-        self._links: dict[bytes, Channel] = {}
+        self._links: dict[bytes, ExchangeChannel] = {}
         self._connecting = threading.Lock()
         self._service: _Service | None = None
         self._finalizer = weakref.finalize(self, _close, None, self._state)
@@ -318,15 +319,15 @@ class MemoryExchange:
             self._finalizer = weakref.finalize(self, _close, self._service, self._state)
 
     def register(self, address: int, memory_bytes: int) -> MemoryHandle:
-        """See `Exchange.register`."""
+        """See `ExchangeContract.register`."""
         return self._state.table.register(address, memory_bytes)
 
     def withdraw(self, handle: MemoryHandle) -> None:
-        """See `Exchange.withdraw`."""
+        """See `ExchangeContract.withdraw`."""
         self._state.table.withdraw(handle.slot, handle.stamp)
 
     def endpoint(self) -> Endpoint:
-        """See `Exchange.endpoint`."""
+        """See `ExchangeContract.endpoint`."""
         state = self._state
         details: dict[str, str | int] = {
             "host": self._settings.advertise_host or self._settings.host,
@@ -338,13 +339,15 @@ class MemoryExchange:
         }
         return Endpoint("exchange", 0, details)
 
-    def connect(self, endpoint: Endpoint) -> Channel:
-        """See `Exchange.connect`. The same endpoint again is the same channel, while that works."""
+    def connect(self, endpoint: Endpoint) -> ExchangeChannel:
+        """See `ExchangeContract.connect`. The same endpoint again is the same channel, while that works."""
         secret = Secret(bytes_detail(endpoint, "token"), self._settings.cluster_key, detail(endpoint, "incarnation", str))
         with self._connecting:
             known = self._links.get(secret.token)
-            if known is not None and not known.failure:
-                return known
+            if known is not None:
+                known.look()  # while nothing is in flight, no thread notices that the peer has ended
+                if not known.failure:
+                    return known
             if known is None and len(self._links) >= self._settings.max_peers:
                 raise TransportError(f"{len(self._links)} peers are known, the limit (max_peers); use another exchange")
             channel = self._dial(endpoint, secret)
@@ -352,11 +355,11 @@ class MemoryExchange:
             return channel
 
     def has_notice(self, initiator: str, tag: int) -> bool:
-        """See `Exchange.has_notice`."""
+        """See `ExchangeContract.has_notice`."""
         return self._state.notices.has(initiator, tag)
 
     def stats(self) -> Mapping[str, int]:
-        """See `Exchange.stats`."""
+        """See `ExchangeContract.stats`."""
         served = {f"{kind.name.lower()}_served_total": count for kind, count in self._state.served.items()}
         return {
             "stored_bytes_total": int(self._state.stored[0]),
@@ -375,10 +378,10 @@ class MemoryExchange:
         self._state.table.check()
 
     def close(self) -> None:
-        """See `Exchange.close`."""
+        """See `ExchangeContract.close`."""
         self._finalizer()
 
-    def _dial(self, endpoint: Endpoint, secret: Secret) -> Channel:
+    def _dial(self, endpoint: Endpoint, secret: Secret) -> ExchangeChannel:
         host, port = detail(endpoint, "host", str), detail(endpoint, "port", int)
         if self._settings.admits is not None and not self._settings.admits(host):
             raise TransportError(f"the peer's address {host} is not on the allow-list")
@@ -386,7 +389,7 @@ class MemoryExchange:
         service = self._service
         if service is None:
             raise TransportError("the exchange does not listen yet; call listen first")
-        channel = Channel(self._state, secret, (host, port), limit, self._counter, service.arm, service.queue)
+        channel = ExchangeChannel(self._state, secret, (host, port), limit, self._counter, service.arm, service.queue)
         try:
             self._choose_path(channel, endpoint)
             service.adopt(channel)
@@ -395,7 +398,7 @@ class MemoryExchange:
             raise
         return channel
 
-    def _choose_path(self, channel: Channel, endpoint: Endpoint) -> None:
+    def _choose_path(self, channel: ExchangeChannel, endpoint: Endpoint) -> None:
         """Find out whether the two processes can read each other. Raises TransportError when they must, and cannot."""
         problem, memory = "", self._state.process_memory
         try:
@@ -405,7 +408,7 @@ class MemoryExchange:
             elif neighbour.host != self._state.here.host:
                 problem = f"it is on another host (host_id {neighbour.host!r}, here {self._state.here.host!r})"
             else:
-                channel.peer_process = PeerProcess(memory, neighbour, board, self._state.helpers)
+                channel.peer_process = ReadableProcess(memory, neighbour, board, self._state.helpers)
         except KVBatonError as error:
             problem = str(error)
         problem = problem or channel.why_not_read
