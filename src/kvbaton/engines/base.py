@@ -87,6 +87,8 @@ class EngineOptions:
     controls: Controls = Controls()
     arguments: tuple[str, ...] = ()
     """More arguments for the engine's own command line."""
+    counts_directory: str = ""
+    """Where engines count the bytes that another connector's library has stored; one that is ours reports them itself."""
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
     """Admits the instances of a set-up to each other. Travels in the environment: every user can read command lines."""
 
