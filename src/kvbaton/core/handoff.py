@@ -11,6 +11,7 @@ from msgspec import Meta
 
 __all__ = [
     "LEGAL_PAIRS",
+    "MAX_OPAQUE_BYTES",
     "MAX_TRANSFER_ID",
     "Aux",
     "AuxWay",
@@ -42,6 +43,9 @@ BlockLists = tuple[tuple[int, ...], ...]
 
 MAX_TRANSFER_ID = 256
 """Characters of a transfer id; longer ones are refused where they enter."""
+
+MAX_OPAQUE_BYTES = 1 << 20
+"""Bytes of an aux record that only the engines read; a frame has room for them."""
 
 
 class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -149,3 +153,5 @@ class Aux(msgspec.Struct, frozen=True):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    opaque: Annotated[bytes, Meta(max_length=MAX_OPAQUE_BYTES)] = b""
+    """What only the source's engine can read: SGLang's metadata row, with its logprobs, hidden states and draft tokens."""
