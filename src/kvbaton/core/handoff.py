@@ -26,6 +26,7 @@ __all__ = [
     "Span",
     "TransferId",
     "key_problem",
+    "room_transfer_id",
     "span_problem",
 ]
 
@@ -118,6 +119,11 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
     end_token: Annotated[int, Meta(ge=0, le=1 << 62)]
     first_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
     end_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+def room_transfer_id(room: int) -> TransferId:
+    """The transfer id of a request that SGLang knows by its room: so other engines and routers name it alike."""
+    return TransferId(f"tx-{room:032x}")
 
 
 def key_problem(key: HandoffKey) -> str:

@@ -7,6 +7,7 @@ import secrets
 
 import msgspec
 
+from kvbaton.core.handoff import room_transfer_id
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.bodies import ClientBody, bootstrap_body, decode_body, plain_body, prefill_body, transfer_params
 from kvbaton.router.policy import InstancePair
@@ -93,5 +94,12 @@ def new_pair_request(path: str, body: ClientBody, pair: InstancePair, forwarded:
     rooms: list[int] | int = 0
     if pair.is_bootstrap:
         batch = body.batch_size()
-        rooms = secrets.randbits(_ROOM_BITS) if batch is None else [secrets.randbits(_ROOM_BITS) for _ in range(batch)]
-    return PairRequest(path, body, pair, f"tx-{digits.take()}", lines, rooms)
+        rooms = _new_room() if batch is None else [_new_room() for _ in range(batch)]
+    # SGLang's instances know a request by its room alone, so its transfer id is made of that.
+    transfer_id = room_transfer_id(rooms) if isinstance(rooms, int) and rooms else f"tx-{digits.take()}"
+    return PairRequest(path, body, pair, transfer_id, lines, rooms)
+
+
+def _new_room() -> int:
+    """Never 0: SGLang takes that as no room."""
+    return secrets.randbits(_ROOM_BITS) or 1
