@@ -29,6 +29,8 @@ _FOUND = 1
 def verify(
     *,
     engine: EngineName = DEFAULT_ENGINE,
+    prefill_engine: str = "",
+    decode_engine: str = "",
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
     handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
@@ -40,6 +42,11 @@ def verify(
 
     Parameters
     ----------
+    prefill_engine
+        the engine of the prefill instances and of the single one, where it is not that of the decode instances.
+    decode_engine
+        the engine of the decode instances. Two engines compute with different kernels: answers are equal when their tokens
+        are, and their logprobs within 1e-3.
     transport
         how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     json
@@ -47,7 +54,7 @@ def verify(
     """
     from kvbaton.verify.run import VerifiedPair
 
-    pair = VerifiedPair(engine, transport, handoff_settings(handoff))
+    pair = VerifiedPair(prefill_engine or engine, transport, handoff_settings(handoff), decode_engine or engine)
     end_like_ctrl_c()
     report = _run(pair, settings)
     if json:

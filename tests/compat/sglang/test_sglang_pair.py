@@ -7,6 +7,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -185,8 +186,8 @@ def test_a_room_used_twice_at_once_is_refused_by_name_and_the_first_is_served(pa
 )
 def test_bad_input_is_refused_and_the_servers_live(pair: SglangStand, fields: dict[str, int], named: str) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.bootstrap_port, "bootstrap_room": 3, **fields}
-        answer = await pair.generate(session, pair.decode.base_url, prompt(2, 20), **where)
+        where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.bootstrap_port, "bootstrap_room": 3}
+        answer = await pair.generate(session, pair.decode.base_url, prompt(2, 20), **{**where, **fields})
         assert answer.status != 200
         assert named in answer.text
         ids = prompt(33, 50)

@@ -37,6 +37,8 @@ class BackendSettings:
     transport: RankTransport
     dtype: str = CACHE_DTYPES[0]
     cluster_key: bytes = field(default=b"", repr=False)
+    model_id: str = ""
+    """Names the model to instances of other engines; then the cache is described in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,9 @@ def _paged_cache(settings: BackendSettings, loaded: LoadedModel) -> PagedCache:
 def _local_backend(settings: BackendSettings, loaded: EngineModel, cache: PagedCache | ShapedCache) -> Backend:
     how = settings.transport
     transport = open_rank_transport(how, cache, settings.cluster_key)
-    layout = cache.layout()
+    if settings.model_id and not isinstance(cache, PagedCache):
+        raise ConfigError(f"--model-id is {settings.model_id}; {settings.model} exists in this engine alone, leave it out")
+    layout = cache.common_layout() if settings.model_id and isinstance(cache, PagedCache) else cache.layout()
     ranks = LocalRanks(layout, transport, how.timeout_s, cache.memory, unfenced_writes=how.unfenced_writes)
     return Backend(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))
 

@@ -36,7 +36,7 @@ class SglangPlugin(EnginePlugin):
 
     name = "sglang"
     title = "SGLang"
-    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(BACKENDS), shapes=True)
+    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(BACKENDS), crosses=True, shapes=True)
     healthy_within_s = 900.0
     server_bytes = 2_300_000_000
     start_notice = "SGLang servers take one to two minutes to start, and about 2.2 GB of memory each"

@@ -92,6 +92,7 @@ def _with_kvbaton(servers: SglangServers, name: str, role: str, ports: PortPicke
     extra: dict[str, Any] = {"transport": options.transport, "handoffs_port": handoffs_port, "routers": list(routers)}
     extra |= {"control_port": control_port} if role == "decode" else {}
     extra |= {control: True for control in ("poison", "drop_writes") if getattr(controls, control)}
+    extra |= {"fingerprint": options.model_id} if options.model_id else {}
     extra |= servers.settings
     part = servers.plain_part(name, role, "kvbaton", ports, control_port)
     variables = {CONFIG_VARIABLE: json.dumps(backend_settings(options.handoff, extra))}
