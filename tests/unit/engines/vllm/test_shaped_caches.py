@@ -95,7 +95,10 @@ class Instance:
         tp, here = self.shape.tp, stage_layers(LAYERS, self.shape.pp, at.pp)
         named = {f"model.layers.{layer}.attn": layer for layer in here}
         heads = max(HEADS // tp, 1)
-        dense = lambda count: np.zeros((BLOCKS, count, BLOCK_TOKENS, HEAD), np.float32)  # noqa: E731
+
+        def dense(count: int) -> Array:
+            return np.zeros((BLOCKS, count, BLOCK_TOKENS, HEAD), np.float32)
+
         arrays: dict[str, Array] = {}
         full: Any = attention(FullAttentionSpec, heads)
         if self.model == "mla":
