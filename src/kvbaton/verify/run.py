@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -46,6 +46,7 @@ class VerifiedPair:
 class _VerifiedServers:
     pair_url: str
     single_url: str
+    decode_urls: tuple[str, ...]
     model: str
 
 
@@ -65,8 +66,14 @@ def run_verify(
         servers = _start(fleet, engine, (prefill, decode), settings, model, progress)
         progress(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+        accepted = _accepted(engine, [servers.single_url]), _accepted(engine, servers.decode_urls)
     _check_not_refused(rows)
-    return make_report({**settings.shown(), **pair.shown()}, rows)
+    return make_report({**settings.shown(), **pair.shown()}, rows, *accepted)
+
+
+def _accepted(engine: EnginePlugin, urls: Sequence[str]) -> int:
+    """How many drafted tokens these instances have accepted; 0 where none drafts."""
+    return sum(engine.accepted_drafts(url) or 0 for url in urls)
 
 
 def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOptions, EngineOptions]:
@@ -122,10 +129,12 @@ def _start(
     router_port, discovery_port = ports.pick(), ports.pick()
     fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=prefill.cluster_key))
     alone = prepared[2].part("single", "both", ports)
-    for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):
+    pair = pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port)
+    for part in (*pair, alone):
         fleet.start(part)
     fleet.wait_healthy(engine.healthy_within_s)
-    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, model.name)
+    decode_urls = tuple(part.base_url for part in pair[settings.prefill :])
+    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, decode_urls, model.name)
 
 
 async def _send_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,17 +11,22 @@ from typing import Any
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
+from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "serve_arguments", "transfer_config"]
+__all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "check_shape", "serve_arguments", "transfer_config"]
 
 MAX_MODEL_TOKENS = 2048
 """Prompt and answer together, in local set-ups."""
 
 _HOST = "127.0.0.1"
+_GIB = 1 << 30
+_WORKER_BYTES = int(1.5 * _GIB)
+"""What a worker takes without its cache, generously."""
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
@@ -43,6 +49,32 @@ def serve_arguments(model: str, host: str, port: int, config: dict[str, Any] | N
     return arguments if config is None else [*arguments, "--kv-transfer-config", json.dumps(config)]
 
 
+def check_shape(text: str) -> Shape:
+    """The shape of a server. Raises ConfigError for one that vLLM has no arguments for."""
+    shape = Shape.parse(text)
+    if shape.cp > 1:
+        raise ConfigError(f"shape {text} has cp{shape.cp}; with vLLM on CPUs a shape is made of dp, pp and tp")
+    return shape
+
+
+def _shape_arguments(shape: Shape) -> list[str]:
+    sizes = {"--tensor-parallel-size": shape.tp, "--pipeline-parallel-size": shape.pp, "--data-parallel-size": shape.dp}
+    return [part for option, size in sizes.items() if size > 1 for part in (option, str(size))]
+
+
+def _cache_space(shape: Shape, cache_gib: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment that give each rank its cache.
+
+    A server of several stages must run once before it serves, else its first request ends it: later stages make their input
+    buffers then. vLLM skips that run where the size of the cache is given, so for those it is a share of the memory.
+    """
+    if shape.pp == 1:
+        return [], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    share = min(0.9, (cache_gib * _GIB + _WORKER_BYTES) / total)
+    return ["--gpu-memory-utilization", f"{share:.3f}"], {}
+
+
 @dataclass(frozen=True, slots=True)
 class VllmServers(PreparedEngine):
     """An installed vLLM and a model that it can load, ready to be served."""
@@ -63,8 +95,9 @@ class VllmServers(PreparedEngine):
 
     def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> FleetPart:
         """A server with this `--kv-transfer-config`, or without one."""
-        options = self.options
-        arguments = serve_arguments(str(self.model), _HOST, port, config)
+        options, shape = self.options, check_shape(self.options.shape)
+        more, cache_space = _cache_space(shape, self.cache_gib)
+        arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape), *more]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         arguments += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_TOKENS)]
         if options.cache_blocks is not None:
@@ -73,8 +106,8 @@ class VllmServers(PreparedEngine):
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
         variables = {
             **self.environment.variables(),
-            **core_share(options.sharing),
-            "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib),
+            **core_share(options.sharing * shape.ranks * shape.dp),
+            **cache_space,
         }
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
@@ -85,9 +118,11 @@ def _with_kvbaton(
     servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]
 ) -> FleetPart:
     options, controls = servers.options, servers.options.controls
-    extra: dict[str, Any] = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"{_HOST}:{port}"}
-    extra |= {"handoffs_port": ports.pick(), "routers": list(routers)}
+    engines = check_shape(options.shape).dp
+    extra: dict[str, Any] = {"control_port": ports.pick(engines), "transport": options.transport}
+    extra |= {"http_address": f"{_HOST}:{port}", "handoffs_port": ports.pick(engines), "routers": list(routers)}
     extra |= {control: True for control in ("poison", "drop_writes") if getattr(controls, control)}
+    extra |= {"drop": controls.drop} if controls.drop else {}
     extra |= servers.settings
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(
