@@ -16,6 +16,7 @@ from kvbaton.core.addresses import in_url
 from kvbaton.core.handoff import AuxWay
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.shaped.blueprint import is_blueprint
 from kvbaton.engines.embedded.tiny import byte_tokenizer
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import locate_model
@@ -30,7 +31,13 @@ from kvbaton.engines.vllm.setup.servers import (
     serve_arguments,
     transfer_config,
 )
-from kvbaton.engines.vllm.setup.small_models import CONTEXT_TOKENS, ensure_small_model, find_small_model, is_small_model
+from kvbaton.engines.vllm.setup.small_models import (
+    CONTEXT_TOKENS,
+    SMALL_MODELS,
+    ensure_small_model,
+    find_small_model,
+    is_small_model,
+)
 from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import default_cache_dir
 
@@ -54,6 +61,9 @@ class VllmPlugin(EnginePlugin):
         """The tokenizer is read by the embedded engine's loader, without vLLM."""
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with vLLM both sides have {prefill.model}, leave it out")
+        if is_blueprint(prefill.model):
+            known = ", ".join(SMALL_MODELS)
+            raise ConfigError(f"model {prefill.model} is one of the embedded engine; with vLLM use {known}, or a real one")
         for side in (prefill, decode):
             check_shape(side.shape)
             _check_drop(side)
