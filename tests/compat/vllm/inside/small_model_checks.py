@@ -1,13 +1,14 @@
 """What answers of a small model depend on: runs inside vLLM's environment, `small_model_checks.py RESULTS < MODELS`.
 
 Standard input has a JSON list of [name, directory, arguments]. Each model is loaded by plain vLLM in a process of its own, and
-answers; then again with one head, one layer's attention or one layer's state taken out of the weights, one after the other. The
+answers; then again with one head, one layer's attention or one layer's state taken out on its way, one after the other. The
 result, by model: `groups` of its cache, `tokens`, `moved` (the largest change of a logprob by what was taken out), `accepted`
 and `drafted`. A model that does not start has `error` instead.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 PROMPT_TOKENS = 600
 ANSWER_TOKENS = 12
-OUTPUTS = ("o_proj.weight", "out_proj.weight")
+OUTPUTS = ("o_proj", "out_proj")
 
 
 def options(directory: str, arguments: list[str]) -> dict[str, Any]:
@@ -56,10 +57,10 @@ class Asked:
         (given,) = output.outputs
         return list(given.token_ids), [each[token].logprob for token, each in zip(given.token_ids, given.logprobs, strict=True)]
 
-    def parameters(self) -> dict[str, Any]:
-        """Of the model itself, without its draft."""
+    def outputs(self) -> dict[str, Any]:
+        """What mixes the heads of each layer; of the model itself, without its draft."""
         runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        return dict(runner.model.named_parameters())
+        return {name: module for name, module in runner.model.named_modules() if name.endswith(OUTPUTS)}
 
     def groups(self) -> list[str]:
         """The groups of its cache."""
@@ -69,31 +70,31 @@ class Asked:
 
 def check(directory: str, arguments: list[str]) -> dict[str, Any]:
     """What the answers of one model depend on."""
-    import torch
-
     asked = Asked(directory, arguments)
     config = json.loads((Path(directory) / "config.json").read_text())
     tokens, logprobs = asked.answer()
     again = asked.answer()
     assert again[0] == tokens, "two answers to one prompt differ"
     found: dict[str, Any] = {"groups": asked.groups(), "tokens": tokens, "logprobs": logprobs, "moved": {}}
-    for name, values in asked.parameters().items():
-        if not name.endswith(OUTPUTS):
-            continue
-        heads = config.get("num_key_value_heads", 1) if ".self_attn." in name or ".attn." in name else 1
-        parts = 1 if "kv_lora_rank" in config or "mamba" in name or "mixer" in name else heads
-        for head, columns in enumerate(torch.arange(values.shape[1]).chunk(parts)):
-            kept = values[:, columns].detach().clone()
-            with torch.no_grad():
-                values[:, columns] = 0
-                moved = change((tokens, logprobs), asked.answer())
-                values[:, columns] = kept
-            found["moved"][f"{name} {head}"] = moved
+    for name, module in asked.outputs().items():
+        has_heads = "attn" in name and "kv_lora_rank" not in config
+        parts = config.get("num_key_value_heads", 1) if has_heads else 1
+        for part in range(parts):
+            hook = module.register_forward_pre_hook(functools.partial(without, part, parts))
+            found["moved"][f"{name} {part}"] = change((tokens, logprobs), asked.answer())
+            hook.remove()
     assert asked.answer()[0] == tokens, "what was taken out was put back"
     for metric in asked.llm.get_metrics():
         if metric.name in ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"):
             found["accepted" if "accepted" in metric.name else "drafted"] = metric.value
     return found
+
+
+def without(part: int, parts: int, _module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The input of a module with one of so many equal parts of its last axis set to 0."""
+    values = given[0].clone()
+    values.chunk(parts, dim=-1)[part].zero_()
+    return (values, *given[1:])
 
 
 def change(before: tuple[list[int], list[float]], after: tuple[list[int], list[float]]) -> float:
