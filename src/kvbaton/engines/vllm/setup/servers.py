@@ -121,8 +121,8 @@ def _with_kvbaton(
     engines = check_shape(options.shape).dp
     extra: dict[str, Any] = {"control_port": ports.pick(engines), "transport": options.transport}
     extra |= {"http_address": f"{_HOST}:{port}", "handoffs_port": ports.pick(engines), "routers": list(routers)}
-    extra |= {control: True for control in ("poison", "drop_writes") if getattr(controls, control)}
-    extra |= {"drop": controls.drop} if controls.drop else {}
+    drop = "writes" if controls.drop_writes else controls.drop
+    extra |= ({"poison": True} if controls.poison else {}) | ({"drop": drop} if drop else {})
     extra |= servers.settings
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(
