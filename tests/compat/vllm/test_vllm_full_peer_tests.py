@@ -78,8 +78,14 @@ RUN: dict[str, tuple[str, ...]] = {
         "test_p_node_finished_holds_blocks_for_d",
         "test_cache_miss_first_turn_no_remote_pull",
     ),
+    "test_handshake_pp_aggregation.py": ("test_engine_passes_handshake_metadata_through_for_pp_aware_connector",),
+    "test_transfer_topology_sharded.py": (
+        "test_legacy_register_remote_engine_uses_pp_rank_zero",
+        "test_register_remote_engine_stores_pp_ranks_separately",
+        "test_engine_info_fields_have_backward_compatible_defaults",
+    ),
 }
-CASES = 51
+CASES = 55
 """What pytest makes of them, with all their parameters."""
 
 ONLY_ASKED = frozenset(
@@ -92,6 +98,7 @@ ONLY_ASKED = frozenset(
 """They ask the class, or the object, what it supports, and call no hook."""
 
 _GROUPS = "two groups of layers, which our connector refuses so far"
+_LEGACY = "a connector without stages, which ours is not"
 _MOCKS = "MultiConnector over nothing but mocks"
 _STATS = "the statistics of NIXL by their names, or MultiConnector's without any connector"
 
@@ -120,10 +127,11 @@ LEFT_OUT: dict[str, str] = {
     "test_bidirectional_kv_transfer.py": "caches that go from decode to prefill, which ours does not do so far",
     "test_config.py": "vLLM's configuration of offloading; connectors are named there, and none is made",
     "test_output_aggregator.py": "how vLLM adds up what workers report, without a connector",
-    "test_handshake_pp_aggregation.py": "which hook vLLM calls on connectors that the file defines, with two workers",
+    "test_handshake_pp_aggregation.py::test_engine_unwraps_handshake_metadata_for_legacy_connector": _LEGACY,
+    "test_handshake_pp_aggregation.py::test_engine_rejects_pp_producer_for_legacy_connector": _LEGACY,
     "test_scheduler_kv_connector_override.py": "a scheduler that a plugin changed, with a connector of its own",
     "test_tp_mapping.py": "how NIXL maps ranks",
-    "test_transfer_topology_sharded.py": "how NIXL keeps what it knows of remote engines",
+    "test_transfer_topology_sharded.py::test_helpers_use_requested_pp_rank": "lists every replica of a head; ours reads one",
     "test_decode_bench_connector.py": "what a benchmark's connector fills a cache with",
     "test_example_connector.py": "how a store on disk hashes images, with a model that has to be downloaded",
     "test_flexkv_connector.py": "the calls that one connector passes to its library",
