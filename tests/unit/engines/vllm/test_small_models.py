@@ -130,3 +130,12 @@ def test_layers_and_heads_can_be_divided_by_two(name: str) -> None:
     config = SMALL_MODELS[name].config
     assert config["num_hidden_layers"] % 2 == 0
     assert config.get("num_attention_heads", 8) % 2 == 0
+
+
+def test_every_small_model_is_in_the_document() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "vllm.md").read_text()
+    rows = [
+        f"| `{name}` | {model.about} | {', '.join(f'`{kind}`' for kind in model.kinds)} |"
+        for name, model in SMALL_MODELS.items()
+    ]
+    assert [row for row in rows if row not in text] == []
