@@ -20,6 +20,7 @@ CONTROLS = [
     ("small-gemma3", "tp1", "layers"),
     ("small-granite4", "tp1", "state"),
     ("small-draft", "tp1", "draft"),
+    ("small-eagle", "tp1", "draft"),
 ]
 
 

@@ -51,4 +51,4 @@ def test_a_part_that_is_taken_out_of_the_weights_moves_logprobs(found: dict[str,
 
 @pytest.mark.parametrize("name", [name for name, model in SMALL_MODELS.items() if "draft" in model.kinds])
 def test_drafted_tokens_are_accepted(found: dict[str, Any], name: str) -> None:
-    assert found[name]["accepted"] > 0.1 * found[name]["drafted"] > 0
+    assert found[name]["accepted"] > 0.05 * found[name]["drafted"] > 0

@@ -251,12 +251,12 @@ SMALL_MODELS: dict[str, SmallModel] = {
         draft="draft_model",
         draft_config={"num_hidden_layers": 2},
     ),
-    "small-draft-1h": SmallModel(
+    "small-draft-8h": SmallModel(
         "small-llama with a draft model of another size of cache",
         _llama(),
         kinds=_DRAFTS,
         draft="draft_model",
-        draft_config={"num_hidden_layers": 2, "num_key_value_heads": 1},
+        draft_config={"num_hidden_layers": 2, "num_key_value_heads": 8, "repeated_kv_heads": 2},
     ),
     "small-eagle": SmallModel(
         "small-llama with an EAGLE head", _llama(), kinds=_DRAFTS, draft="eagle", draft_config={"num_hidden_layers": 1}

@@ -42,10 +42,16 @@ def _whole(directory: Path) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(directory)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    is_tied = bool(config.tie_word_embeddings)
+    is_tied, repeats = bool(config.tie_word_embeddings), getattr(config, "repeated_kv_heads", 1)
     with torch.no_grad():
         for name, values in model.named_parameters():
-            _fill(name, values, is_tied)
+            is_repeated = repeats > 1 and ("k_proj" in name or "v_proj" in name)
+            part = values[: len(values) // repeats] if is_repeated else values
+            _fill(name, part, is_tied)
+            if is_repeated:
+                # Every KV head of the model stands so many times in its draft: another size of cache, the same guesses.
+                heads = part.clone().view(config.num_key_value_heads // repeats, -1, part.shape[1])
+                values.copy_(heads.repeat_interleave(repeats, dim=0).view_as(values))
     kept = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
     if is_tied:
         kept.pop("lm_head.weight", None)
