@@ -52,8 +52,8 @@ def test_a_shape_becomes_arguments_of_vllm(tmp_path: Path, shape: str, sizes: tu
 
 def test_stages_get_a_share_of_the_memory_and_other_shapes_a_size_of_cache(tmp_path: Path) -> None:
     whole, stages = part(tmp_path, "tp2"), part(tmp_path, "pp2")
-    assert whole.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in stages.environment
+    assert value(whole, "--kv-cache-memory-bytes") == str(1 << 30)
+    assert "--kv-cache-memory-bytes" not in stages.command
     assert 0 < float(value(stages, "--gpu-memory-utilization")) <= 0.9
 
 

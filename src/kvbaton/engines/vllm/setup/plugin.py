@@ -32,6 +32,7 @@ from kvbaton.engines.vllm.setup.servers import (
     transfer_config,
 )
 from kvbaton.engines.vllm.setup.small_models import (
+    CACHE_BYTES,
     CONTEXT_TOKENS,
     SMALL_MODELS,
     ensure_small_model,
@@ -82,7 +83,8 @@ class VllmPlugin(EnginePlugin):
             _PACKAGES[options.connector][1](environment, progress)
         if is_small_model(options.model):
             made = ensure_small_model(options.model, environment, progress)
-            return VllmServers(environment, made.directory, replace(options, arguments=(*made.arguments, *options.arguments)))
+            options = replace(options, arguments=(*made.arguments, *options.arguments))
+            return VllmServers(environment, made.directory, options, cache_bytes=CACHE_BYTES)
         return VllmServers(environment, ensure_model(locate_model(options.model, cache_dir), environment, progress), options)
 
     def accepted_drafts(self, base_url: str) -> int | None:

@@ -24,8 +24,7 @@ MAX_MODEL_TOKENS = 2048
 """Prompt and answer together, in local set-ups."""
 
 _HOST = "127.0.0.1"
-_GIB = 1 << 30
-_WORKER_BYTES = int(1.5 * _GIB)
+_WORKER_BYTES = 5 << 28
 """What a worker takes without its cache, generously."""
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
@@ -62,17 +61,16 @@ def _shape_arguments(shape: Shape) -> list[str]:
     return [part for option, size in sizes.items() if size > 1 for part in (option, str(size))]
 
 
-def _cache_space(shape: Shape, cache_gib: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment that give each rank its cache.
+def _cache_arguments(shape: Shape, cache_bytes: int) -> list[str]:
+    """What gives each rank its cache.
 
     A server of several stages must run once before it serves, else its first request ends it: later stages make their input
     buffers then. vLLM skips that run where the size of the cache is given, so for those it is a share of the memory.
     """
     if shape.pp == 1:
-        return [], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+        return ["--kv-cache-memory-bytes", str(cache_bytes)]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    share = min(0.9, (cache_gib * _GIB + _WORKER_BYTES) / total)
-    return ["--gpu-memory-utilization", f"{share:.3f}"], {}
+    return ["--gpu-memory-utilization", f"{min(0.9, (cache_bytes + _WORKER_BYTES) / total):.3f}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,8 @@ class VllmServers(PreparedEngine):
     options: EngineOptions
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
-    cache_gib: int = 1
+    cache_bytes: int = 1 << 30
+    """Of each rank."""
 
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One vLLM server; role `both` is a plain server without any connector."""
@@ -96,19 +95,15 @@ class VllmServers(PreparedEngine):
     def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> FleetPart:
         """A server with this `--kv-transfer-config`, or without one."""
         options, shape = self.options, check_shape(self.options.shape)
-        more, cache_space = _cache_space(shape, self.cache_gib)
-        arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape), *more]
+        arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape)]
+        arguments += _cache_arguments(shape, self.cache_bytes)
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         arguments += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_TOKENS)]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
         if options.step_tokens is not None:
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
-        variables = {
-            **self.environment.variables(),
-            **core_share(options.sharing * shape.ranks * shape.dp),
-            **cache_space,
-        }
+        variables = self.environment.variables() | core_share(options.sharing * shape.ranks * shape.dp)
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)

@@ -22,13 +22,26 @@ from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
 from kvbaton.launch.installing import alone, run_logged
 
-__all__ = ["MadeModel", "PREFIX", "SMALL_MODELS", "SmallModel", "ensure_small_model", "find_small_model", "is_small_model"]
+__all__ = [
+    "CACHE_BYTES",
+    "CONTEXT_TOKENS",
+    "PREFIX",
+    "SMALL_MODELS",
+    "MadeModel",
+    "SmallModel",
+    "ensure_small_model",
+    "find_small_model",
+    "is_small_model",
+]
 
 PREFIX = "small-"
 """Of the names of these models."""
 
 CONTEXT_TOKENS = 4096
 """Prompt and answer together."""
+
+CACHE_BYTES = 1 << 28
+"""What the cache of a rank may take: vLLM fills it with zeros, and there are many ranks on a machine."""
 
 _FORMAT = 1
 """Part of the directory in which they are kept; raised when what is written changes."""
