@@ -50,11 +50,10 @@ def test_a_shape_becomes_arguments_of_vllm(tmp_path: Path, shape: str, sizes: tu
     assert tuple(value(found, option) for option in options) == sizes
 
 
-def test_stages_get_a_share_of_the_memory_and_other_shapes_a_size_of_cache(tmp_path: Path) -> None:
+def test_stages_are_traced_because_they_have_to_run_once_before_they_serve(tmp_path: Path) -> None:
     whole, stages = part(tmp_path, "tp2"), part(tmp_path, "pp2")
-    assert value(whole, "--kv-cache-memory-bytes") == str(1 << 30)
-    assert "--kv-cache-memory-bytes" not in stages.command
-    assert 0 < float(value(stages, "--gpu-memory-utilization")) <= 0.9
+    assert ("--enforce-eager" in whole.command, "--enforce-eager" in stages.command) == (True, False)
+    assert json.loads(value(stages, "--compilation-config"))["backend"] == "eager"
 
 
 def test_ranks_share_the_cores(tmp_path: Path) -> None:

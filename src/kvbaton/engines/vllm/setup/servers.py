@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +23,6 @@ MAX_MODEL_TOKENS = 2048
 """Prompt and answer together, in local set-ups."""
 
 _HOST = "127.0.0.1"
-_WORKER_BYTES = 5 << 28
-"""What a worker takes without its cache, generously."""
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
@@ -61,16 +58,13 @@ def _shape_arguments(shape: Shape) -> list[str]:
     return [part for option, size in sizes.items() if size > 1 for part in (option, str(size))]
 
 
-def _cache_arguments(shape: Shape, cache_bytes: int) -> list[str]:
-    """What gives each rank its cache.
+def _eager_arguments(shape: Shape) -> list[str]:
+    """What keeps vLLM from compiling kernels, which takes longer than it saves here.
 
     A server of several stages must run once before it serves, else its first request ends it: later stages make their input
-    buffers then. vLLM skips that run where the size of the cache is given, so for those it is a share of the memory.
+    buffers then. vLLM skips that run with `--enforce-eager`, so those trace the model, and compile nothing.
     """
-    if shape.pp == 1:
-        return ["--kv-cache-memory-bytes", str(cache_bytes)]
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ["--gpu-memory-utilization", f"{min(0.9, (cache_bytes + _WORKER_BYTES) / total):.3f}"]
+    return ["--enforce-eager"] if shape.pp == 1 else ["--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +90,9 @@ class VllmServers(PreparedEngine):
         """A server with this `--kv-transfer-config`, or without one."""
         options, shape = self.options, check_shape(self.options.shape)
         arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape)]
-        arguments += _cache_arguments(shape, self.cache_bytes)
+        arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
-        arguments += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_TOKENS)]
+        arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
         if options.step_tokens is not None:
