@@ -20,6 +20,7 @@ from kvbaton.engines.embedded.shaped.blueprint import is_blueprint
 from kvbaton.engines.embedded.tiny import byte_tokenizer
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import locate_model
+from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import NIXL_VERSION, VLLM_VERSION, ensure_environment, ensure_nixl
 from kvbaton.engines.vllm.setup.models import ensure_model
@@ -117,14 +118,13 @@ class VllmPlugin(EnginePlugin):
 
 _METRICS_S = 20.0
 _ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_DROPS = ("writes", "heads", "layers", "state", "draft")
 
 
 def _check_drop(options: EngineOptions) -> None:
     """Raise ConfigError for a control that would leave out nothing: it would prove nothing."""
     drop = options.controls.drop
-    if drop not in ("", *_DROPS):
-        raise ConfigError(f"--drop {drop!r} names nothing of vLLM's caches; give one of {', '.join(_DROPS)}")
+    if drop not in ("", *DROPS):
+        raise ConfigError(f"--drop {drop!r} names nothing of vLLM's caches; give one of {', '.join(DROPS)}")
     kinds = find_small_model(options.model).kinds if is_small_model(options.model) else ("heads", "layers")
     if drop and drop not in ("writes", *kinds):
         raise ConfigError(f"--drop {drop}: {options.model} has nothing of that kind; it has {', '.join(kinds)}")
