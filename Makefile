@@ -10,7 +10,8 @@ PIP = -m pip install --disable-pip-version-check --progress-bar on
 IBVERBS = libibverbs1 libnl-3-200 libnl-route-3-200
 MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspath $(VENV))-movers/system/usr/lib/* 2>/dev/null | \
 	paste -sd:) $(VENV)-movers/bin
-QUICK = "not e2e and not sim and not vllm and not vllm_full and not sglang and not sglang_full and not compat and not matrix"
+QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes and not sglang and not sglang_full and not compat \
+	and not matrix"
 PURE = tests/sim tests/unit/core
 BENCH ?= engine handoff serve
 
@@ -28,7 +29,7 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-sglang-full peers check format bench bench-wire diagrams clean
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full peers check format bench bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +48,8 @@ help:
 	@echo
 	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
+	@echo "make test-vllm-shapes"
+	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
 	@echo
 	@echo "make bench        kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
 	@echo "make bench-wire   every transport beside its peers (NIXL, Mooncake, memcpy, a socket): five minutes on two cores"
@@ -137,6 +140,9 @@ test-vllm-full: $(VENV)/.installed-dev
 
 test-sglang-full: $(VENV)/.installed-dev
 	$(call full,sglang-full,"sglang or sglang_full",$(call marked,sglang|sglang_full),3600)
+
+test-vllm-shapes: $(VENV)/.installed-dev
+	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests tools

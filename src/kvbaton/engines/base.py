@@ -102,6 +102,8 @@ class ModelFacts:
     name: str
     context_tokens: int
     encode: Callable[[str], Sequence[int]]
+    token_ids: range = range(1000, 40_000)
+    """Ids of ordinary tokens, for prompts that are drawn at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,14 @@ class EnginePlugin(ABC):
         """The releases that `prepare` would use, for reports."""
         del connector
         return {}
+
+    def accepted_drafts(self, base_url: str) -> int | None:
+        """How many drafted tokens an instance has accepted so far; None for one that drafts none, or does not count them.
+
+        A draft changes no answer, so a cache of the draft that was lost on the way shows here alone.
+        """
+        del base_url
+        return None
 
     def check_support(self, options: EngineOptions) -> None:
         """Raise ConfigError, with the option, for what `support` does not have."""

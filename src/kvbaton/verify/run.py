@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import aiohttp
@@ -58,6 +58,7 @@ class VerifiedPair:
 class _VerifiedServers:
     pair_url: str
     single_url: str
+    decode_urls: tuple[str, ...]
     model: str
 
 
@@ -83,8 +84,14 @@ def run_verify(
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
         if counts is not None:
             rows = counts.attributed(rows)
+        accepted = _accepted(engines[0], [servers.single_url]), _accepted(engines[1], servers.decode_urls)
     _check_not_refused(rows)
-    return make_report({**settings.shown(), **pair.shown()}, rows)
+    return make_report({**settings.shown(), **pair.shown()}, rows, *accepted)
+
+
+def _accepted(engine: EnginePlugin, urls: Sequence[str]) -> int:
+    """How many drafted tokens these instances have accepted; 0 where none drafts."""
+    return sum(engine.accepted_drafts(url) or 0 for url in urls)
 
 
 def _check(
@@ -156,10 +163,12 @@ def _start(
     key = prefill.cluster_key if prefill.connector == OWN_CONNECTOR else None
     fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=key))
     alone = prepared[2].part("single", "both", ports)
-    for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):
+    pair = pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port)
+    for part in (*pair, alone):
         fleet.start(part)
     fleet.wait_healthy(max(engine.healthy_within_s for engine in engines))
-    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, model.name)
+    decode_urls = tuple(part.base_url for part in pair[settings.prefill :])
+    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, decode_urls, model.name)
 
 
 async def _send_all(
