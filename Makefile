@@ -28,7 +28,7 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sim-full test-e2e-full test-matrix-full \
-	test-vllm-full peers check format bench bench-wire diagrams clean
+	test-vllm-full test-attacks-full peers check format bench bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,7 +44,7 @@ help:
 	@echo "make test-vllm    real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make peers        install what test-compat and test-vllm run against, ahead of time"
 	@echo
-	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full"
+	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-attacks-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
 	@echo
 	@echo "make bench        kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
@@ -130,6 +130,11 @@ test-matrix-full: $(VENV)/.installed-dev
 
 test-vllm-full: $(VENV)/.installed-dev
 	$(call full,vllm-full,"vllm or vllm_full",$(call marked,vllm|vllm_full),3600)
+
+# 250,000 frames of each of the four classes: 10^6 on each port.
+test-attacks-full: export KVBATON_ATTACK_FRAMES = 250000
+test-attacks-full: $(VENV)/.installed-dev
+	$(call full,attacks-full,attacks,$(call marked,attacks),1800)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests tools
