@@ -66,7 +66,26 @@ class _SimEngine:
     is_checked: bool = False
     """Whether checksums guard every byte, so that not even a corrupt one may be served."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    silent_since: float = 0.0
+    silent_until: float = 0.0
+    """Until when it hangs: it takes no step, no request and no event."""
+    stuck_until: float = 0.0
+    """Until when it takes its steps, and starts and computes nothing in them."""
     _allocations: int = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it hangs."""
+        return self.world.now < self.silent_until
+
+    @property
+    def idle_until(self) -> float:
+        """When it starts and computes something again; in the past while it works."""
+        return max(self.silent_until, self.stuck_until)
+
+    def schedule(self) -> None:
+        """Start what fits."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +127,7 @@ class SourceEngine(_SimEngine):
 
     def schedule(self) -> None:
         """Start what fits; work without a grant never takes the last blocks."""
-        for request in list(self.waiting):
+        for request in [] if self.world.now < self.idle_until else list(self.waiting):
             if self.requests.get(request.prompt.key) is not request:
                 self.waiting.remove(request)
             elif self.may_start(request):
@@ -183,6 +202,9 @@ class SourceEngine(_SimEngine):
     def _compute(self, request: Prefill, attempt: int) -> None:
         """One layer of one chunk."""
         if not request.is_running or request.attempt != attempt:
+            return
+        if self.world.now < self.idle_until:
+            self.world.at(self.idle_until, self.process, lambda: self._compute(request, attempt))
             return
         prompt = request.prompt
         end = min(request.computed + prompt.chunk, prompt.tokens)
@@ -263,7 +285,7 @@ class TargetEngine(_SimEngine):
 
     def schedule(self) -> None:
         """Grant blocks to what waits, first come first served."""
-        while self.waiting:
+        while self.waiting and self.world.now >= self.idle_until:
             request = self.waiting[0]
             if self.requests.get(request.prompt.key) is not request:
                 self.waiting.popleft()
@@ -356,6 +378,9 @@ class TargetEngine(_SimEngine):
                     attempts.add(cell.attempt)
 
     def _decoded(self, request: Fetch) -> None:
+        if self.world.now < self.idle_until:
+            self.world.at(self.idle_until, self.process, lambda: self._decoded(request))
+            return
         del self.requests[request.prompt.key]
         self._release(request)
         request.ended(request.prompt.key, Outcome.DELIVERED, "")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import aiohttp
 import msgspec
 
 from kvbaton.config import HandoffSettings
-from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
+from kvbaton.engines.base import OWN_CONNECTOR, Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
 from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet
@@ -21,6 +22,7 @@ from kvbaton.verify.client import ServerReply, ask
 from kvbaton.verify.compare import compare
 from kvbaton.verify.report import Report, RequestRow, make_report
 from kvbaton.verify.settings import VerifySettings
+from kvbaton.verify.stored import StoredCounts
 from kvbaton.verify.workload import make_prompts
 
 __all__ = ["VerifiedPair", "run_verify"]
@@ -39,7 +41,7 @@ class VerifiedPair:
 
     def shown(self) -> dict[str, str | bool]:
         """Every setting by its name, in one level."""
-        return {"engine": self.engine, "transport": self.transport, **msgspec.structs.asdict(self.handoff)}
+        return {"engine": self.engine, "transport": self.transport, **asdict(self.handoff)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,27 @@ def run_verify(
     """Do it; raises KVBatonError when it could not be run at all."""
     check_writes(pair.transport, pair.handoff.unfenced_writes)
     engine = find_engine(pair.engine)
-    prefill, decode = _options(pair, settings)
+    counts = StoredCounts() if settings.connector != OWN_CONNECTOR else None
+    prefill, decode = _options(pair, settings, counts.directory if counts is not None else "")
     for side in (prefill, decode):
         engine.check_support(side)
     model = engine.check(prefill, decode, progress)
     prompts = make_prompts(model.encode, settings.requests, settings.seed, _longest_prompt(settings, model, progress))
-    with Fleet() as fleet:
+    with contextlib.ExitStack() as stack:
+        if counts is not None:
+            stack.callback(counts.close)
+        fleet = stack.enter_context(Fleet())
         progress("starting a router, a prefill, a decode and a single instance")
         servers = _start(fleet, engine, (prefill, decode), settings, model, progress)
         progress(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+        if counts is not None:
+            rows = counts.attributed(rows)
     _check_not_refused(rows)
     return make_report({**settings.shown(), **pair.shown()}, rows)
 
 
-def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOptions, EngineOptions]:
+def _options(pair: VerifiedPair, settings: VerifySettings, counts_directory: str) -> tuple[EngineOptions, EngineOptions]:
     """The options of the prefill instances, and those of the decode instances."""
     prefill = EngineOptions(
         settings.model,
@@ -77,6 +85,8 @@ def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOption
         settings.engines,
         pair.handoff,
         settings.prefill_shape,
+        connector=settings.connector,
+        counts_directory=counts_directory,
         cache_dtype=settings.cache_dtype,
         controls=Controls(poison=True, drop_writes=settings.drop_writes, drop=settings.drop),
     )
@@ -120,7 +130,9 @@ def _start(
     prepared = [engine.prepare(options, progress) for options in (prefill, decode, single)]
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=prefill.cluster_key))
+    # Connectors that are not ours have no key; the router takes registrations on loopback only.
+    key = prefill.cluster_key if prefill.connector == OWN_CONNECTOR else None
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=key))
     alone = prepared[2].part("single", "both", ports)
     for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):
         fleet.start(part)
@@ -164,24 +176,16 @@ async def _send_one(
 
 def _row(index: int, prompt: tuple[int, ...], single: ServerReply, pair: ServerReply) -> RequestRow:
     comparison = compare(single.answer, pair.answer)
-    record = pair.record
-    return RequestRow(
-        request=index,
-        prompt_tokens=len(prompt),
-        output_tokens=len(pair.answer.tokens),
-        verdict=comparison.verdict,
-        detail=comparison.detail,
-        handed_off=bool(record.get("handed_off")),
-        recomputed=bool(record.get("recomputed")),
-        cached_tokens=int(record.get("cached_tokens", 0)),
-        bytes_planned=int(record.get("bytes_planned", 0)),
-        bytes_moved=int(record.get("bytes_moved", 0)),
-        handoff_s=float(record.get("handoff_s", 0.0)),
-        handover_s=float(record.get("handover_s", 0.0)),
-        largest_difference=comparison.largest_difference,
-        source_writes=bool(record.get("source_writes")),
-    )
+    facts = {
+        "request": index,
+        "prompt_tokens": len(prompt),
+        "verdict": comparison.verdict,
+        "detail": comparison.detail,
+        "output_tokens": len(pair.answer.tokens),
+        "largest_difference": comparison.largest_difference,
+    }
+    return msgspec.convert(pair.record | facts, RequestRow, strict=False)
 
 
 def _failed_row(index: int, prompt: tuple[int, ...], detail: str) -> RequestRow:
-    return RequestRow(index, len(prompt), 0, "failed", detail, False, False, 0, 0, 0, 0.0, 0.0, 0.0)
+    return RequestRow(index, len(prompt), "failed", detail)

@@ -21,8 +21,7 @@ from kvbaton.engines.embedded.request import (
 )
 from kvbaton.engines.embedded.sampling import Sampled
 from kvbaton.engines.embedded.seams import EngineCache
-from kvbaton.engines.embedded.stops import StopFilter
-from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer
+from kvbaton.engines.embedded.tokenizer import StopFilter, TextStream, Tokenizer
 from kvbaton.errors import Bug
 
 __all__ = ["SequenceStatus", "Sequence", "choose_seed", "prompt_digest"]

@@ -141,7 +141,7 @@ class _Handlers:
         self._registry = registry
         self._handoffs = handoffs
         self._access = access
-        self._show_details = settings.show_details
+        self._show_details = settings.show_details is not False
         self.max_body_bytes = settings.max_body_bytes or 2 * self._limits.request_bytes + _SMALLEST_BODY_LIMIT
         self._body_bytes = 0
         self._large_bodies = asyncio.Semaphore(_LARGE_BODIES_AT_ONCE)
