@@ -16,7 +16,7 @@ from kvbaton.cli.bench import bench_app
 from kvbaton.cli.config import config_app
 from kvbaton.cli.doctor import doctor
 from kvbaton.cli.explain import explain
-from kvbaton.cli.output import let_go_of_outputs
+from kvbaton.cli.output import flush_outputs
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
 from kvbaton.cli.sim import sim
@@ -56,7 +56,7 @@ def main() -> None:
     an output that takes no more bytes change the code: without its answer, a command could not be run.
     """
     code = _run()
-    if not let_go_of_outputs() and code == 0:
+    if not flush_outputs() and code == 0:
         code = COULD_NOT_RUN
     sys.exit(code)
 

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 
-__all__ = ["SafeOutput", "let_go_of_outputs"]
+__all__ = ["SafeOutput", "flush_outputs"]
 
 _QUEUED_PIECES = 1024
 _FLUSH_S = 2.0
@@ -122,7 +122,7 @@ class SafeOutput(contextlib.AbstractContextManager["SafeOutput"]):
             self._reason = reason
 
 
-def let_go_of_outputs() -> bool:
+def flush_outputs() -> bool:
     """Write what standard output and standard error still hold; false when standard output does not take it.
 
     What cannot be written is dropped here. The interpreter would try it again at its end, and exit with code 120.
