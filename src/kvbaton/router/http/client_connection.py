@@ -235,7 +235,8 @@ class ClientConnection(asyncio.Protocol):
         self._path = self._url.partition(b"?")[0].decode("latin-1")
         if version not in _VERSIONS:
             self._refuse(400, f"HTTP/{version} is not supported; use HTTP/1.1")
-        elif b"host" not in headers and not self._is_http_1_0:
+        elif b"host" not in headers:
+            # HTTP/1.0 does not require it, but what names no host cannot be checked against those that are allowed.
             self._refuse(400, "the request has no Host header")
         refusal = self._server.check_head(self._path, headers)
         if refusal is not None:
@@ -250,8 +251,8 @@ class ClientConnection(asyncio.Protocol):
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
             waits = b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and not self._is_http_1_0
-            if waits and self._transport is not None:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if waits:
+                self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
@@ -302,7 +303,7 @@ class ClientConnection(asyncio.Protocol):
             return
         head = b"%bContent-Length: %d\r\n" % (_type_line(content_type), len(body))
         pieces = (status_line(status), head, lines, self._persistence(), b"\r\n", body)
-        self._transport.write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
+        self._write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
         self._finish(status)
 
     def begin_stream(self, content_type: str, lines: bytes, first: bytes) -> None:
@@ -311,23 +312,29 @@ class ClientConnection(asyncio.Protocol):
             return
         kind = _type_line(content_type)
         if self._request.is_http_1_0:
-            self._transport.write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
+            self._write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
             return
         chunk = b"%x\r\n%b\r\n" % (len(first), first) if first else b""
-        self._transport.write(b"".join((status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n", chunk)))
+        self._write(b"".join((status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n", chunk)))
 
     def stream(self, piece: bytes) -> None:
         """Send more of a begun answer."""
         if self._transport is not None and self._request is not None and piece:
-            self._transport.write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def end_stream(self, *, is_whole: bool = True) -> None:
         """End a begun answer; one that is not whole also ends the connection."""
         if self._transport is None or self._request is None:
             return
         if not self._request.is_http_1_0:
-            self._transport.write(b"0\r\n\r\n")
+            self._write(b"0\r\n\r\n")
         self._finish(200, keep=is_whole and not self._request.is_http_1_0)
+
+    def _write(self, data: bytes) -> None:
+        # A write that fails closes the transport, and `connection_lost` comes in a later turn of the loop. Answers of requests
+        # that were sent ahead may still be written in this one, and asyncio logs a line for each.
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -431,7 +438,7 @@ class ClientConnection(asyncio.Protocol):
         self._server.count(self._path, refusal.status)
         head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n"
         lines = head_lines(refusal.headers)
-        self._transport.write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
+        self._write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
         self.deadline = self._server.clock() + _LINGER_S
 
 
