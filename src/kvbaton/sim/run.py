@@ -243,9 +243,7 @@ class Run:
                 link.loss, link.double, link.reorder = 0.1, 0.1, 0.2
                 self.world.at(until, None, lambda: self._heal(fault))
             case FaultKind.REPLAY:
-                for number in range(fault.number):
-                    replay = partial(self.cluster.network.replay, fault.who, fault.other)
-                    self.world.after(fault.for_s * number / fault.number, None, replay)
+                self.cluster.network.replay(fault.who, fault.other, fault.number, fault.for_s)
             case FaultKind.CANCEL_SOURCE | FaultKind.CANCEL_TARGET:
                 self._cancel(fault)
             case _ if instance is not None:
