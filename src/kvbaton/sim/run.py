@@ -364,8 +364,10 @@ class Run:
         else:
             peer, limit = record.source, limits.transfer_timeout
             is_waiting = record.state in (TargetState.GRANTED, TargetState.FILLING) and record.span_count is None
+        if not is_waiting:
+            return
         instance = next((each for each in self.all_instances if each.incarnation == peer), None)
-        if not is_waiting or instance is None or not instance.engine.is_silent:
+        if instance is None or not instance.engine.is_silent:
             return
         waited_s = self.world.now - max(since, instance.engine.silent_since)
         if waited_s > limit * _HARD_END_SLACK[0] + limits.beat_s + _DELAYED_S:
