@@ -112,9 +112,13 @@ class SourceEnded:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A target has blocks ready for this prefill: it may take the last free blocks here."""
+    """A target has blocks ready for this prefill: it may take the last free blocks here.
+
+    The target has the first `cached_tokens` tokens already. An engine whose lists of state begin behind them has to know that.
+    """
 
     key: HandoffKey
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

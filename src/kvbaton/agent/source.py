@@ -290,7 +290,7 @@ class SourceSide:
     def notify_granted(self, record: SourceRecord) -> None:
         """The engine may start it now, however full its pool is (`may_start_prefill`)."""
         self._note(record, Stage.GRANTED)
-        self._engine(Granted(record.key))
+        self._engine(Granted(record.key, 0 if record.grant is None else record.grant.cached_tokens))
 
     def announce(self, record: SourceRecord) -> None:
         """Announce what is new, have our ranks move it if the copy is ours to execute, and sum it if the grant asks for that.
