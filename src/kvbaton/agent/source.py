@@ -247,16 +247,16 @@ class SourceSide:
             return
         if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
             self._parked -= 1
-        # Before the effects: RETURN_BLOCKS reads the outcome from the state.
-        record.state = row.state
+        if row.state is not record.state:
+            # Before the effects: RETURN_BLOCKS reads the outcome from the state.
+            record.state = row.state
+            self.renew_cap(record)
         for effect in row.effects:
             self.effects[effect](record)
-        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: SourceRecord) -> None:
         """Raise the events that follow from counts: everything is moved and summed, or nothing is in flight."""
-        self.renew_cap(record)
         if record.state is SourceState.SERVING and self._is_summed(record):
             if record.writes and not record.is_confirmed and self._is_moved(record):
                 self.step(record, SourceEvent.WRITTEN)
@@ -457,6 +457,7 @@ class SourceSide:
             return
         record.blocks = blocks
         record.spans.extend(spans)
+        self.renew_cap(record)
         self.step(record, SourceEvent.SPAN_READY)
 
     def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
@@ -648,6 +649,7 @@ class SourceSide:
             case SpanMoved():
                 if report.copy.generation == record.generation:
                     record.moved.setdefault(report.rank, set()).add(report.span)
+                    self.renew_cap(record)
             case CopyStopped():
                 del record.open_copies[report.rank]
             case CopyFailed():
@@ -664,6 +666,7 @@ class SourceSide:
             self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
         else:
             record.sums[report.rank, report.span] = report.sums
+            self.renew_cap(record)
             self._settle(record)
 
     def owns_copy(self, copy: CopyId) -> bool:

@@ -351,12 +351,10 @@ class TargetSide:
             self._progress(record)
         for effect in row.effects:
             self.effects[effect](record)
-        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: TargetRecord) -> None:
         """Raise the events that follow from counts: everything is in, or nothing is in flight."""
-        self.renew_cap(record)
         self._watch(record)
         if record.state is TargetState.FILLING:
             self.sum_written(record)
@@ -677,6 +675,8 @@ class TargetSide:
             record.source_blocks = announced.blocks
         record.unmoved |= {span.number: span for span in announced.spans if span.number not in record.spans}
         record.spans |= {span.number: span for span in announced.spans}
+        if record.executor is Executor.SOURCE_WRITES:
+            self.renew_cap(record)
         self.step(record, TargetEvent.ANNOUNCED)
         self._refuse_surplus(record)
         self._settle(record)
@@ -940,6 +940,7 @@ class TargetSide:
         now = self._clock()
         record.give_up_at = now + self._limits.transfer_timeout
         record.retry.restart(now)
+        self.renew_cap(record)
 
     def _asks_again(self, record: TargetRecord) -> bool:
         if record.state is TargetState.FILLING and self._has_everything_sent(record):
