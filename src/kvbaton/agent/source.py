@@ -12,6 +12,10 @@ numbers and quarantine are explained from the other end in agent/target.py. What
 (PARKED), after it (QUEUED, then STREAMING), or after the whole prefill (HELD, then SERVING). A hand-off belongs to the first
 target that shows up for it with the same prompt; a transfer id alone proves nothing, because clients choose it.
 
+A grant that is PARKED gets no heartbeats: its request may never come. Except while the engine is busy with the step in which
+the grant came (`busy_since`): it takes requests between steps only, and on a loaded machine one step can take longer than a
+target waits.
+
 **The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
 do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
 confirms nothing. A heartbeat vouches for the target's engine, not for the thread that sends it: it states how long ago that
@@ -38,6 +42,7 @@ every span is summed: a sum that is taken later could be of other bytes.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,6 +147,7 @@ class SourceRecord:
     prompt: str = ""
     is_expected: bool = True
     """Whether the engine has asked for it; false while a grant is parked."""
+    parked_at: float = -math.inf
     blocks: BlockLists = ()
     spans: list[Span] = field(default_factory=list)
     announced: int = 0
@@ -219,6 +225,8 @@ class SourceSide:
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
         self._parked = 0
+        self.busy_since = math.inf
+        """When the engine began a step, in which it takes no requests; never, for one that always does."""
         self.late_total: Counter[str] = Counter()
         self.failures_total: Counter[str] = Counter()
         self.aux_fallbacks_total: Counter[str] = Counter()
@@ -688,7 +696,8 @@ class SourceSide:
         """The heartbeats that are due to targets that wait for something of ours."""
         lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
         for record in self.live.values():
-            if record.target is not None and record.state not in (SourceState.PARKED, SourceState.STOPPING):
+            is_waited_for = record.state is not SourceState.PARKED or record.parked_at >= self.busy_since
+            if record.target is not None and is_waited_for and record.state is not SourceState.STOPPING:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
@@ -795,7 +804,7 @@ class SourceSide:
         else:
             record = self._new_record(grant.key, SourceState.PARKED)
             record.target, record.grant, record.prompt = sender, grant, grant.prompt
-            record.is_expected = False
+            record.is_expected, record.parked_at = False, self._clock()
             self.live[grant.key] = record
             self._parked += 1
             self._watch(record)
