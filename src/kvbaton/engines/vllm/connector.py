@@ -30,7 +30,7 @@ from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
 from kvbaton.engines.vllm.rank_links import T
-from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
 from kvbaton.engines.vllm.specs import CutFacts, layer_specs, token_counts
@@ -98,7 +98,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
             counts = token_counts(kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
             largest = counts.blocks(vllm_config.model_config.max_model_len)
             room = Room(largest, self._settings.defer_timeout, self._free_blocks, self._held_blocks)
-            self._scheduler = SchedulerHalf(self._settings.mode, counts, is_producer, is_consumer, room)
+            sources = SourceCheck(self._settings.trust(), self._settings.control_address)
+            self._scheduler = SchedulerHalf(self._settings.mode, counts, is_producer, is_consumer, room, sources)
 
     # In the worker.
 

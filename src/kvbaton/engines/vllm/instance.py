@@ -138,6 +138,7 @@ class WorkerInstance:
             observe,
             self.caches.lists,
             self._cleared,
+            driver.engine_is_busy,
         )
         if isinstance(self._links, FirstRankLinks):
             self._links.start(lambda done: spans.computed(done.step, done.layers))

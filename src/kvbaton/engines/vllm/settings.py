@@ -72,7 +72,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     drop:             what of every hand-off is not moved: writes (all), heads, layers, state, draft; controls of `verify`
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
-    The four limits are those of `kvbaton.config.Limits`.
+    The five limits are those of `kvbaton.config.Limits`.
     """
 
     control_port: int
@@ -89,6 +89,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     defer_timeout: float = Limits().defer_timeout
     stop_timeout: float = Limits().stop_timeout
     retry: float = Limits().retry
+    queue_timeout: float = Limits().queue_timeout
     cluster_key_file: str | None = None
     allow: tuple[str, ...] = ()
     poison: bool = False
@@ -108,7 +109,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> Limits:
         """How long this instance waits for what."""
-        return parse_limits({name: getattr(self, name) for name in Limits.__struct_fields__})
+        return parse_limits({name: getattr(self, name) for name in Limits.__dataclass_fields__})
 
     @property
     def handoff(self) -> HandoffSettings:

@@ -13,7 +13,7 @@ from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.core.timeline import Note, Side
 from kvbaton.engines.vllm.computed_spans import ComputedSpans
-from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.specs import TokenCounts
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
@@ -178,11 +178,12 @@ class Rig:
         is_target: bool = True,
         drain_s: float = 5.0,
         room: Room | None = None,
+        sources: SourceCheck | None = None,
     ) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
         self.notes: list[Note] = []
-        self.scheduler = SchedulerHalf(mode, TokenCounts((BLOCK_TOKENS,)), is_source, is_target, room)
+        self.scheduler = SchedulerHalf(mode, TokenCounts((BLOCK_TOKENS,)), is_source, is_target, room, sources)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
         self.worker = WorkerHalf(
