@@ -58,7 +58,7 @@ def test_one_side_is_killed_before_the_answer(stand: Stand, victim: str, had_han
             wait_until(partial(_is_under_way, ports[survivor]), f"the {survivor} side works on it")
         reply: Reply = answer.result(25)
     assert reply.status == 502
-    assert json.loads(reply.content)["error"]["code"] == f"{victim}_failed"
+    assert json.loads(reply.content)["error"]["code"] == "instance_died"
     wait_until(partial(_is_idle, ports[survivor]), f"the blocks of the {survivor} side are back")
     stand.start(f"{victim} again", victim, "tiny", *SHORT_LIMITS)
     wait_until(lambda: stand.client.complete(PROMPT).status == 200, "the survivor serves the next request")

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.options import EngineName, HandoffOptions, JsonOption, TransportName
 from kvbaton.cli.running import end_like_ctrl_c
+from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.engines.table import DEFAULT_ENGINE
 from kvbaton.verify.settings import VerifySettings
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
-_DEFAULT_HANDOFF = HandoffOptions()
 _DEFAULT_SETTINGS = VerifySettings()
 _FOUND = 1
 
@@ -33,8 +33,8 @@ def verify(
     decode_engine: str = "",
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
-    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    handoff: HandoffOptions = DEFAULT_HANDOFF,
+    json: JsonOption = False,
 ) -> int:
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
 
@@ -47,14 +47,10 @@ def verify(
     decode_engine
         the engine of the decode instances. Two engines compute with different kernels: answers are equal when their tokens
         are, and their logprobs within 1e-3.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.verify.run import VerifiedPair
 
-    pair = VerifiedPair(prefill_engine or engine, transport, handoff_settings(handoff), decode_engine or engine)
+    pair = VerifiedPair(prefill_engine or engine, transport, handoff, decode_engine or engine)
     end_like_ctrl_c()
     report = _run(pair, settings)
     if json:

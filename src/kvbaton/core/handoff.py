@@ -14,7 +14,7 @@ __all__ = [
     "MAX_OPAQUE_BYTES",
     "MAX_TRANSFER_ID",
     "Aux",
-    "AuxWay",
+    "AuxChannel",
     "BlockLists",
     "Executor",
     "HandoffKey",
@@ -82,7 +82,7 @@ class Integrity(enum.StrEnum):
     FULL = "full"
 
 
-class AuxWay(enum.StrEnum):
+class AuxChannel(enum.StrEnum):
     """How the aux record travels: in a message, or through the data transport (and in a message where that fails)."""
 
     CONTROL = "control"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import aiohttp
-import msgspec
 
 from kvbaton.config import HandoffSettings
 from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
@@ -49,7 +48,7 @@ class VerifiedPair:
     def shown(self) -> dict[str, str | bool]:
         """Every setting by its name, in one level."""
         decode = self.decode_engine or self.engine
-        how = msgspec.structs.asdict(self.handoff)
+        how = asdict(self.handoff)
         return {"engine": self.engine, "decode_engine": decode, "transport": self.transport, **how}
 
 

@@ -128,7 +128,7 @@ def parse_settings(text: str) -> SglangSettings:
 def _hint(key: str) -> str:
     if key in _ELSEWHERE:
         return _ELSEWHERE[key]
-    if key in Limits.__struct_fields__:
+    if key in Limits.__dataclass_fields__:
         return f"give it inside limits: {{'limits': {{{key!r}: ...}}}}"
     near = difflib.get_close_matches(key, SglangSettings.__struct_fields__, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(SglangSettings.__struct_fields__))}"

@@ -26,7 +26,7 @@ from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
-from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
 from kvbaton.engines.vllm.tensors import CacheSpec, RegisteredCache, read_tensors
@@ -91,7 +91,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             largest = -(-vllm_config.model_config.max_model_len // block_tokens)
             room = Room(largest, self._settings.defer_timeout, self._free_blocks, self._held_blocks)
-            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer, room)
+            sources = SourceCheck(self._settings.trust(), self._settings.control_address)
+            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer, room, sources)
 
     # In the worker.
 

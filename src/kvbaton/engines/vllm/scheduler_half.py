@@ -48,6 +48,7 @@ from kvbaton.engines.vllm.requests import (
     EngineRequest,
     HandoffInfo,
     RequestedHandoff,
+    SourceCheck,
     SourceParams,
     answer_params,
     is_refused,
@@ -121,12 +122,21 @@ class _ScheduledTarget:
 class SchedulerHalf:
     """One instance's part. It may be asked to be a source, a target, or both, as its role allows."""
 
-    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool, room: Room | None = None) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        block_tokens: int,
+        is_source: bool,
+        is_target: bool,
+        room: Room | None = None,
+        sources: SourceCheck | None = None,
+    ) -> None:
         self._mode = mode
         self._block_tokens = block_tokens
         self._is_source = is_source
         self._is_target = is_target
         self._room = room
+        self._source_check = sources
         self._info: HandoffInfo | None = None
         self._sources: dict[str, _ScheduledSource] = {}
         self._targets: dict[str, _ScheduledTarget] = {}
@@ -150,7 +160,7 @@ class SchedulerHalf:
 
     def begin(self, request: EngineRequest) -> None:
         """A request was admitted."""
-        requested = read_handoff(request, self._mode, self._automatic)
+        requested = read_handoff(request, self._mode, self._automatic, self._source_check)
         if requested is None:
             return
         problem = self._problem(requested)

@@ -71,7 +71,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     drop_writes:      move no bytes; the control of `kvbaton verify`
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
-    The four limits are those of `kvbaton.config.Limits`.
+    The five limits are those of `kvbaton.config.Limits`.
     """
 
     control_port: int
@@ -88,6 +88,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     defer_timeout: float = Limits().defer_timeout
     stop_timeout: float = Limits().stop_timeout
     retry: float = Limits().retry
+    queue_timeout: float = Limits().queue_timeout
     cluster_key_file: str | None = None
     allow: tuple[str, ...] = ()
     poison: bool = False
@@ -107,7 +108,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> Limits:
         """How long this instance waits for what."""
-        return parse_limits({name: getattr(self, name) for name in Limits.__struct_fields__})
+        return parse_limits({name: getattr(self, name) for name in Limits.__dataclass_fields__})
 
     @property
     def handoff(self) -> HandoffSettings:

@@ -12,7 +12,7 @@ from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceRequ
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.core.timeline import Note, Side
-from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
 from kvbaton.errors import LocalError
@@ -170,11 +170,12 @@ class Rig:
         is_target: bool = True,
         drain_s: float = 5.0,
         room: Room | None = None,
+        sources: SourceCheck | None = None,
     ) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
         self.notes: list[Note] = []
-        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target, room)
+        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target, room, sources)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
         self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison, self.notes.append)

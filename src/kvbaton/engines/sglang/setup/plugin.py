@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
-from kvbaton.core.handoff import AuxWay
+from kvbaton.core.handoff import AuxChannel
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
@@ -36,7 +35,7 @@ class SglangPlugin(EnginePlugin):
 
     name = "sglang"
     title = "SGLang"
-    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(BACKENDS), crosses=True, shapes=True)
+    support = Support(aux_channels=(AuxChannel.CONTROL,), connectors=tuple(BACKENDS), crosses=True, shapes=True)
     healthy_within_s = 900.0
     server_bytes = 2_300_000_000
     start_notice = "SGLang servers take one to two minutes to start, and about 2.2 GB of memory each"
@@ -92,8 +91,8 @@ def _extra_settings(request: CommandRequest) -> dict[str, Any]:
         extra["advertise_host"] = request.advertise_host
     if request.routers:
         extra["routers"] = list(request.routers)
-    defaults = msgspec.structs.asdict(Limits())
-    limits = {name: value for name, value in msgspec.structs.asdict(request.limits).items() if value != defaults[name]}
+    defaults = asdict(Limits())
+    limits = {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
     extra |= {"limits": limits} if limits else {}
     if request.cluster_key_file is not None:
         extra["cluster_key_file"] = str(request.cluster_key_file)

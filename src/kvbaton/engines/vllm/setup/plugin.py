@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import asdict
 from typing import Any
-
-import msgspec
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.addresses import in_url
-from kvbaton.core.handoff import AuxWay
+from kvbaton.core.handoff import AuxChannel
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
@@ -29,7 +28,7 @@ class VllmPlugin(EnginePlugin):
 
     name = "vllm"
     title = "vLLM"
-    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(CONNECTORS))
+    support = Support(aux_channels=(AuxChannel.CONTROL,), connectors=tuple(CONNECTORS))
     healthy_within_s = 900.0
     server_bytes = 2_700_000_000
     start_notice = "vLLM servers take one to two minutes to start, and about 2.5 GB of memory each"
@@ -86,8 +85,8 @@ def _extra_config(request: CommandRequest) -> dict[str, Any]:
     if request.routers:
         http_address = f"{in_url(request.advertise_host or request.host)}:{request.port}"
         extra |= {"routers": list(request.routers), "http_address": http_address}
-    defaults = msgspec.structs.asdict(Limits())
-    extra |= {name: value for name, value in msgspec.structs.asdict(request.limits).items() if value != defaults[name]}
+    defaults = asdict(Limits())
+    extra |= {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
     if request.cluster_key_file is not None:
         extra["cluster_key_file"] = str(request.cluster_key_file)
     return extra | ({"allow": list(request.allow)} if request.allow else {})
