@@ -593,6 +593,10 @@ class SourceSide:
                 return
             self._control.send(sender, Stopped(stop.key, stop.grant))
             return
+        if record.state is SourceState.PARKED:
+            # The engine's own request is still on its way. Without this it would wait for a target that is gone.
+            until = self._clock() + self._limits.defer_timeout
+            self._declined.add(stop.key, record.prompt, _reason_of(stop), until)
         record.stop_asked = True
         record.target = sender
         self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), _reason_of(stop))
