@@ -282,6 +282,7 @@ def router(
 def wire(
     *,
     transport: TransportName = "auto",
+    subject: str = "",
     blocks: str = "4,16,64,1024,4096",
     batch_mib: str = "128",
     peers: str = "1",
@@ -303,6 +304,9 @@ def wire(
     transport
         `auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain
         socket. `nixl`, `mooncake`: beside the library alone. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
+    subject
+        one thing alone, beside what it is compared with and raw NIXL: `mori`, the drop-in for MoRI-IO beside `local` over the
+        same memory; or any other name of the table that is printed.
     blocks
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
@@ -336,7 +340,7 @@ def wire(
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
     asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
-    report, described = measure_wire(transport, asked, tokens, _progress)
+    report, described = measure_wire(transport, asked, tokens, _progress, subject)
     if plot is not None:
         plot_wire_bench(report, plot)
     return _finish("wire", report, described, output)

@@ -163,7 +163,7 @@ def test_strided_shuffled_and_unequal_runs(pair: tuple[IOEngine, IOEngine]) -> N
     sources = draw.sample(range(0, 1 << 20, 4096), 200)
     targets = draw.sample(range(0, 1 << 20, 4096), 200)
     sizes = [draw.choice([1, 7, 512, 4095, 4096]) for _ in sources]
-    _done(session.batch_write(tuple(sources), targets, np.array(sizes), 1))
+    _done(session.batch_write(tuple(sources), targets, np.array(sizes).tolist(), 1))
     expected = np.zeros(1 << 20, np.uint8)
     for source, target, size in zip(sources, targets, sizes, strict=True):
         expected[target : target + size] = mine.array[source : source + size]
