@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, TransportName
+from kvbaton.cli.options import EngineName, JsonOption, ModelName, TransportName, json_document
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.engines.table import DEFAULT_ENGINE
 
@@ -25,6 +25,10 @@ __all__ = ["bench_app"]
 bench_app = App(name="bench", help="Measure speed, as ratios taken side by side in one run.")
 
 _FOUND = 1
+_WIRE_TRANSPORT = (
+    "`auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain "
+    "socket. `nixl`, `mooncake`: beside the library alone. `cuda`: GPU memory, beside the full-tensor copy on the same GPU."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,10 @@ class OutputOptions:
     ----------
     out
         file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
 
     out: Path | None = None
-    json: Annotated[bool, Parameter(negative=())] = False
+    json: JsonOption = False
 
 
 Output = Annotated[OutputOptions, Parameter(name="*")]
@@ -50,7 +52,7 @@ _DEFAULT_OUTPUT = OutputOptions()
 @bench_app.command
 def engine(
     *,
-    model: str = "smollm2",
+    model: ModelName = "smollm2",
     rounds: int = 7,
     output: Output = _DEFAULT_OUTPUT,
 ) -> int:
@@ -58,8 +60,6 @@ def engine(
 
     Parameters
     ----------
-    model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     rounds
         how often each thing is measured; medians are shown, every round is kept.
     """
@@ -98,8 +98,6 @@ def handoff(
         how many hand-offs are in flight; levels with commas between them. Ratios are to the first.
     mode
         `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     tokens
         tokens per hand-off.
     integrity
@@ -169,13 +167,15 @@ def serve(
     *,
     engine: EngineName = DEFAULT_ENGINE,
     peer: str = "",
-    model: str = "smollm2",
+    model: ModelName = "smollm2",
     transport: TransportName = "local",
     requests: int = 40,
     prompt_tokens: int = 128,
     chunk_tokens: int = 128,
     chunks: int = 5,
     mode: Literal["push", "pull", "both"] = "both",
+    prefill_shape: str = "tp1",
+    decode_shape: str = "tp1",
     lengths: str = "128,512,1500",
     rounds: int = 8,
     plot: Path | None = None,
@@ -190,10 +190,6 @@ def serve(
     ----------
     peer
         compare with another connector of the engine, such as `nixl` of vLLM; the engine is one that has it then.
-    model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     requests
         embedded: hand-overs that are measured per mode, one at a time.
     prompt_tokens
@@ -204,6 +200,10 @@ def serve(
         embedded: length, in such steps, of the prompts whose first token is measured; at least 4.
     mode
         other engines: which of kvbaton's modes to measure.
+    prefill_shape
+        other engines: how the prefill servers are cut into ranks: `tp2`, ...; those of the peer too.
+    decode_shape
+        other engines: how the decode servers are cut.
     lengths
         other engines: tokens of the prompts, with commas between them.
     rounds
@@ -225,7 +225,9 @@ def serve(
         alone = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
         return _finish("serve", run_serve_bench(alone, plugin, _progress), alone.described(), output)
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
-    bench = ServersBench(plugin, model, transport, modes, peer, _numbers(lengths, "--lengths"), rounds)
+    bench = ServersBench(
+        plugin, model, transport, modes, peer, prefill_shape, decode_shape, _numbers(lengths, "--lengths"), rounds
+    )
     report = run_servers_bench(bench, _progress)
     if plot is not None:
         for path in plot_servers_bench(report, bench.lengths, bench.variants, plot):
@@ -281,7 +283,7 @@ def router(
 @bench_app.command
 def wire(
     *,
-    transport: TransportName = "auto",
+    transport: Annotated[TransportName, Parameter(help=_WIRE_TRANSPORT)] = "auto",
     subject: str = "",
     blocks: str = "4,16,64,1024,4096",
     batch_mib: str = "128",
@@ -301,9 +303,6 @@ def wire(
 
     Parameters
     ----------
-    transport
-        `auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain
-        socket. `nixl`, `mooncake`: beside the library alone. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
     subject
         one thing alone, beside what it is compared with and raw NIXL: `mori`, the drop-in for MoRI-IO beside `local` over the
         same memory; or any other name of the table that is printed.
@@ -379,7 +378,10 @@ def _progress(line: str) -> None:
 
 def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], output: OutputOptions) -> int:
     """Keep the raw results, print, and return the exit code."""
-    document = _document(name, report, settings, output.out)
+    import msgspec
+
+    facts = {"arguments": sys.argv[1:], "raw": str(output.out or ""), **msgspec.to_builtins(report)}
+    document = json_document(f"bench {name}", not report.problems, settings, **facts)
     if output.out is not None:
         output.out.write_bytes(document)
     if output.json:
@@ -387,21 +389,6 @@ def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], out
     else:
         _print_table(name, report)
     return _FOUND if report.problems else 0
-
-
-def _document(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None) -> bytes:
-    import msgspec
-
-    from kvbaton import __version__
-
-    head = {
-        "command": f"bench {name}",
-        "arguments": sys.argv[1:],
-        "version": __version__,
-        "ok": not report.problems,
-        "settings": dict(settings),
-    }
-    return msgspec.json.encode(head | {"raw": str(out or "")} | msgspec.to_builtins(report))
 
 
 def _print_table(name: str, report: BenchReport) -> None:

@@ -43,6 +43,8 @@ def config(
 ) -> int:
     """Print a complete line, such as `vllm serve ...` with the connector; every setting is checked first.
 
+    Transports other than `local` and `tcp` are accepted, and not tested with vLLM.
+
     Parameters
     ----------
     role
@@ -61,8 +63,6 @@ def config(
         discovery address (host:port) of a router to register with; may be repeated.
     advertise_host
         under which address others reach this instance; `host` when not given.
-    transport
-        how cache bytes travel: `local` (same host) or `tcp`; the others are accepted, and not tested with vLLM.
     """
     from kvbaton.engines.base import CommandRequest
     from kvbaton.engines.table import find_engine

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from kvbaton import __version__
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.engines.table import engine_names, known_engine
 from kvbaton.transport.table import transport_entry, transport_names
@@ -17,7 +20,19 @@ if TYPE_CHECKING:
 
     from cyclopts import Token
 
-__all__ = ["DEFAULT_LIMITS", "NO_TRUST", "EngineName", "HandoffOptions", "LimitOptions", "TransportName", "TrustOptions"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "EngineName",
+    "HandoffOptions",
+    "JsonOption",
+    "LimitOptions",
+    "ModelName",
+    "NO_TRUST",
+    "TransportName",
+    "TrustOptions",
+    "json_document",
+    "print_json",
+]
 
 
 def _known_engine(_kind: object, tokens: Sequence[Token]) -> str:
@@ -46,8 +61,23 @@ def _known_transport(_kind: object, tokens: Sequence[Token]) -> str:
 if TYPE_CHECKING:
     TransportName = str
 else:
-    TransportName = Annotated[Literal[tuple(sorted(transport_names()))], Parameter(converter=_known_transport)]
+    TransportName = Annotated[
+        Literal[tuple(sorted(transport_names()))],
+        Parameter(
+            converter=_known_transport,
+            help="how cache bytes travel: `local` (same host), `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.",
+        ),
+    ]
 """How cache bytes travel: a name from the table of transports, those of other packages included."""
+
+ModelName = Annotated[
+    str,
+    Parameter(
+        help="`smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of one engine: "
+        "`tiny-gqa8`, ... of the embedded one, `small-llama`, ... of vLLM."
+    ),
+]
+JsonOption = Annotated[bool, Parameter(negative=(), help="print one JSON object.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +104,16 @@ LimitOptions = Annotated[Limits, Parameter(name="*")]
 
 DEFAULT_LIMITS = Limits()
 NO_TRUST = TrustOptions()
+
+
+def print_json(command: str, ok: bool, settings: Mapping[str, object], **found: object) -> None:
+    """Print what a command found as one JSON object, with the head that all of them have."""
+    sys.stdout.write(json_document(command, ok, settings, **found).decode() + "\n")
+
+
+def json_document(command: str, ok: bool, settings: Mapping[str, object], **found: object) -> bytes:
+    """What `print_json` prints."""
+    import msgspec
+
+    head = {"command": command, "version": __version__, "ok": ok, "settings": settings}
+    return msgspec.json.encode(head | found)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, HandoffOptions, TransportName
+from kvbaton.cli.options import EngineName, HandoffOptions, JsonOption, TransportName
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.engines.table import DEFAULT_ENGINE
@@ -29,10 +29,12 @@ _FOUND = 1
 def verify(
     *,
     engine: EngineName = DEFAULT_ENGINE,
+    prefill_engine: str = "",
+    decode_engine: str = "",
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
     handoff: HandoffOptions = DEFAULT_HANDOFF,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonOption = False,
 ) -> int:
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
 
@@ -40,14 +42,15 @@ def verify(
 
     Parameters
     ----------
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
-    json
-        print one JSON object instead of a table.
+    prefill_engine
+        the engine of the prefill instances and of the single one, where it is not that of the decode instances.
+    decode_engine
+        the engine of the decode instances. Two engines compute with different kernels: answers are equal when their tokens
+        are, and their logprobs within 1e-3.
     """
     from kvbaton.verify.run import VerifiedPair
 
-    pair = VerifiedPair(engine, transport, handoff)
+    pair = VerifiedPair(prefill_engine or engine, transport, handoff, decode_engine or engine)
     end_like_ctrl_c()
     report = _run(pair, settings)
     if json:

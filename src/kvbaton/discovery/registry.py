@@ -15,9 +15,10 @@ Time is an argument; every table is bounded; any thread may call. A heartbeat co
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 
 __all__ = [
@@ -182,13 +183,12 @@ class Registry:
         self.transfer_mode = transfer_mode
         self.expire_after_s = expire_after_s
         self._max_instances = max_instances
-        self._max_refused = max_refused
-        self._live: OrderedDict[_Key, Instance] = OrderedDict()
+        self._live: dict[_Key, Instance] = {}
         self._models = _Models()
-        self._refused: OrderedDict[_Key, RefusedInstance] = OrderedDict()
-        self._superseded: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._left: OrderedDict[tuple[str, str, str], float] = OrderedDict()
-        self._comings: OrderedDict[_Key, tuple[int, float]] = OrderedDict()
+        self._refused: BoundedMap[_Key, RefusedInstance] = BoundedMap(max_refused)
+        self._superseded: BoundedMap[tuple[str, str], float] = BoundedMap(max_instances)
+        self._left: BoundedMap[tuple[str, str, str], float] = BoundedMap(max_instances)
+        self._comings: BoundedMap[_Key, tuple[int, float]] = BoundedMap(max_instances)
         self._expired: deque[Instance] = deque(maxlen=max_instances)
         self._next_sweep = _NEVER
         self._never_expires = False
@@ -344,8 +344,6 @@ class Registry:
         key = _key(message)
         self._forgive(message)
         self._left[_process(message)] = now
-        while len(self._left) > self._max_instances:
-            self._left.popitem(last=False)
         known = self._live.get(key)
         if known is None or not _is_same_process(known.registration, message):
             return Left(None)
@@ -391,8 +389,6 @@ class Registry:
                 self._superseded[instance.http_address, incarnation] = now
         if message.incarnation:
             self._superseded.pop((message.http_address, message.incarnation), None)
-        while len(self._superseded) > self._max_instances:
-            self._superseded.popitem(last=False)
         return earlier
 
     def _objection(self, message: Registration) -> str | None:
@@ -411,12 +407,10 @@ class Registry:
     def _refuse(self, message: Registration, now: float, reason: str) -> RegistrationRefused:
         key = _key(message)
         self._drop_live_process(message)
-        before = self._refused.pop(key, None)
+        before = self._refused.get(key)
         is_new = before is None or before.reason != reason
         since = now if before is None else before.since
         self._refused[key] = RefusedInstance(message, reason, since, now)
-        while len(self._refused) > self._max_refused:
-            self._refused.popitem(last=False)
         return RegistrationRefused(reason, is_new, message.answer)
 
     def _forgive(self, message: Registration) -> None:
@@ -458,11 +452,9 @@ class Registry:
 
     def _damp(self, key: _Key, now: float) -> tuple[int, float]:
         """An instance that keeps coming is put aside, longer each time; a calm minute makes it new again."""
-        count, last = self._comings.pop(key, (0, now))
+        count, last = self._comings.get(key, (0, now))
         count = 1 if now - last >= _CALM_S else count + 1
         self._comings[key] = (count, now)
-        while len(self._comings) > self._max_instances:
-            self._comings.popitem(last=False)
         strikes = min(max(0, count - _COMINGS_FORGIVEN), _MOST_STRIKES)
         return strikes, now + _aside_s(strikes - 1) if strikes else _NEVER
 

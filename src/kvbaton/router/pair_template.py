@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
 
-from kvbaton.config import HTTP_KEY_HEADER, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, http_token
 from kvbaton.core.addresses import make_request_id
 from kvbaton.core.auth import AddressProof
 from kvbaton.discovery.messages import TransferMode, is_p2p_address, peer_address
@@ -14,7 +15,7 @@ from kvbaton.discovery.registry import Instance
 from kvbaton.router.http.messages import head_lines
 from kvbaton.router.settings import RouterSettings
 
-__all__ = ["PairTemplate", "Params", "instance_lines"]
+__all__ = ["PairTemplate", "Params", "client_lines", "instance_lines"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
 _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
@@ -93,6 +94,14 @@ def instance_lines(settings: RouterSettings) -> bytes:
     if settings.cluster_key is not None:
         headers[HTTP_KEY_HEADER] = http_token(settings.cluster_key)
     return head_lines(headers)
+
+
+def client_lines(settings: RouterSettings, client: bytes) -> bytes:
+    """The header by which instances know a client: a digest, so that they learn neither its API key nor its address."""
+    if settings.cluster_key is None:
+        return b""
+    name = hashlib.blake2b(client, digest_size=8, key=settings.cluster_key[:64]).hexdigest()
+    return head_lines({CLIENT_HEADER: name})
 
 
 def _head(instance: Instance, dp_rank: int | None) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvbaton.config import HTTP_KEY_HEADER
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.messages import is_header_value
@@ -23,6 +23,7 @@ DEFAULT_FORWARD_HEADERS = ("authorization", "traceparent", "tracestate", "x-sess
 _NEVER_FORWARDED = {
     "x-request-id", "x-data-parallel-rank", "host", "content-length", "content-type", "transfer-encoding", "connection",
     "upgrade", "expect", "te", "trailer", "accept-encoding", HTTP_KEY_HEADER,
+    CLIENT_HEADER,
 }  # fmt: skip
 _COUNTS = (
     "max_in_flight",

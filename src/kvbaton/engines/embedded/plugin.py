@@ -19,11 +19,10 @@ from kvbaton.engines.base import (
     Progress,
     Support,
 )
-from kvbaton.engines.embedded.lacks import check_lacks
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
-from kvbaton.engines.embedded.shaped.cut import Cut, check_cut
-from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
+from kvbaton.engines.embedded.shaped.blueprint import Cut, check_cut
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, check_lacks
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.engines.instance import ModelIdentity, instance_card
@@ -42,7 +41,7 @@ class EmbeddedPlugin(EnginePlugin):
 
     name = "embedded"
     title = "the embedded engine"
-    support = Support(controls=("drop_writes", "drop", "lacks"), shapes=True, cache_dtypes=CACHE_DTYPES)
+    support = Support(controls=("drop_writes", "drop", "lacks"), crosses=True, shapes=True, cache_dtypes=CACHE_DTYPES)
     reports_handover = True
 
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
@@ -107,6 +106,7 @@ def _serve_arguments(options: EngineOptions) -> list[str]:
     for option, value, default in (
         ("--drop", controls.drop, ""),
         ("--lacks", controls.lacks, ""),
+        ("--model-id", options.model_id, ""),
         ("--cache-dtype", options.cache_dtype, CACHE_DTYPES[0]),
         ("--shape", options.shape, str(Shape())),
         ("--blocks", options.cache_blocks, None),
