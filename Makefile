@@ -29,8 +29,8 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full peers check format bench bench-wire \
-	diagrams clean
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mori peers check format bench \
+	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make test-e2e     real processes, kills, the real model"
 	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape: a sample, about a minute"
 	@echo "make test-compat  the real vllm-router, and transports over NIXL and Mooncake (the first time: 600 MB to install)"
+	@echo "make test-mori    the drop-in for MoRI-IO: the exchange, MoRI's behaviours, a million bad frames; three minutes"
 	@echo "make test-vllm    real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-sglang  real SGLang servers on CPUs (the first time: 2.5 GB to install)"
 	@echo "make peers        install what test-compat, test-vllm and test-sglang run against, ahead of time"
@@ -113,6 +114,9 @@ $(VENV)-movers/.installed: $(VENV)/.installed-dev
 		{ apt-get download $(IBVERBS) || { apt-get update && apt-get download $(IBVERBS); }; } && \
 		for each in *.deb; do dpkg -x $$each system; done) || echo "== no libibverbs1: the tests of Mooncake will be skipped"
 	@touch $@
+
+test-mori: $(VENV)/.installed-dev
+	$(BIN)/pytest tests/contract/test_exchange_contract.py tests/compat/mori -rs --timeout 900 $(ARGS)
 
 test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 	$(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 $(ARGS)

@@ -233,6 +233,19 @@ def test_without_a_mode_of_its_own_a_registry_takes_both() -> None:
     assert {i.transfer_mode for i in registry.live(0.0)} == set(TransferMode)
 
 
+@pytest.mark.parametrize("first", TransferMode)
+def test_the_first_instance_fixes_the_mode_where_that_was_chosen(first: TransferMode) -> None:
+    registry = Registry(first_fixes_mode=True)
+    other = next(mode for mode in TransferMode if mode is not first)
+    assert isinstance(registry.register(message(mode=first), 0.0), Registered)
+    refused = registry.register(message("D", 8201, mode=other), 0.1)
+    assert isinstance(refused, RegistrationRefused)
+    assert f"transfer_mode is {other} there and {first} here" in refused.reason
+    assert isinstance(registry.register(message("D", 8202, mode=first), 0.2), Registered)
+    registry.register(message(mode=first, bye=True), 0.3)
+    assert isinstance(registry.register(message("D", 8203, mode=other), 60.0), RegistrationRefused)
+
+
 def test_a_differing_model_is_refused_with_both_values() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
