@@ -121,7 +121,7 @@ class HandoffPages:
             return SideAnswer(name, problem="it is gone, or was restarted since; what it noted went with it")
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
-            where = instance.registration.handoffs_address or None
+            where = instance.registration.handoffs_address
             answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where, self._lines)
             return SideAnswer(name, _read(answer, instance, transfer_id))
         except PeerError as error:
