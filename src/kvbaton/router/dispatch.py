@@ -61,27 +61,21 @@ _MOST_HELD_BYTES = 64 * 1024
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
 
 
+@dataclass(eq=False, repr=False)
 class Dispatcher:
     """Serves completion requests; what all of them share."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        registry: Registry,
-        chooser: Chooser,
-        upstream: Upstream,
-        metrics: RouterMetrics,
-        routed: RoutedTransfers,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.settings = settings
-        self.registry = registry
-        self.chooser = chooser
-        chooser.on_freed = self.wake_waiting
-        self.upstream = upstream
-        self.metrics = metrics
-        self.routed = routed
-        self.clock = clock
+    settings: RouterSettings
+    registry: Registry
+    chooser: Chooser
+    upstream: Upstream
+    metrics: RouterMetrics
+    routed: RoutedTransfers
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.chooser.on_freed = self.wake_waiting
         self.digits = Digits()
         self.deaths = DeathBook()
         self.queue = RequestQueue(settings.queue_limit, self.may_run)

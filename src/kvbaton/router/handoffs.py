@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -40,26 +41,20 @@ _MOST_SEARCHED = 64
 _MAX_RECORD_BYTES = 4 * 1024 * 1024
 
 
+@dataclass(eq=False, repr=False)
 class HandoffPages:
     """Answers /handoffs and /handoffs/{transfer_id} for the transfers in `routed`."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        upstream: Upstream,
-        routed: RoutedTransfers,
-        settings: RouterSettings,
-        *,
-        is_shared: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._registry = registry
-        self._upstream = upstream
-        self._routed = routed
-        self._timeout_s = settings.explain_timeout_s
-        self._is_shared = is_shared
-        self._lines = instance_lines(settings)
-        self._clock = clock
+    _registry: Registry
+    _upstream: Upstream
+    _routed: RoutedTransfers
+    _settings: RouterSettings
+    is_shared: bool = False
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._timeout_s = self._settings.explain_timeout_s
+        self._lines = instance_lines(self._settings)
         self._asking = 0
 
     def newest(self, _request: HttpRequest) -> Response:
@@ -72,7 +67,7 @@ class HandoffPages:
         """GET /handoffs/{transfer_id}."""
         transfer_id = unquote(request.path.removeprefix("/handoffs/"))
         routed = self._routed.get(transfer_id)
-        if routed is None and not self._is_shared:
+        if routed is None and not self.is_shared:
             message = (
                 f"this router knows no transfer {transfer_id[:MAX_TRANSFER_ID]!a}: it was routed elsewhere, or too long ago; "
                 "GET /handoffs lists the newest"
