@@ -16,6 +16,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import httptools
@@ -80,66 +81,42 @@ class ConnectionServer(Protocol):
         """An answer was sent."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ClientConnection(asyncio.Protocol):
     """A connection of `server`, which hands its requests out; the owner of the current request is notified about its client."""
 
-    __slots__ = (
-        "_ahead",
-        "_ahead_bytes",
-        "_body",
-        "_chunks",
-        "_closing",
-        "_counted_bytes",
-        "_free_bytes",
-        "_head_bytes",
-        "_headers",
-        "_held_bytes",
-        "_in_head",
-        "_is_http_1_0",
-        "_is_receiving",
-        "_max_head_bytes",
-        "_owner",
-        "_parser",
-        "_path",
-        "_quiet_bytes",
-        "_refusal",
-        "_request",
-        "_server",
-        "_transport",
-        "_url",
-        "deadline",
-        "peer",
-        "stalled_since",
-    )
+    _server: ConnectionServer
+    _max_head_bytes: int = field(init=False)
+    _free_bytes: int = field(init=False)
+    _parser: httptools.HttpRequestParser = field(init=False)
+    _transport: asyncio.Transport | None = None
+    _ahead: deque[HttpRequest] = field(default_factory=deque)
+    _request: HttpRequest | None = None
+    _owner: RequestOwner | None = None
+    _refusal: Response | None = None
+    _closing: bool = False
+    _in_head: bool = False
+    _is_receiving: bool = False
+    _head_bytes: int = 0
+    _quiet_bytes: int = 0
+    _counted_bytes: int = 0
+    _ahead_bytes: int = 0
+    _held_bytes: int = 0
+    _chunks: int = 0
+    _url: bytes = b""
+    _path: str = ""
+    _is_http_1_0: bool = False
+    _headers: dict[bytes, bytes] = field(default_factory=dict)
+    _body: bytes | bytearray = b""
+    peer: bytes = b""
+    """The address that the client connects from."""
+    deadline: float | None = None
+    stalled_since: float | None = None
 
-    def __init__(self, server: ConnectionServer) -> None:
-        self._server = server
-        self._max_head_bytes = server.settings.max_head_bytes
-        self._free_bytes = min(_SMALL_BYTES, server.settings.max_body_bytes)
+    def __post_init__(self) -> None:
+        self._max_head_bytes = self._server.settings.max_head_bytes
+        self._free_bytes = min(_SMALL_BYTES, self._server.settings.max_body_bytes)
         self._parser = httptools.HttpRequestParser(self)
-        self._transport: asyncio.Transport | None = None
-        self._ahead: deque[HttpRequest] = deque()
-        self._request: HttpRequest | None = None
-        self._owner: RequestOwner | None = None
-        self._refusal: Response | None = None
-        self._closing = False
-        self._in_head = False
-        self._is_receiving = False
-        self._head_bytes = 0
-        self._quiet_bytes = 0
-        self._counted_bytes = 0
-        self._ahead_bytes = 0
-        self._held_bytes = 0
-        self._chunks = 0
-        self._url = b""
-        self._path = ""
-        self._is_http_1_0 = False
-        self._headers: dict[bytes, bytes] = {}
-        self._body: bytes | bytearray = b""
-        self.peer = b""
-        """The address that the client connects from."""
-        self.deadline: float | None = None
-        self.stalled_since: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection in, unless there are too many."""
