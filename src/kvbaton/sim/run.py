@@ -229,6 +229,8 @@ class Run:
         match fault.kind:
             case FaultKind.CUT:
                 link.cut_until = until
+            case FaultKind.SEVER:
+                self.cluster.network.sever(fault.who, fault.other, until)
             case FaultKind.CLOG:
                 link.clogged_until = until
             case FaultKind.LOSE:
