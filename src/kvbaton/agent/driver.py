@@ -142,6 +142,7 @@ class RanksDriver(HandoffPort):
         self._submit(partial(self._coordinator.cancel, key, side))
 
     def events(self) -> list[EngineEvent]:
+        self._note_step()
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> AgentStats:
@@ -175,8 +176,13 @@ class RanksDriver(HandoffPort):
             raise LocalError("the agents have stopped")
         if len(self._commands) >= _MAX_COMMANDS:
             raise LocalError(f"the agent has {_MAX_COMMANDS} commands waiting; it is stuck or far too slow")
+        self._note_step()
         self._commands.append(command)
         self._wakeup.set()
+
+    def _note_step(self) -> None:
+        """The engine is at work. Peers learn how long ago that was: an engine may hang while this thread goes on beating."""
+        self._coordinator.stepped_at = time.monotonic()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -223,8 +229,12 @@ class RanksDriver(HandoffPort):
         self._note_frames(frames, time.monotonic())
         self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, time.monotonic())))
         self._take_reports()
-        if self._events:
+        if self._events or self._seems_idle():
             self._news()
+
+    def _seems_idle(self) -> bool:
+        """Whether the engine may be asleep: then it is woken, so that the next heartbeat shows that it does not hang."""
+        return time.monotonic() - self._coordinator.stepped_at > self._coordinator.beat_interval_s / 2
 
     def _note_frames(self, frames: int, now: float) -> None:
         """Note when every frame that had arrived was read: then the last turn was not full."""

@@ -19,17 +19,17 @@ class RequestRow(msgspec.Struct, frozen=True):
 
     request: int
     prompt_tokens: int
-    output_tokens: int
     verdict: str
     detail: str
-    handed_off: bool
-    recomputed: bool
-    cached_tokens: int
-    bytes_planned: int
-    bytes_moved: int
-    handoff_s: float
-    handover_s: float
-    largest_difference: float
+    output_tokens: int = 0
+    handed_off: bool = False
+    recomputed: bool = False
+    cached_tokens: int = 0
+    bytes_planned: int = 0
+    bytes_moved: int = 0
+    handoff_s: float = 0.0
+    handover_s: float = 0.0
+    largest_difference: float = 0.0
     source_writes: bool = False
     """Whether the source wrote; it alone knows how many bytes, so they are not counted."""
 

@@ -50,6 +50,8 @@ class VerifySettings:
         type of the numbers in all caches: `float32`, or `float16` for the small models.
     decode_cache_dtype
         a control: another type for the decode instances. They must refuse, with exit code 2.
+    connector
+        which connector moves caches: `kvbaton`, or one that the engine ships and that runs here: `moriio` of vLLM.
     decode_lacks
         a control: what the cards of the decode instances leave out: `layer:N` or `rank:N`. They must be refused, with exit
         code 2.
@@ -71,6 +73,7 @@ class VerifySettings:
     cache_dtype: str = "float32"
     decode_cache_dtype: str = ""
     decode_lacks: str = ""
+    connector: str = "kvbaton"
 
     def __post_init__(self) -> None:
         for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "longest_prompt"):

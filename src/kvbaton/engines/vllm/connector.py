@@ -189,7 +189,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], _Handshake]) -> None:
         """Learn where the instance listens. Keys are (pp rank, tp rank); every worker has to be there."""
-        infos = [each.info for each in collect_ranks(_shape(self._vllm_config), [metadata])]
+        # In a MultiConnector every part gets the metadata of the first part that has any.
+        ours = {at: each.info for at, each in metadata.items() if isinstance(each, _Handshake)}
+        infos = collect_ranks(_shape(self._vllm_config), [ours])
         if len(set(infos)) > 1:
             names = ", ".join(sorted({each.incarnation for each in infos}))
             raise ConfigError(f"the workers are of several instances ({names}); each has to report the one it belongs to")

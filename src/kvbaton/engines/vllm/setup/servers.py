@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
@@ -132,8 +133,32 @@ def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: Por
     return replace(part, environment=part.environment | side_channel)
 
 
+def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
+    """The MoRIIOConnector that vLLM ships, unchanged, on kvbaton's drop-in for `mori`."""
+    options = servers.options
+    extra: dict[str, Any] = {
+        "host_ip": _HOST,
+        "http_port": port,
+        "handshake_port": ports.pick(),
+        "notify_port": ports.pick(),
+        "read_mode": options.handoff.mode is Mode.PULL,
+    }
+    if routers:
+        proxy, _, ping_port = routers[0].rpartition(":")
+        extra |= {"proxy_ip": proxy, "proxy_ping_port": int(ping_port)}
+    config = {"kv_connector": "MoRIIOConnector", "kv_role": _ROLES[role], "kv_connector_extra_config": extra | servers.settings}
+    part = servers.plain_part(name, port, config)
+    mori = {"KVBATON_MORI": options.transport if options.transport in ("local", "tcp") else "auto"}
+    if options.controls.drop_writes:
+        mori["KVBATON_MORI_DROP_WRITES"] = "1"
+    if options.counts_directory:
+        mori["KVBATON_MORI_COUNTS"] = options.counts_directory
+    return replace(part, environment=part.environment | mori)
+
+
 CONNECTORS: dict[str, Callable[[VllmServers, str, str, int, PortPicker, Sequence[str]], FleetPart]] = {
     "kvbaton": _with_kvbaton,
     "nixl": _with_nixl,
+    "moriio": _with_moriio,
 }
 """Describes a server with each of the connectors that can be chosen."""
