@@ -143,6 +143,7 @@ test-sglang-full: $(VENV)/.installed-dev
 
 test-vllm-shapes: $(VENV)/.installed-dev
 	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
+	$(BIN)/python tools/shapes_table.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests tools
