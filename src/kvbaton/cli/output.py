@@ -13,9 +13,8 @@ import os
 import queue
 import sys
 import threading
-from types import TracebackType
 
-__all__ = ["SafeOutput"]
+__all__ = ["SafeOutput", "flush_outputs"]
 
 _QUEUED_PIECES = 1024
 _FLUSH_S = 2.0
@@ -24,7 +23,7 @@ _STDERR = 2
 _TOO_SLOW = "standard output takes no more, or is too slow"
 
 
-class SafeOutput:
+class SafeOutput(contextlib.AbstractContextManager["SafeOutput"]):
     """A text file for a `rich` console whose `write` never raises and never waits; leaving it writes what is queued.
 
     Without a descriptor (standard output was closed when the command was started) everything is lost.
@@ -42,10 +41,7 @@ class SafeOutput:
         self._writer = threading.Thread(target=self._run, name="output", daemon=True)
         self._writer.start()
 
-    def __enter__(self) -> SafeOutput:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def isatty(self) -> bool:
@@ -124,6 +120,26 @@ class SafeOutput:
         with self._lock:
             self._lost += pieces
             self._reason = reason
+
+
+def flush_outputs() -> bool:
+    """Write what standard output and standard error still hold; false when standard output does not take it.
+
+    What cannot be written is dropped here. The interpreter would try it again at its end, and exit with code 120.
+    """
+    written = []
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+            written.append(True)
+        except (OSError, ValueError):
+            written.append(False)
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+    return written[0]
 
 
 def _stdout_descriptor() -> int | None:

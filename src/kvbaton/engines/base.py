@@ -89,6 +89,8 @@ class EngineOptions:
     """Stands for the model where the two sides are different engines: then they cannot compare what they have loaded."""
     arguments: tuple[str, ...] = ()
     """More arguments for the engine's own command line."""
+    counts_directory: str = ""
+    """Where engines count the bytes that another connector's library has stored; one that is ours reports them itself."""
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
     """Admits the instances of a set-up to each other. Travels in the environment: every user can read command lines."""
 
@@ -100,6 +102,8 @@ class ModelFacts:
     name: str
     context_tokens: int
     encode: Callable[[str], Sequence[int]]
+    token_ids: range = range(1000, 40_000)
+    """Ids of ordinary tokens, for prompts that are drawn at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,14 @@ class EnginePlugin(ABC):
         """The releases that `prepare` would use, for reports."""
         del connector
         return {}
+
+    def accepted_drafts(self, base_url: str) -> int | None:
+        """How many drafted tokens an instance has accepted so far; None for one that drafts none, or does not count them.
+
+        A draft changes no answer, so a cache of the draft that was lost on the way shows here alone.
+        """
+        del base_url
+        return None
 
     def check_support(self, options: EngineOptions) -> None:
         """Raise ConfigError, with the option, for what `support` does not have."""

@@ -166,6 +166,7 @@ def announcer_of(
     cluster_key: bytes | None,
     handoffs_address: str = "",
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    shape: Shape = ONE_RANK,
     dispatch: Dispatch = Dispatch.HANDOFF,
     bootstrap_port: int = 0,
 ) -> Announcer | None:
@@ -180,6 +181,8 @@ def announcer_of(
         type=kinds[role],
         http_address=http_address,
         zmq_address=str(control_address),
+        dp_size=shape.dp,
+        tp_size=shape.tp,
         transfer_mode=TransferMode.of(mode),
         incarnation=incarnation,
         model=model.name,

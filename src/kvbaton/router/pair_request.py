@@ -64,6 +64,8 @@ class PairRequest(msgspec.Struct, frozen=True):
     def pull_payload(self, answer: bytes) -> bytes:
         """To the decode instance, with what prefill has answered. Raises ProtocolError when that names no hand-off."""
         template = self.pair.template
+        if template.source_is_p2p:  # it answers with no parameters: its connector finds the peer in the request id alone
+            return self.push_payload()
         params = transfer_params(answer, template.source_dp_size, template.address_proof(self.transfer_id))
         return self._payload(template.decode_head, decode_body(self.body, params))
 

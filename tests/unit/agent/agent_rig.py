@@ -94,9 +94,13 @@ class Post:
 
     sent: list[tuple[Incarnation | ControlAddress, Message]] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    hung_up: list[ControlAddress] = field(default_factory=list)
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         self.sent.append((address, message))
+
+    def hang_up(self, address: ControlAddress) -> None:
+        self.hung_up.append(address)
 
     def send(self, peer: Incarnation, message: Message) -> None:
         self.sent.append((peer, message))
@@ -275,6 +279,8 @@ class _NetControl:
         self._node.dialled.add(address)
         self._post(address, "", message)
 
+    def hang_up(self, address: ControlAddress) -> None: ...
+
     def send(self, peer: Incarnation, message: Message) -> None:
         address = self._node.routes.get(peer)
         if address is not None:
@@ -336,6 +342,8 @@ class Net:
         while self.clock.now < end:
             self.clock.now = min(end, self.clock.now + step)
             for node in list(self.nodes.values()):
+                if not node.engine_hangs:
+                    node.coordinator.stepped_at = self.clock.now
                 node.coordinator.tick()
                 node.settle()
             if lose:
@@ -361,6 +369,7 @@ class Node:
         self.address = address
         self.said: list[Message] = []
         self.events: list[EngineEvent] = []
+        self.engine_hangs = False
         self.routes: dict[Incarnation, ControlAddress] = {}
         self.dialled: set[ControlAddress] = set()
         self._reports: list[RankReport] = []

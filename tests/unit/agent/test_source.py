@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -475,6 +476,18 @@ def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
     assert rig.side.peers() == {T1}
     rig.side.on_peer_gone(T1, "dead")
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
+
+
+def test_a_grant_that_came_during_a_step_gets_heartbeats_until_the_engine_takes_requests_again(rig: Rig) -> None:
+    rig.side.busy_since = rig.clock.now
+    rig.side.on_grant(T1, grant(1))
+    assert rig.side.beat() == {T1: Heartbeat(True, ((KEY, 1),))}
+    rig.clock.now += 100.0
+    assert rig.side.beat(), "the step may take longer than a target waits"
+    rig.side.busy_since = rig.clock.now
+    assert rig.side.beat() == {}, "the engine has taken requests since, and this was not among them"
+    rig.side.busy_since = math.inf
+    assert rig.side.beat() == {}, "an idle engine takes requests at once"
 
 
 def test_a_call_of_the_engine_about_a_parked_grant_is_ignored(rig: Rig) -> None:
