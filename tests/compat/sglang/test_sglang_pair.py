@@ -18,7 +18,7 @@ from sglang_stand import Answer, SglangStand, StandSpec, different, prompt, stan
 from kvbaton.core.handoff import Mode
 from kvbaton.launch.router_peers import ensure_router_peers, sglang_router_part
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
 REQUEST_S = 300.0
 
@@ -48,7 +48,6 @@ def wait_at_rest(pair: SglangStand) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 300, 1000])
 def test_every_answer_is_that_of_one_server(pair: SglangStand, tokens: int) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
