@@ -29,7 +29,8 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-mori peers check format bench bench-wire diagrams clean
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mori peers check format bench \
+	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,7 +48,7 @@ help:
 	@echo "make test-sglang  real SGLang servers on CPUs (the first time: 2.5 GB to install)"
 	@echo "make peers        install what test-compat, test-vllm and test-sglang run against, ahead of time"
 	@echo
-	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full"
+	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full, test-attacks-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
 	@echo "make test-vllm-shapes"
 	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
@@ -147,6 +148,11 @@ test-sglang-full: $(VENV)/.installed-dev
 
 test-vllm-shapes: $(VENV)/.installed-dev
 	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
+
+# 250,000 frames of each of the four classes: 10^6 on each port.
+test-attacks-full: export KVBATON_ATTACK_FRAMES = 250000
+test-attacks-full: $(VENV)/.installed-dev
+	$(call full,attacks-full,attacks,$(call marked,attacks),1800)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests tools

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -125,6 +126,10 @@ class RanksDriver(HandoffPort):
 
     def allocated(self, allocation: Allocation) -> None:
         self._submit(partial(self._coordinator.allocated, allocation))
+
+    def engine_is_busy(self, is_busy: bool) -> None:
+        """The engine begins or ends a step, in which it takes no request: grants for requests that it has not seen may wait."""
+        self._coordinator.source.busy_since = time.monotonic() if is_busy else math.inf
 
     def poison(self, blocks: BlockLists, cached_tokens: int) -> None:
         """Have every rank spoil blocks before they are granted: to be called before `allocated`."""

@@ -12,6 +12,10 @@ numbers and quarantine are explained from the other end in agent/target.py. What
 (PARKED), after it (QUEUED, then STREAMING), or after the whole prefill (HELD, then SERVING). A hand-off belongs to the first
 target that shows up for it with the same prompt; a transfer id alone proves nothing, because clients choose it.
 
+A grant that is PARKED gets no heartbeats: its request may never come. Except while the engine is busy with the step in which
+the grant came (`busy_since`): it takes requests between steps only, and on a loaded machine one step can take longer than a
+target waits.
+
 **The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
 do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
 confirms nothing. A heartbeat vouches for the target's engine, not for the thread that sends it: it states how long ago that
@@ -38,6 +42,7 @@ every span is summed: a sum that is taken later could be of other bytes.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,6 +147,7 @@ class SourceRecord:
     prompt: str = ""
     is_expected: bool = True
     """Whether the engine has asked for it; false while a grant is parked."""
+    parked_at: float = -math.inf
     blocks: BlockLists = ()
     spans: list[Span] = field(default_factory=list)
     announced: int = 0
@@ -219,6 +225,8 @@ class SourceSide:
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
         self._parked = 0
+        self.busy_since = math.inf
+        """When the engine began a step, in which it takes no requests; never, for one that always does."""
         self.late_total: Counter[str] = Counter()
         self.failures_total: Counter[str] = Counter()
         self.aux_fallbacks_total: Counter[str] = Counter()
@@ -247,16 +255,16 @@ class SourceSide:
             return
         if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
             self._parked -= 1
-        # Before the effects: RETURN_BLOCKS reads the outcome from the state.
-        record.state = row.state
+        if row.state is not record.state:
+            # Before the effects: RETURN_BLOCKS reads the outcome from the state.
+            record.state = row.state
+            self.renew_cap(record)
         for effect in row.effects:
             self.effects[effect](record)
-        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: SourceRecord) -> None:
         """Raise the events that follow from counts: everything is moved and summed, or nothing is in flight."""
-        self.renew_cap(record)
         if record.state is SourceState.SERVING and self._is_summed(record):
             if record.writes and not record.is_confirmed and self._is_moved(record):
                 self.step(record, SourceEvent.WRITTEN)
@@ -457,6 +465,7 @@ class SourceSide:
             return
         record.blocks = blocks
         record.spans.extend(spans)
+        self.renew_cap(record)
         self.step(record, SourceEvent.SPAN_READY)
 
     def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
@@ -584,6 +593,10 @@ class SourceSide:
                 return
             self._control.send(sender, Stopped(stop.key, stop.grant))
             return
+        if record.state is SourceState.PARKED:
+            # The engine's own request is still on its way. Without this it would wait for a target that is gone.
+            until = self._clock() + self._limits.defer_timeout
+            self._declined.add(stop.key, record.prompt, _reason_of(stop), until)
         record.stop_asked = True
         record.target = sender
         self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), _reason_of(stop))
@@ -648,6 +661,7 @@ class SourceSide:
             case SpanMoved():
                 if report.copy.generation == record.generation:
                     record.moved.setdefault(report.rank, set()).add(report.span)
+                    self.renew_cap(record)
             case CopyStopped():
                 del record.open_copies[report.rank]
             case CopyFailed():
@@ -664,6 +678,7 @@ class SourceSide:
             self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
         else:
             record.sums[report.rank, report.span] = report.sums
+            self.renew_cap(record)
             self._settle(record)
 
     def owns_copy(self, copy: CopyId) -> bool:
@@ -685,7 +700,8 @@ class SourceSide:
         """The heartbeats that are due to targets that wait for something of ours."""
         lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
         for record in self.live.values():
-            if record.target is not None and record.state not in (SourceState.PARKED, SourceState.STOPPING):
+            is_waited_for = record.state is not SourceState.PARKED or record.parked_at >= self.busy_since
+            if record.target is not None and is_waited_for and record.state is not SourceState.STOPPING:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
@@ -792,7 +808,7 @@ class SourceSide:
         else:
             record = self._new_record(grant.key, SourceState.PARKED)
             record.target, record.grant, record.prompt = sender, grant, grant.prompt
-            record.is_expected = False
+            record.is_expected, record.parked_at = False, self._clock()
             self.live[grant.key] = record
             self._parked += 1
             self._watch(record)

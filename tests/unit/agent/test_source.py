@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -477,6 +478,18 @@ def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
 
 
+def test_a_grant_that_came_during_a_step_gets_heartbeats_until_the_engine_takes_requests_again(rig: Rig) -> None:
+    rig.side.busy_since = rig.clock.now
+    rig.side.on_grant(T1, grant(1))
+    assert rig.side.beat() == {T1: Heartbeat(True, ((KEY, 1),))}
+    rig.clock.now += 100.0
+    assert rig.side.beat(), "the step may take longer than a target waits"
+    rig.side.busy_since = rig.clock.now
+    assert rig.side.beat() == {}, "the engine has taken requests since, and this was not among them"
+    rig.side.busy_since = math.inf
+    assert rig.side.beat() == {}, "an idle engine takes requests at once"
+
+
 def test_a_call_of_the_engine_about_a_parked_grant_is_ignored(rig: Rig) -> None:
     """It speaks of the hand-off before this one, of whose end it has not heard yet."""
     rig.side.on_grant(T1, grant())
@@ -569,3 +582,25 @@ def test_opaque_bytes_of_the_aux_record_arrive_as_they_are(rig: Rig) -> None:
     assert decode(encode(T1, "", sent)).message == sent
     assert sent.aux is not None
     assert sent.aux.opaque == bytes(range(256))
+
+
+def test_a_parked_grant_that_was_stopped_ends_the_request_that_comes_for_it(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    assert not rig.side.live
+    rig.expect()
+    (ended,) = rig.told()
+    assert isinstance(ended, SourceEnded)
+    assert (ended.outcome, "the client left" in ended.reason) == (Outcome.CANCELLED, True)
+    # A new grant for the same room is another attempt.
+    rig.side.on_grant(T1, grant(2))
+    rig.expect()
+    assert rig.told() == [Granted(KEY)]
+
+
+def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    rig.expect("another")
+    assert rig.told() == []
+    assert rig.state() is SourceState.QUEUED

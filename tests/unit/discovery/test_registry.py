@@ -159,6 +159,13 @@ class TestPause:
         assert isinstance(registry.register(message(port=8102), 60.2), Refreshed)
         assert len(registry.live(60.3)) == 2
 
+    def test_what_looks_first_after_a_pause_may_be_a_request(self) -> None:
+        registry = Registry(notices_pauses=True)
+        registry.register(message(), 0.0)
+        registry.expire(0.1)
+        assert len(registry.live(60.0)) == 1
+        assert registry.expire(60.1) == ()
+
     def test_after_a_pause_silence_counts_again(self) -> None:
         registry = Registry(notices_pauses=True)
         registry.register(message(), 0.0)
