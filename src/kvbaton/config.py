@@ -25,6 +25,7 @@ from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.errors import ConfigError
 
 __all__ = [
+    "CLIENT_HEADER",
     "CLUSTER_KEY_VARIABLE",
     "DEFAULT_HANDOFF",
     "HTTP_KEY_HEADER",
@@ -46,6 +47,9 @@ CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
 
 HTTP_KEY_HEADER = "x-kvbaton-key"
 """The HTTP header in which a holder of the cluster key proves it to an instance: its value is `http_token(key)`."""
+
+CLIENT_HEADER = "x-kvbaton-client"
+"""The HTTP header in which a router with the cluster key names the client of a request: instances give each its turns."""
 
 _MAX_KEY_BYTES = 4096
 

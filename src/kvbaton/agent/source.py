@@ -14,14 +14,15 @@ target that shows up for it with the same prompt; a transfer id alone proves not
 
 **The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
 do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
-confirms nothing. There is no lease while a request is QUEUED: it has no grant, and computes at the engine's own pace, within
-`queue_timeout`.
+confirms nothing. A heartbeat vouches for the target's engine, not for the thread that sends it: it states how long ago that
+engine took its last step, and silence is counted from then. There is no lease while a request is QUEUED: it has no grant, and
+computes at the engine's own pace, within `queue_timeout`.
 
 **The cap.** Messages of the target renew the lease; they cannot renew it for ever. A hand-off that gets no further than it was
-for `Limits.hold_cap` ends although its target is alive: that target, or the engine here, has stopped working and only its
-heartbeats go on. Only getting *further than ever before* (a later state, more spans computed, moved or summed) counts from
-anew: a hand-off that is preempted again and again, and never gets beyond where it was, ends too. STOPPING has no deadline: only
-copies of our own are waited for, and memory that they still read cannot go back.
+for `Limits.hold_cap` ends although its target is alive and its engine works: one of the two engines may have lost the request.
+Only getting *further than ever before* (a later state, more spans computed, moved or summed) counts from anew: a hand-off that
+is preempted again and again, and never gets beyond where it was, ends too. STOPPING has no deadline: only copies of our own
+are waited for, and memory that they still read cannot go back.
 
 **Retraction.** The engine preempts a prefill by `retract`. STREAMING becomes RETRACTING: the copies that this side executes
 are stopped, spans and sums are forgotten, a new generation number is taken, and `Retracted` is sent. When no copy of ours is
@@ -281,14 +282,15 @@ class SourceSide:
 
     # The effects of the table.
 
-    def extend_lease(self, record: SourceRecord) -> None:
-        """The target is alive: count its silence from now."""
-        record.lease_until = self._clock() + self._limits.defer_timeout
+    def extend_lease(self, record: SourceRecord, step_age_s: float = 0.0) -> None:
+        """The target is alive: count its silence from now, or from when its engine took its last step."""
+        seen_at = self._clock() - step_age_s
+        record.lease_until = max(record.lease_until, seen_at + self._limits.defer_timeout)
 
     def notify_granted(self, record: SourceRecord) -> None:
         """The engine may start it now, however full its pool is (`may_start_prefill`)."""
         self._note(record, Stage.GRANTED)
-        self._engine(Granted(record.key))
+        self._engine(Granted(record.key, 0 if record.grant is None else record.grant.cached_tokens))
 
     def announce(self, record: SourceRecord) -> None:
         """Announce what is new, have our ranks move it if the copy is ours to execute, and sum it if the grant asks for that.
@@ -546,6 +548,7 @@ class SourceSide:
         elif record.state is SourceState.SERVING and not self._is_summed(record):
             record.is_asked = True
             self.step(record, SourceEvent.PEER_ALIVE)
+            self.extend_lease(record)
         elif not record.writes or self._is_moved(record):
             self.step(record, SourceEvent.CONFIRM_ASKED)
 
@@ -612,12 +615,16 @@ class SourceSide:
         self._control.send(sender, Stopped(stop.key, 0))
 
     def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
-        """A target is alive; what it waits for lives on, and about what is over here it is notified again."""
+        """A target is alive; what it waits for lives on, and about what is over here it is notified again.
+
+        Its engine need not be: one that hangs allocates nothing, and blocks that are held for it are missing here.
+        """
         for key, grant in heartbeat.live:
             record = self.live.get(key)
             if record is not None and record.target in (None, sender) and self._is_about(record, grant):
                 record.target = sender
                 self.step(record, SourceEvent.PEER_ALIVE)
+                self.extend_lease(record, heartbeat.step_age_s)
             elif record is None and self._declined.withdraw(key):
                 # The engine has not asked for it yet; how an earlier hand-off of this key ended is no answer to this one.
                 continue

@@ -174,6 +174,8 @@ def serve(
     chunk_tokens: int = 128,
     chunks: int = 5,
     mode: Literal["push", "pull", "both"] = "both",
+    prefill_shape: str = "tp1",
+    decode_shape: str = "tp1",
     lengths: str = "128,512,1500",
     rounds: int = 8,
     plot: Path | None = None,
@@ -198,6 +200,10 @@ def serve(
         embedded: length, in such steps, of the prompts whose first token is measured; at least 4.
     mode
         other engines: which of kvbaton's modes to measure.
+    prefill_shape
+        other engines: how the prefill servers are cut into ranks: `tp2`, ...; those of the peer too.
+    decode_shape
+        other engines: how the decode servers are cut.
     lengths
         other engines: tokens of the prompts, with commas between them.
     rounds
@@ -219,7 +225,9 @@ def serve(
         alone = ServeBench(model, transport, requests, prompt_tokens, chunk_tokens, chunks, rounds)
         return _finish("serve", run_serve_bench(alone, plugin, _progress), alone.described(), output)
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
-    bench = ServersBench(plugin, model, transport, modes, peer, _numbers(lengths, "--lengths"), rounds)
+    bench = ServersBench(
+        plugin, model, transport, modes, peer, prefill_shape, decode_shape, _numbers(lengths, "--lengths"), rounds
+    )
     report = run_servers_bench(bench, _progress)
     if plot is not None:
         for path in plot_servers_bench(report, bench.lengths, bench.variants, plot):

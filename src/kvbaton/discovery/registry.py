@@ -159,7 +159,8 @@ Outcome = Registered | Refreshed | Replaced | RegistrationRefused | Left
 class Registry:
     """The instances that were seen within `expire_after_s`, at most `max_instances` of them.
 
-    Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side.
+    Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side,
+    unless `first_fixes_mode`: then the first that is admitted decides, for as long as the registry lives.
     `is_keyed` when every message was authenticated with the cluster key. `notices_pauses` when `expire` is called several
     times a second: a longer gap then means that this process stood still, and is not held against the instances.
     """
@@ -173,7 +174,9 @@ class Registry:
         *,
         is_keyed: bool = False,
         notices_pauses: bool = False,
+        first_fixes_mode: bool = False,
     ) -> None:
+        self._first_fixes_mode = first_fixes_mode
         self._is_keyed = is_keyed
         self._notices_pauses = notices_pauses
         self._looked_at: float | None = None
@@ -432,6 +435,8 @@ class Registry:
         strikes, aside_until = self._damp(key, now)
         self._live[key] = Instance(message, now, now, strikes, aside_until, beat_at=beat_at)
         self._models.add(message)
+        if self._first_fixes_mode and self.transfer_mode is None:
+            self.transfer_mode = message.transfer_mode
         return Replaced(self._live[key], earlier) if earlier else Registered(self._live[key])
 
     def _refresh(self, known: Instance, message: Registration, now: float, beat_at: float) -> Instance:

@@ -25,7 +25,7 @@ from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, Announcer
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.messages import Dispatch, InstanceType, Registration, TransferMode
 from kvbaton.launch.fleet import answers_ok
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
@@ -166,6 +166,9 @@ def announcer_of(
     cluster_key: bytes | None,
     handoffs_address: str = "",
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    shape: Shape = ONE_RANK,
+    dispatch: Dispatch = Dispatch.HANDOFF,
+    bootstrap_port: int = 0,
 ) -> Announcer | None:
     """What registers an instance; None where it registers with no router: role `both` answers clients by itself.
 
@@ -178,11 +181,15 @@ def announcer_of(
         type=kinds[role],
         http_address=http_address,
         zmq_address=str(control_address),
+        dp_size=shape.dp,
+        tp_size=shape.tp,
         transfer_mode=TransferMode.of(mode),
         incarnation=incarnation,
         model=model.name,
         fingerprint=model.fingerprint,
         handoffs_address=handoffs_address,
+        dispatch=dispatch,
+        bootstrap_port=bootstrap_port,
     )
     return Announcer(registration, routers, heartbeat_s, is_used=is_used, cluster_key=cluster_key)
 

@@ -552,3 +552,20 @@ def test_messages_about_nothing_do_nothing(rig: Rig, method: str, message: Any) 
     getattr(rig.side, method)(T1, message)
     assert rig.told() == []
     assert not rig.side.live
+
+
+def test_the_engine_is_notified_how_much_its_target_has_cached(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, msgspec.structs.replace(grant(), cached_tokens=2))
+    assert rig.told() == [Granted(KEY, cached_tokens=2)]
+
+
+def test_opaque_bytes_of_the_aux_record_arrive_as_they_are(rig: Rig) -> None:
+    aux = msgspec.structs.replace(AUX, opaque=bytes(range(256)))
+    rig.expect()
+    rig.side.on_grant(T1, grant())
+    rig.side.offer(Offer(KEY, BLOCKS, TOKENS, aux), lambda: WHOLE)
+    (sent,) = rig.said(AuxSent)
+    assert decode(encode(T1, "", sent)).message == sent
+    assert sent.aux is not None
+    assert sent.aux.opaque == bytes(range(256))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import HTTP_KEY_HEADER, Trust, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, Trust, http_token
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
@@ -28,10 +28,11 @@ __all__ = ["HandoffAccess", "HandoffRoutes"]
 _MOST_LISTED = 100
 _KNOWN_SOURCES = 8192
 _REQUESTS_PER_SOURCE = 1024
+_CLIENT_CHARACTERS = 64
 
 
 class HandoffAccess:
-    """Which HTTP requests may act on hand-offs."""
+    """Which HTTP requests may act on hand-offs, and whose they are."""
 
     def __init__(self, trust: Trust, sources: SourceCheck | None) -> None:
         self._token = http_token(trust.key).encode() if trust.key is not None else b""
@@ -43,6 +44,14 @@ class HandoffAccess:
             return True
         sent = (http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", "").removeprefix("Bearer "))
         return any(hmac.compare_digest(each.encode("utf-8", "surrogateescape"), self._token) for each in sent)
+
+    def client(self, http: web.Request) -> str:
+        """Whose turn in the queue a request takes: that of the client whom a router with the key names, or of the address.
+
+        Other headers do not count: a client could send another one each time, and have as many turns as it likes.
+        """
+        named = http.headers.get(CLIENT_HEADER, "") if self._token and self.has_key(http) else ""
+        return f"named {named[:_CLIENT_CHARACTERS]}" if named else f"at {http.remote}"
 
     def dial_refusal(self, http: web.Request, params: TargetParams) -> str | None:
         """Why the source that the request names must not be dialled; None when it may be."""

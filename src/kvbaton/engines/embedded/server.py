@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import orjson
@@ -34,6 +34,7 @@ from kvbaton.engines.embedded.openai import (
     request_limits,
 )
 from kvbaton.engines.embedded.openai_answers import DONE_EVENT, ResponseBuilder, sse_event
+from kvbaton.engines.embedded.request import ApiCall
 from kvbaton.engines.embedded.seams import PromptTokenizer
 from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.submission import EngineClient, Submission
@@ -224,7 +225,8 @@ class _Handlers:
         api = check(body, self._tokenizer, self._limits, request_id)
         if api.handoff is not None and self._handoff is None:
             raise BadRequest("kv_transfer_params", "kv_transfer_params: this instance hands nothing off; leave the field out")
-        return api
+        call = ApiCall(self._access.client(http), len(api.requests))
+        return replace(api, requests=tuple(replace(request, call=call) for request in api.requests))
 
     def _log_doubt(self, doubt: str | None) -> None:
         if doubt is not None and self._doubts.allow(doubt, time.monotonic()) is not None:

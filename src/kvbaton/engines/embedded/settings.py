@@ -17,7 +17,7 @@ class EngineSettings:
     step_tokens: int = 256
     max_sequences: int = 64
     max_waiting: int = 4096
-    """Sequences (prompts times `n`, over all requests) that may wait; more are refused."""
+    """Sequences (prompts times `n`, over all requests) that may wait; more are refused, or the largest request makes room."""
     poison: bool = False
     """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
     handoff: HandoffSettings = DEFAULT_HANDOFF

@@ -39,6 +39,7 @@ __all__ = [
     "named",
     "prompt_digest",
     "read_handoff",
+    "shorten_prompt",
 ]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
@@ -180,6 +181,17 @@ def _parts(request_id: str) -> tuple[str, int, int]:
     prompt = pattern.search(stem) if pattern else None
     stem = stem[: prompt.start()] if prompt else _RANDOM.sub("", stem)
     return stem, int(prompt[1]) if prompt else 0, int(sample[1]) if sample else 0
+
+
+def shorten_prompt(request: Any, tokens: int) -> None:
+    """Have vLLM compute the first `tokens` tokens of a prompt, and sample one token behind them, which no client sees.
+
+    The state of a request is that after its last computed token. The target computes the last token of the prompt itself.
+    """
+    del request.prompt_token_ids[tokens:]
+    del request._all_token_ids[tokens:]  # noqa: SLF001
+    request.num_prompt_tokens = tokens
+    request.max_tokens = 1
 
 
 def prompt_digest(request: EngineRequest) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Mode
+from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
+from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "serve_arguments", "transfer_config"]
+__all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "check_shape", "serve_arguments", "transfer_config"]
 
 MAX_MODEL_TOKENS = 2048
 """Prompt and answer together, in local set-ups."""
@@ -43,6 +46,28 @@ def serve_arguments(model: str, host: str, port: int, config: dict[str, Any] | N
     return arguments if config is None else [*arguments, "--kv-transfer-config", json.dumps(config)]
 
 
+def check_shape(text: str) -> Shape:
+    """The shape of a server. Raises ConfigError for one that vLLM has no arguments for."""
+    shape = Shape.parse(text)
+    if shape.cp > 1:
+        raise ConfigError(f"shape {text} has cp{shape.cp}; with vLLM on CPUs a shape is made of dp, pp and tp")
+    return shape
+
+
+def _shape_arguments(shape: Shape) -> list[str]:
+    sizes = {"--tensor-parallel-size": shape.tp, "--pipeline-parallel-size": shape.pp, "--data-parallel-size": shape.dp}
+    return [part for option, size in sizes.items() if size > 1 for part in (option, str(size))]
+
+
+def _eager_arguments(shape: Shape) -> list[str]:
+    """What keeps vLLM from compiling kernels, which takes longer than it saves here.
+
+    A server of several stages must run once before it serves, else its first request ends it: later stages make their input
+    buffers then. vLLM skips that run with `--enforce-eager`, so those trace the model, and compile nothing.
+    """
+    return ["--enforce-eager"] if shape.pp == 1 else ["--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
+
+
 @dataclass(frozen=True, slots=True)
 class VllmServers(PreparedEngine):
     """An installed vLLM and a model that it can load, ready to be served."""
@@ -52,7 +77,8 @@ class VllmServers(PreparedEngine):
     options: EngineOptions
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
-    cache_gib: int = 1
+    cache_bytes: int = 1 << 30
+    """Of each rank."""
 
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One vLLM server; role `both` is a plain server without any connector."""
@@ -63,19 +89,16 @@ class VllmServers(PreparedEngine):
 
     def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> FleetPart:
         """A server with this `--kv-transfer-config`, or without one."""
-        options = self.options
-        arguments = serve_arguments(str(self.model), _HOST, port, config)
+        options, shape = self.options, check_shape(self.options.shape)
+        arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape)]
+        arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
-        arguments += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_TOKENS)]
+        arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
         if options.step_tokens is not None:
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
-        variables = {
-            **self.environment.variables(),
-            **core_share(options.sharing),
-            "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib),
-        }
+        variables = self.environment.variables() | core_share(options.sharing * shape.ranks * shape.dp)
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)
@@ -85,9 +108,11 @@ def _with_kvbaton(
     servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]
 ) -> FleetPart:
     options, controls = servers.options, servers.options.controls
-    extra: dict[str, Any] = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"{_HOST}:{port}"}
-    extra |= {"handoffs_port": ports.pick(), "routers": list(routers)}
-    extra |= {control: True for control in ("poison", "drop_writes") if getattr(controls, control)}
+    engines = check_shape(options.shape).dp
+    extra: dict[str, Any] = {"control_port": ports.pick(engines), "transport": options.transport}
+    extra |= {"http_address": f"{_HOST}:{port}", "handoffs_port": ports.pick(engines), "routers": list(routers)}
+    drop = "writes" if controls.drop_writes else controls.drop
+    extra |= ({"poison": True} if controls.poison else {}) | ({"drop": drop} if drop else {})
     extra |= servers.settings
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(
@@ -107,8 +132,32 @@ def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: Por
     return replace(part, environment=part.environment | side_channel)
 
 
+def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
+    """The MoRIIOConnector that vLLM ships, unchanged, on kvbaton's drop-in for `mori`."""
+    options = servers.options
+    extra: dict[str, Any] = {
+        "host_ip": _HOST,
+        "http_port": port,
+        "handshake_port": ports.pick(),
+        "notify_port": ports.pick(),
+        "read_mode": options.handoff.mode is Mode.PULL,
+    }
+    if routers:
+        proxy, _, ping_port = routers[0].rpartition(":")
+        extra |= {"proxy_ip": proxy, "proxy_ping_port": int(ping_port)}
+    config = {"kv_connector": "MoRIIOConnector", "kv_role": _ROLES[role], "kv_connector_extra_config": extra | servers.settings}
+    part = servers.plain_part(name, port, config)
+    mori = {"KVBATON_MORI": options.transport if options.transport in ("local", "tcp") else "auto"}
+    if options.controls.drop_writes:
+        mori["KVBATON_MORI_DROP_WRITES"] = "1"
+    if options.counts_directory:
+        mori["KVBATON_MORI_COUNTS"] = options.counts_directory
+    return replace(part, environment=part.environment | mori)
+
+
 CONNECTORS: dict[str, Callable[[VllmServers, str, str, int, PortPicker, Sequence[str]], FleetPart]] = {
     "kvbaton": _with_kvbaton,
     "nixl": _with_nixl,
+    "moriio": _with_moriio,
 }
 """Describes a server with each of the connectors that can be chosen."""
