@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -59,7 +60,8 @@ def run_verify(
     for side in (prefill, decode):
         engine.check_support(side)
     model = engine.check(prefill, decode, progress)
-    prompts = make_prompts(model.encode, settings.requests, settings.seed, _longest_prompt(settings, model, progress))
+    longest = _longest_prompt(settings, model, progress)
+    prompts = make_prompts(model.encode, settings.requests, settings.seed, longest, min(settings.shortest_prompt, longest))
     with Fleet() as fleet:
         progress("starting a router, a prefill, a decode and a single instance")
         servers = _start(fleet, engine, (prefill, decode), settings, model, progress)
@@ -77,7 +79,9 @@ def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOption
         settings.engines,
         pair.handoff,
         settings.prefill_shape,
+        settings.device,
         cache_dtype=settings.cache_dtype,
+        arguments=tuple(shlex.split(settings.engine_arguments)),
         controls=Controls(poison=True, drop_writes=settings.drop_writes, drop=settings.drop),
     )
     decode = replace(

@@ -11,6 +11,7 @@ from kvbaton.core.handoff import BlockLists, Incarnation
 from kvbaton.core.timeline import no_observer
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, new_incarnation, open_driver
+from kvbaton.engines.vllm.device import GatedPort
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import ConnectorSettings
 from kvbaton.engines.vllm.tensors import RegisteredCache
@@ -39,7 +40,7 @@ class WorkerInstance:
         with ExitStack() as opened:
             sockets = self.open_sockets(settings, incarnation)
             opened.callback(sockets.close)
-            transport = self.open_transport(settings, incarnation, region)
+            transport = cache.device.ordered(self.open_transport(settings, incarnation, region))
             opened.callback(transport.close)
             self._notes = (
                 None if timelines is None else HandoffsServer(timelines, settings.control_host, settings.handoffs_port)
@@ -62,7 +63,8 @@ class WorkerInstance:
         self.info = HandoffInfo(settings.control_address, incarnation)
         poison = self._poison if settings.poison else None
         layers = len(cache.layout.groups[0].layers)
-        self.half = WorkerHalf(self.driver, layers, self._news, settings.stop_timeout, poison, observe)
+        self._port = cache.device.port(self.driver, self._news.set)
+        self.half = WorkerHalf(self._port, layers, self._news, settings.stop_timeout, poison, observe)
         announcer = announcer_of(
             role=role,
             http_address=settings.http_address,
@@ -109,6 +111,8 @@ class WorkerInstance:
             self._announcer.stop()
         if self._notes is not None:
             self._notes.close()
+        if isinstance(self._port, GatedPort):
+            self._port.close()
         self.driver.close()
 
     def _poison(self, blocks: BlockLists, cached_tokens: int) -> None:

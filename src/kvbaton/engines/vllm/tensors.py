@@ -1,9 +1,11 @@
 """From the tensors that vLLM registers to a layout and a region: what each axis means, where each byte lies.
 
 vLLM 0.32 registers one tensor per layer with the axes (blocks, KV heads, tokens, channels); keys and values share the channels
-of a head. Tensors may be slices of one storage, or storages of their own. On CPUs the shape is not the truth: the attention
-kernels keep keys and values of a block in an order of their own, so blocks are only moved whole. What is not understood is
-refused by name: other axes, blocks in pieces, several groups, layers that share memory.
+of a head. Tensors may be slices of one storage, or storages of their own, and views whose axes lie in another order in memory
+(LBNHC, the default on GPUs: tokens before heads). On CPUs the shape is not the truth: the attention kernels keep keys and
+values of a block in an order of their own, so blocks are only moved whole. On GPUs it is, so two instances may have their axes
+in different orders. What is not understood is refused by name: other axes, blocks in pieces, several groups, layers that share
+memory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.tensors import LayerTensor, tensor_group
+from kvbaton.engines.vllm.device import EngineDevice, HostDevice
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 
@@ -61,25 +64,26 @@ class CacheTensor:
 class RegisteredCache:
     """The memory that vLLM registered: its layout, its region, and the index of each layer. Keeps nothing alive itself."""
 
-    def __init__(self, tensors: Sequence[CacheTensor], spec: CacheSpec) -> None:
+    def __init__(self, tensors: Sequence[CacheTensor], spec: CacheSpec, device: EngineDevice | None = None) -> None:
         _check(tensors, spec)
         self._tensors = tuple(tensors)
+        self.device: EngineDevice = device or HostDevice()
         self.address = min(tensor.address for tensor in tensors)
         self.region_bytes = max(tensor.end for tensor in tensors) - self.address
         self.layer_index = {tensor.layer: index for index, tensor in enumerate(tensors)}
-        self.layout = _layout(self._tensors, spec, self.address, self.region_bytes)
+        self.layout = _layout(self._tensors, spec, self.address, self.region_bytes, self.device.reorders_blocks)
 
     @property
     def region(self) -> Region:
         """Everything from the first to the last registered byte."""
-        memory = (ctypes.c_uint8 * self.region_bytes).from_address(self.address)
-        return Region.of(np.frombuffer(memoryview(memory), np.uint8))
+        return self.device.region([(tensor.address, tensor.end - tensor.address) for tensor in self._tensors])
 
     def poison(self, blocks: Iterable[int]) -> None:
         """Fill these blocks of every layer with a pattern that no real cache holds."""
-        ids = np.asarray(list(blocks), np.intp)
-        for tensor in self._tensors:
-            self._bytes(tensor)[ids] = POISON_BYTE
+        ids = list(blocks)
+        for layer, tensor in enumerate(self._tensors):
+            if not self.device.fill_blocks(layer, ids, POISON_BYTE):
+                self._bytes(tensor)[np.asarray(ids, np.intp)] = POISON_BYTE
 
     def _bytes(self, tensor: CacheTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
         memory = (ctypes.c_uint8 * (tensor.end - tensor.address)).from_address(tensor.address)
@@ -88,13 +92,11 @@ class RegisteredCache:
 
 
 def read_tensors(caches: Mapping[str, Any]) -> list[CacheTensor]:
-    """Describe what `register_kv_caches` got, in the order of its layers. Raises ConfigError for what is not in main memory."""
+    """Describe what `register_kv_caches` got, in the order of its layers. Raises ConfigError for what is not one tensor."""
     tensors = []
     for layer, tensor in caches.items():
         if not hasattr(tensor, "data_ptr"):
             raise ConfigError(f"layer {layer}: vLLM registered a {type(tensor).__name__} as its cache, not one tensor")
-        if tensor.device.type != "cpu":
-            raise ConfigError(f"layer {layer}: its cache is on {tensor.device}; only main memory can be handed over so far")
         size = tensor.element_size()
         strides = tuple(step * size for step in tensor.stride())
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -137,12 +139,15 @@ def _overlap(one: CacheTensor, other: CacheTensor) -> bool:
     return not inner <= distance <= one.strides[0] - inner
 
 
-def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, region_bytes: int) -> Layout:
+def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, region_bytes: int, whole_blocks: bool) -> Layout:
     first = tensors[0]
     blocks, heads, block_tokens, channels = first.shape
-    # Blocks are moved whole: tokens before heads, because the planner joins tokens, and only the block's extent matters.
     shape, head_bytes = (blocks, block_tokens, heads, channels), channels * first.element_bytes
-    strides = (first.strides[0], heads * head_bytes, head_bytes, first.element_bytes)
+    block_step, head_step, token_step, channel_step = first.strides
+    if whole_blocks:
+        # Tokens before heads, because the planner joins tokens, and only the block's extent matters.
+        token_step, head_step, channel_step = heads * head_bytes, head_bytes, first.element_bytes
+    strides = (block_step, token_step, head_step, channel_step)
     group = tensor_group(
         spec.kind,
         range(len(tensors)),
@@ -151,6 +156,6 @@ def _layout(tensors: Sequence[CacheTensor], spec: CacheSpec, address: int, regio
         heads=(HeadRange(0, heads),),
         total_heads=spec.total_heads,
         planes=("kv",),
-        whole_blocks=True,
+        whole_blocks=whole_blocks,
     )
     return Layout(region_bytes, (group,))

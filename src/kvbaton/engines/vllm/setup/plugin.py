@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import zlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,13 +17,29 @@ from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, Mo
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.vllm.settings import parse_settings
-from kvbaton.engines.vllm.setup.environment import NIXL_VERSION, VLLM_VERSION, ensure_environment, ensure_nixl
+from kvbaton.engines.vllm.setup.environment import (
+    NIXL_VERSION,
+    VLLM_VERSION,
+    ensure_environment,
+    ensure_nixl,
+    find_gpu_environment,
+)
 from kvbaton.engines.vllm.setup.models import ensure_model
-from kvbaton.engines.vllm.setup.servers import CONNECTORS, MAX_MODEL_TOKENS, VllmServers, serve_arguments, transfer_config
+from kvbaton.engines.vllm.setup.servers import (
+    CONNECTORS,
+    GPU_MODEL_TOKENS,
+    MAX_MODEL_TOKENS,
+    VllmServers,
+    serve_arguments,
+    transfer_config,
+)
 from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import default_cache_dir
 
 __all__ = ["VllmPlugin"]
+
+_SPECIAL_TOKENS = 16
+"""Models keep their first tokens for ends and pads."""
 
 
 class VllmPlugin(EnginePlugin):
@@ -29,7 +47,12 @@ class VllmPlugin(EnginePlugin):
 
     name = "vllm"
     title = "vLLM"
-    support = Support(aux_ways=(AuxWay.CONTROL,), connectors=tuple(CONNECTORS))
+    support = Support(
+        aux_ways=(AuxWay.CONTROL,),
+        devices=("cpu", "cuda"),
+        connectors=tuple(CONNECTORS),
+        cache_dtypes=("float32", "bfloat16"),
+    )
     healthy_within_s = 900.0
     server_bytes = 2_700_000_000
     start_notice = "vLLM servers take one to two minutes to start, and about 2.5 GB of memory each"
@@ -41,11 +64,15 @@ class VllmPlugin(EnginePlugin):
         """The tokenizer is read by the embedded engine's loader, without vLLM."""
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with vLLM both sides have {prefill.model}, leave it out")
+        if prefill.device != "cpu":
+            return _facts_of_directory(Path(prefill.model))
         loaded = find_model(prefill.model, progress=progress)
         return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
 
     def prepare(self, options: EngineOptions, progress: Progress) -> VllmServers:
         """Install vLLM, and what the connector needs, and convert the model, where that was not done before."""
+        if options.device != "cpu":
+            return VllmServers(find_gpu_environment(), Path(options.model), options)
         cache_dir = default_cache_dir()
         environment = ensure_environment(cache_dir, progress, self._version)
         if options.connector in _PACKAGES:
@@ -73,6 +100,26 @@ class VllmPlugin(EnginePlugin):
 
 _PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl)}
 """What connectors need that vLLM does not bring along: the release, and what installs it."""
+
+
+def _facts_of_directory(directory: Path) -> ModelFacts:
+    """What the configuration in a directory of Hugging Face safetensors shows. Raises ConfigError for one that is none.
+
+    Prompts are tokens: a hash of each word and its place in the text, spread over the vocabulary. Any model takes them.
+    """
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes())
+        vocabulary, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--model is {directory}; with --device cuda it is a directory of Hugging Face safetensors ({error})"
+        ) from error
+
+    def encode(text: str) -> list[int]:
+        usable = max(1, vocabulary - _SPECIAL_TOKENS)
+        return [_SPECIAL_TOKENS + zlib.crc32(f"{place} {word}".encode()) % usable for place, word in enumerate(text.split())]
+
+    return ModelFacts(directory.name, min(context, GPU_MODEL_TOKENS), encode)
 
 
 def _extra_config(request: CommandRequest) -> dict[str, Any]:
