@@ -35,7 +35,7 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Step:
-    """One command: arguments of `kvbaton`, or of a script of this directory; `fails` marks a control that must exit with 1."""
+    """One command: arguments of `kvbaton`, or with `script` of Python; `fails` marks a control that must exit with 1."""
 
     command: str
     seconds: int
@@ -43,11 +43,17 @@ class Step:
     script: bool = False
 
 
-def verify(more: str, *, model: str = "m8b", requests: int = 24, fails: bool = False, seconds: int = 300) -> Step:
+def verify(more: str, *, model: str = "m8b", requests: int = 16, fails: bool = False, seconds: int = 300) -> Step:
     """A verification on the GPU."""
     common = f"verify --engine vllm --device cuda --model {{models}}/{model} --requests {requests} --json"
     lengths = "--shortest-prompt 16 --longest-prompt 8192 --max-tokens 16"
     return Step(f"{common} {lengths} {more}", seconds, fails)
+
+
+def bench(more: str) -> Step:
+    """What a hand-off costs, with the types and kernels that are used in earnest."""
+    common = "bench serve --engine vllm --device cuda --model {models}/m8b --transport cuda --cache-dtype bfloat16"
+    return Step(f"{common} --lengths 512,4096,8192 --rounds 5 --json {more}", 420)
 
 
 STEPS: dict[str, Step] = {
@@ -56,14 +62,25 @@ STEPS: dict[str, Step] = {
     "tiny-tcp": verify("--transport tcp --mode push --concurrency 4", model="tiny", seconds=240),
     "tiny-local": verify("--transport local --mode push --concurrency 4", model="tiny", seconds=240),
     "tiny-nixl": verify("--transport nixl --mode pull --concurrency 4", model="tiny", seconds=240),
+    "tiny-virtual": verify(
+        "--transport cuda --mode push --concurrency 4 --engine-arguments=--enable-cumem-allocator", model="tiny", seconds=240
+    ),
     "tiny-drop": verify("--transport cuda --mode push --drop-writes", model="tiny", requests=8, fails=True, seconds=240),
-    "push-eager": verify("--transport cuda --mode push --concurrency 1"),
-    "pull-eager": verify("--transport cuda --mode pull --concurrency 1"),
-    "push-graphs": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments {shlex.quote(GRAPHS)}"),
-    "pull-graphs": verify(f"--transport auto --mode pull --concurrency 1 --engine-arguments {shlex.quote(GRAPHS)}"),
-    "push-full-graphs": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments {shlex.quote(FULL_GRAPHS)}"),
-    "push-compiled": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments {shlex.quote(PIECES)}"),
+    "push-eager": verify("--transport cuda --mode push --concurrency 4"),
+    "pull-eager": verify("--transport cuda --mode pull --concurrency 4"),
+    "push-graphs": verify(f"--transport cuda --mode push --concurrency 4 --engine-arguments {shlex.quote(GRAPHS)}"),
+    "pull-graphs": verify(f"--transport auto --mode pull --concurrency 4 --engine-arguments {shlex.quote(GRAPHS)}"),
+    "push-full-graphs": verify(f"--transport cuda --mode push --concurrency 4 --engine-arguments {shlex.quote(FULL_GRAPHS)}"),
+    "push-compiled": verify(f"--transport cuda --mode push --concurrency 4 --engine-arguments {shlex.quote(PIECES)}"),
     "drop-writes": verify("--transport cuda --mode push --drop-writes", requests=6, fails=True),
+    "storm-push": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode push", 420, script=True),
+    "storm-pull": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode pull --no-kills", 200, script=True),
+    "storm-8b": Step(f"{HERE}/gpu_storm.py {{models}}/m8b --mode push --no-kills", 300, script=True),
+    "bench-push": bench("--mode push --peer nixl"),
+    "bench-pull": bench("--mode pull --peer nixl"),
+    "bench-graphs": bench(f"--mode push --engine-arguments {shlex.quote(GRAPHS)}"),
+    "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
+    "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
     "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),
 }
 
@@ -113,7 +130,7 @@ def unpack(archives: Path, work: Path) -> None:
 def run_step(name: str, step: Step, work: Path, out: Path) -> bool:
     """Run one step; returns whether it ended as it should."""
     command = shlex.split(step.command.replace("{models}", str(work / "models")).replace("{out}", str(out)))
-    start = [sys.executable, str(HERE / command.pop(0))] if step.script else [sys.executable, "-m", "kvbaton.cli.main"]
+    start = [sys.executable] if step.script else [sys.executable, "-m", "kvbaton.cli.main"]
     began = time.monotonic()
     logs = work / "logs" / name
     logs.mkdir(parents=True, exist_ok=True)
@@ -167,7 +184,7 @@ def main() -> int:
     say(f"unpacked after {time.monotonic() - began:.0f} s")
     if options.command:
         return subprocess.run(["bash", "-c", options.command], env=environment(work), cwd=work, check=False).returncode
-    wanted = {model for name in options.steps for model in ("tiny", "m8b") if f"/{model} " in STEPS[name].command}
+    wanted = {model for name in options.steps for model in ("tiny", "m8b") if f"models}}/{model} " in STEPS[name].command}
     for model in sorted(wanted):
         command = [sys.executable, str(HERE / "gpu_model.py"), str(work / "models" / model)]
         subprocess.run(command, check=True, env=environment(work))
