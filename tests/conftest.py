@@ -1,8 +1,9 @@
 """For every test: helpers in this directory can be imported, properties may be slow, and large suites can be sampled.
 
 `--sample` keeps, of the cases of each test that is marked `sampled(count)`, that many; with `sampled(count, by="name")`, that
-many for each value of the parameter `name`. Which ones depends on a seed alone: the commit, unless one is given. So one commit
-always runs the same cases, the next one others, and `--sample=SEED` repeats a run.
+many for each value of the parameter `name`; with `sampled(count, by="file")`, that many of all such tests of the file. Which
+ones depends on a seed alone: the commit, unless one is given. So one commit always runs the same cases, the next one others,
+and `--sample=SEED` repeats a run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("sampled")
         if marker and isinstance(item, pytest.Function):
             by = marker.kwargs.get("by")
-            group = item.nodeid.partition("[")[0] + (f" {item.callspec.params[by]}" if by else "")
+            group = item.nodeid.partition("::")[0] if by == "file" else item.nodeid.partition("[")[0]
+            if by and by != "file":
+                group += f" {item.callspec.params[by]}"
             cases.setdefault((group, marker.args[0]), []).append(item)
     left_out: set[pytest.Item] = set()
     for (group, count), found in cases.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["command_line", "descendants", "is_running", "processor_s", "wait_until"]
+__all__ = ["command_line", "descendants", "is_running", "processor_s", "shared_files", "wait_until"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -41,6 +42,18 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def shared_files(pids: Iterable[int]) -> set[Path]:
+    """The files of shared memory that these processes map or hold open, and no other's: several tests run on one machine."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it may end at any time
+            root = Path(f"/proc/{pid}")
+            held = [str(each.readlink()) for each in (root / "fd").iterdir()]
+            mapped = [line.partition("/")[1] + line.partition("/")[2] for line in (root / "maps").read_text().splitlines()]
+            found |= {Path(name) for name in (*held, *mapped) if name.startswith("/dev/shm/")}  # noqa: S108
+    return found
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

@@ -21,10 +21,11 @@ import msgspec
 
 from kvbaton.core.addresses import is_host
 from kvbaton.core.auth import MIN_KEY_BYTES
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.errors import ConfigError
 
 __all__ = [
+    "CLIENT_HEADER",
     "CLUSTER_KEY_VARIABLE",
     "DEFAULT_HANDOFF",
     "HTTP_KEY_HEADER",
@@ -47,28 +48,41 @@ CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
 HTTP_KEY_HEADER = "x-kvbaton-key"
 """The HTTP header in which a holder of the cluster key proves it to an instance: its value is `http_token(key)`."""
 
+CLIENT_HEADER = "x-kvbaton-client"
+"""The HTTP header in which a router with the cluster key names the client of a request: instances give each its turns."""
+
 _MAX_KEY_BYTES = 4096
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """How long an instance waits. Seconds.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long an instance waits for what, in seconds. The command line reads its options off this class.
 
-    transfer_timeout: a target expires a hand-off after this long without progress
-    defer_timeout:    a source keeps finished blocks for this long after the last message from their target
-    stop_timeout:     after this long without `stopped`, a peer is fenced by the next stronger means
-    retry:            an unanswered message is sent again after this long
+    Parameters
+    ----------
+    transfer_timeout
+        seconds without progress after which a target expires a hand-off.
+    defer_timeout
+        seconds for which a source keeps finished blocks without a message from their target; more than `transfer_timeout`.
+    stop_timeout
+        seconds without `stopped` after which a peer is fenced by the next stronger means.
+    retry
+        seconds after which an unanswered message is sent again.
+    queue_timeout
+        seconds for which a hand-off may wait in its own side's queue, a source for a grant or a target for memory.
     """
 
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     stop_timeout: float = 5.0
     retry: float = 1.0
+    queue_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
+        for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{name} is {value!r}; it must be a positive, finite number of seconds")
@@ -85,6 +99,14 @@ class Limits(msgspec.Struct, frozen=True):
         """The interval of heartbeats: five may be lost before a target gives up."""
         return self.transfer_timeout / 6
 
+    @property
+    def hold_cap(self) -> float:
+        """For how long heartbeats alone keep a hand-off alive that gets no further.
+
+        Longer than any side with the same limits queues: the side that has a queue gives up first, and states why.
+        """
+        return self.queue_timeout + self.defer_timeout
+
 
 class OnFailure(enum.StrEnum):
     """What a target does with a request whose hand-off failed: fail it with the reason, or compute its prompt here."""
@@ -93,20 +115,28 @@ class OnFailure(enum.StrEnum):
     RECOMPUTE = "recompute"
 
 
-class HandoffSettings(msgspec.Struct, frozen=True):
-    """How an instance takes part in hand-offs.
+@dataclass(frozen=True, slots=True)
+class HandoffSettings:
+    """How an instance takes part in hand-offs. The command line reads its options off this class.
 
-    mode:       push (stream while computing) or pull (fetch when complete)
-    integrity:  how much of what a target received is checked before it counts as landed; the target decides
-    aux_way:    how the aux record travels to this instance as a target
-    on_failure: what a target does with a request whose hand-off failed
-    unfenced_writes: in push, let sources write into this instance's memory, and write into that of its targets, over a
-                transport that cannot revoke the right to; both instances of a pair need the same value
+    Parameters
+    ----------
+    mode
+        `push`: the cache streams to the target while it is computed; `pull`: the target fetches it when it is complete.
+    integrity
+        how much of what a target received is checked against the source's checksums before it counts as landed.
+    aux_channel
+        how the first token travels to a target: in a control message, or over the data transport.
+    on_failure
+        what becomes of a request whose hand-off failed: it fails, or the decode instance computes its prompt.
+    unfenced_writes
+        in push, let the prefill instance write into the decode instance's memory, over `nixl`, `mooncake` or `mori`; nothing
+        can take that right back from one that hangs. Both instances need the same value; without it the decode instance reads.
     """
 
     mode: Mode = Mode.PUSH
     integrity: Integrity = Integrity.OFF
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     on_failure: OnFailure = OnFailure.FAIL
     unfenced_writes: bool = False
 
@@ -117,7 +147,7 @@ DEFAULT_HANDOFF = HandoffSettings()
 
 def parse_limits(values: Mapping[str, Any]) -> Limits:
     """Read limits from a mapping; an unknown key is refused with the nearest known name, a bad value by its key."""
-    known = Limits.__struct_fields__
+    known = tuple(Limits.__dataclass_fields__)
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_stand_in import HostCopier, HostTensor
-from kvbaton.engines.vllm.device import CudaDevice, DeviceEvent, QueueingDevice
+from kvbaton.engines.vllm.device import BlockRows, CudaDevice, DeviceEvent, HostDevice, QueueingDevice
 from kvbaton.transport.cuda.region import DeviceRegion
 from kvbaton.transport.cuda.staging import HostBuffer, Staging
 
@@ -109,15 +109,15 @@ class StandInDevice(QueueingDevice):
     def region(self, ranges: Sequence[tuple[int, int]]) -> StandInRegion:
         return StandInRegion.of_ranges(0, ranges)  # type: ignore[return-value]
 
-    def fill_blocks(self, layer: int, blocks: Sequence[int], byte: int) -> bool:
-        def fill() -> None:
-            self._caches[layer][list(blocks)] = byte
+    def fill_blocks(self, rows: BlockRows, chosen: Sequence[int], byte: int) -> None:
+        self.submit(lambda: HostDevice().fill_blocks(rows, chosen, byte))
+        self.allocating()
 
-        self.submit(fill)
-        return True
+    def write(self, layer: int, block: int, byte: int) -> None:
+        self._caches[layer][block] = byte
 
 
-class StandInRig:
+class StandInRig(DeviceRig):
     """Caches in main memory that look like tensors of a GPU."""
 
     def __init__(self, *, tokens_first: bool) -> None:
@@ -133,10 +133,11 @@ class StandInRig:
         self.device.is_held = False
 
     def write_later(self, layer: int, block: int, byte: int) -> None:
-        self.device.fill_blocks(layer, [block], byte)
+        self.device.submit(lambda: self.device.write(layer, block, byte))
 
     def content(self, layer: int) -> Bytes:
-        return self.caches[layer].array.copy()
+        copied: Bytes = self.caches[layer].array.copy()
+        return copied
 
     def set_content(self, layer: int, content: Bytes) -> None:
         self.caches[layer].array[:] = content
@@ -161,7 +162,7 @@ def _empty(tokens_first: bool) -> Bytes:
     return np.zeros((BLOCKS, TOKENS, HEADS, CHANNELS), np.uint8).transpose(0, 2, 1, 3)
 
 
-class CudaRig:
+class CudaRig(DeviceRig):
     """Caches of torch on the first GPU."""
 
     def __init__(self, *, tokens_first: bool) -> None:

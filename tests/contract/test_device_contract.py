@@ -19,10 +19,12 @@ from device_rig import BLOCKS, CHANNELS, DEVICE_KINDS, HEADS, LAYERS, TOKENS, De
 from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceEnded, SourceRequest, SpansReady
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Outcome, Span, TransferId
+from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.plan import pair_layouts, plan_runs
 from kvbaton.core.timeline import Side
+from kvbaton.core.topology import Shape
 from kvbaton.engines.vllm.device import GatedPort
-from kvbaton.engines.vllm.tensors import POISON_BYTE, CacheSpec, RegisteredCache, read_tensors
+from kvbaton.engines.vllm.tensors import POISON_BYTE, LayerSpec, RegisteredCache, instance_caches, read_tensors
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, Transport, TransportSettings
 from kvbaton.transport.cuda.staging import DeviceMemory
@@ -32,7 +34,7 @@ KEY = HandoffKey(TransferId("tx-1"), 0, 0)
 SPAN = Span(0, 0, TOKENS, 0, LAYERS)
 PEER = PeerRank(Incarnation("source"))
 REQUEST = SourceRequest(KEY, "digest", ControlAddress.of("127.0.0.1", 7001))
-SPEC = CacheSpec(TOKENS, HEADS, HEADS)
+SPEC = LayerSpec(TOKENS, (HeadRange(0, HEADS),), HEADS)
 MakeRig = Callable[..., DeviceRig]
 
 
@@ -120,7 +122,11 @@ def port(rig: DeviceRig, inner: RecordingPort, news: threading.Event) -> Iterato
 
 def registered(rig: DeviceRig) -> RegisteredCache:
     tensors = {f"layer.{index}": cache for index, cache in enumerate(rig.caches)}
-    return RegisteredCache(read_tensors(tensors), SPEC, rig.device)  # type: ignore[arg-type]
+    return RegisteredCache(read_tensors(tensors), dict.fromkeys(tensors, SPEC), rig.device)  # type: ignore[arg-type]
+
+
+def layout_of(cache: RegisteredCache) -> Layout:
+    return instance_caches(Shape(), [cache.caches]).layouts[0]
 
 
 def announce(port: HandoffPort) -> None:
@@ -219,7 +225,7 @@ class Copying:
     def __init__(self, source: DeviceRig, target: DeviceRig, kept: ExitStack) -> None:
         self.source, self.target = source, target
         there, here = registered(source), registered(target)
-        self.layouts = (there.layout, here.layout)
+        self.layouts = (layout_of(there), layout_of(here))
         self.here = here
         self._far = kept.enter_context(closing(TcpTransport(there.region, TransportSettings(incarnation=PEER.incarnation))))
         self._near = kept.enter_context(closing(TcpTransport(here.region, TransportSettings(timeout_s=20.0))))
@@ -303,7 +309,7 @@ def test_poison_is_there_before_the_copy_and_only_where_it_belongs(
     copying = Copying(source, target, kept)
     with closing(target.device.port(inner, lambda: None)) as port:
         target.hold()
-        copying.here.poison([1, 2])
+        copying.here.poison(copying.layouts[1], ((1, 2),), 0)
         port.allocated(Allocation(REQUEST, ((1,),), TOKENS, 0))
         copying.post(copying.ordered, copying.runs((0,), (1,)))
         target.go_on()

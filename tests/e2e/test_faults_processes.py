@@ -80,6 +80,7 @@ def _nothing_foreign(here: Scene, *processes: str) -> None:
             assert gauges.errors_total == 0, gauges
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("mode", "transport"), MODES_AND_TRANSPORTS)
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("fault", [KILLED, ASKED_TO_END], ids=lambda fault: fault.name)
@@ -97,6 +98,7 @@ def test_one_side_ends(fault: Fault, victim: str, mode: Mode, transport: str, ti
         assert code == (0 if fault is ASKED_TO_END else -fault.number)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mode", "transport"), MODES_AND_TRANSPORTS)
 @pytest.mark.parametrize("victim", ["source", "target"])
 def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mode, transport: str, times: Times) -> None:
@@ -119,6 +121,7 @@ def test_one_side_is_paused_for_longer_than_every_deadline(victim: str, mode: Mo
         _nothing_foreign(here, "source", "target", "spare")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", [KILLED, PAUSED], ids=lambda fault: fault.name)
 @pytest.mark.parametrize("mode", [Mode.PUSH, Mode.PULL])
 @pytest.mark.parametrize("victim", ["source", "target"])
@@ -144,6 +147,7 @@ def test_one_side_falls_under_load(victim: str, mode: Mode, fault: Fault, times:
         _nothing_foreign(here, survivor, "spare")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("faults", [SetFaults(corrupt=True), SetFaults(drop_writes=True)], ids=["corrupt", "drop_writes"])
 @pytest.mark.parametrize("mode", [Mode.PUSH, Mode.PULL])
 def test_a_foreign_byte_would_be_noticed(mode: Mode, faults: SetFaults) -> None:

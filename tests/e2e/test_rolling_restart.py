@@ -46,6 +46,7 @@ class Load:
         return [reply for reply in self.replies if reply.status != 200]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", list(Mode))
 def test_no_request_fails_while_every_instance_is_restarted(mode: Mode) -> None:
     handoff = HandoffSettings(mode=mode)

@@ -28,6 +28,7 @@ def stand() -> Iterator[Stand]:
         yield stand
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", Mode)
 def test_a_thousand_requests_with_aborts_leave_nothing_behind(stand: Stand, mode: Mode) -> None:
     limits = ("--transfer-timeout", "10", "--defer-timeout", "15")
@@ -71,6 +72,7 @@ def test_a_live_request_shows_in_the_gauges(stand: Stand) -> None:
     _wait_until_idle(ports)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", Mode)
 def test_five_hundred_requests_at_once_are_all_answered_like_a_single_instance(mode: Mode) -> None:
     arguments = ["--model", "tiny", "--requests", "512", "--concurrency", "512", "--longest-prompt", "64", "--max-tokens", "6"]

@@ -14,11 +14,9 @@ import pytest
 from system import Client, Up, stream_events
 
 from kvbaton.launch.ports import check_port_free
-from watching import command_line, is_running, wait_until
+from watching import command_line, is_running, shared_files, wait_until
 
 pytestmark = pytest.mark.e2e
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +69,11 @@ def test_a_streamed_completion_is_the_same_as_a_whole_one(client: Client) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything_without_a_trace(number: signal.Signals, tmp_path: Path) -> None:
-    before = set(SHARED_MEMORY.iterdir())
     with Up("--model", "tiny", "--prefill", "2", temporary=tmp_path) as up:
         assert up.client.complete().status == 200
         known = up.client.get("/instances").document["live"]
         children = up.children()
+        shared = shared_files(children)
         beating = {pid for pid in children if "kvbaton.discovery.announcer_child" in command_line(pid)}
         assert (len(beating), len(children - beating)) == (3, 4)
         up.process.send_signal(number)
@@ -83,7 +81,7 @@ def test_a_signal_stops_everything_without_a_trace(number: signal.Signals, tmp_p
     assert not [pid for pid in children if is_running(pid)]
     for port in [up.port, *(int(instance["http_address"].rpartition(":")[2]) for instance in known)]:
         check_port_free("127.0.0.1", port, "--port")
-    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= before, "no new shared memory")
+    wait_until(lambda: not [each for each in shared if each.exists()], "no shared memory is left")
     assert list(tmp_path.iterdir()) == []
     assert "Traceback" not in up.output
 

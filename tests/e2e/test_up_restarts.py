@@ -13,11 +13,10 @@ from system import Client, Up
 
 from kvbaton.launch.local import kvbaton_command
 from kvbaton.launch.ports import PortPicker, check_port_free
-from watching import command_line, descendants, is_running, wait_until
+from watching import command_line, descendants, is_running, shared_files, wait_until
 
 pytestmark = pytest.mark.e2e
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 TINY = ("--model", "tiny")
 
 
@@ -52,19 +51,19 @@ def _is_served(client: Client) -> bool:
     return reply.status == 200 and reply.document["kvbaton"]["handed_off"] is True
 
 
-def _check_nothing_left(up: Up, seen: set[int], shared_before: set[Path], temporary: Path) -> None:
+def _check_nothing_left(up: Up, seen: set[int], shared: set[Path], temporary: Path) -> None:
     wait_until(lambda: not [pid for pid in seen if is_running(pid)], "no process is left", 60)
     check_port_free("127.0.0.1", up.port, "--port")
-    wait_until(lambda: set(SHARED_MEMORY.iterdir()) <= shared_before, "no new shared memory", 60)
+    wait_until(lambda: not [each for each in shared if each.exists()], "no shared memory is left", 60)
     assert list(temporary.iterdir()) == []
     assert "Traceback" not in up.output
 
 
 def test_killed_parts_are_restarted_on_their_ports_and_a_signal_ends_a_back_off(tmp_path: Path) -> None:
-    before = set(SHARED_MEMORY.iterdir())
     with Up(*TINY, temporary=tmp_path) as up:
         assert up.client.complete().status == 200
         addresses, seen = _addresses(up), up.children()
+        shared = shared_files(seen)
         for part, name in (("decode", "decode-0"), ("router", "router")):
             pid = _kill(up, part)
             _wait_printed(
@@ -74,21 +73,23 @@ def test_killed_parts_are_restarted_on_their_ports_and_a_signal_ends_a_back_off(
             wait_until(lambda: _is_served(up.client), "a request is served", 30)
             assert _addresses(up) == addresses
             seen |= up.children()
+            shared |= shared_files(seen)
         _kill(up, "decode")
         _wait_printed(up, r"restarting it in 2 s \(restart 2 of 5 within 10 minutes\)")
         up.process.send_signal(signal.SIGTERM)
         assert up.wait(60) == 0
         assert up.output.count("is healthy again") == 2
-    _check_nothing_left(up, seen, before, tmp_path)
+    _check_nothing_left(up, seen, shared, tmp_path)
 
 
 def test_one_kill_more_than_the_limit_ends_everything_with_the_reason(tmp_path: Path) -> None:
-    before = set(SHARED_MEMORY.iterdir())
     with Up(*TINY, "--restarts", "1", temporary=tmp_path) as up:
         seen = up.children()
+        shared = shared_files(seen)
         _kill(up, "decode")
         _wait_printed(up, r"decode-0 \(pid \d+\) is healthy again")
         seen |= up.children()
+        shared |= shared_files(seen)
         pid = _kill(up, "decode")
         assert up.wait(60) == 1
     assert (
@@ -96,7 +97,7 @@ def test_one_kill_more_than_the_limit_ends_everything_with_the_reason(tmp_path: 
         in up.output
     )
     assert "--restarts N allows more" in up.output
-    _check_nothing_left(up, seen, before, tmp_path)
+    _check_nothing_left(up, seen, shared, tmp_path)
 
 
 def test_an_output_that_fails_stops_neither_the_command_nor_a_restart(tmp_path: Path) -> None:

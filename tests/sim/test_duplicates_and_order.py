@@ -152,11 +152,11 @@ class TestEitherSideFirst:
     @every_push
     def test_without_a_lease_it_stays_for_ever(self, flow: Flow) -> None:
         class Hoarder(SourceSide):
-            def _has_lease(self, record: SourceRecord) -> bool:
-                return record.state is not SourceState.PARKED and super()._has_lease(record)
+            def _has_deadline(self, record: SourceRecord) -> bool:
+                return record.state is not SourceState.PARKED and super()._has_deadline(record)
 
         bugs = dataclasses.replace(sides(source=Hoarder), source_engine=self.Absent)
-        assert play(self._orphans(flow), bugs, prepare=disturbed).rules == {"everything ends"}
+        assert play(self._orphans(flow), bugs, prepare=disturbed).rules == {"hard end"}
 
     @every_flow
     @pytest.mark.parametrize("kind", [FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scenario import BOTH_DELIVERED, Flow, at_every_event, every_flow, first_broken, make, play
 
-from kvbaton.core.handoff import AuxWay, Integrity, Outcome
+from kvbaton.core.handoff import AuxChannel, Integrity, Outcome
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.script import Fault, FaultKind
 
@@ -55,7 +55,7 @@ def test_preempted_while_being_summed(flow: Flow) -> None:
 @every_flow
 def test_aux_by_data_arrives_or_comes_by_message(flow: Flow) -> None:
     """A record that is corrupt, or whose read fails, costs a message and nothing else."""
-    quiet = make(flow, aux_way=AuxWay.DATA)
+    quiet = make(flow, aux_channel=AuxChannel.DATA)
     story = play(quiet)
     assert story.ends == [BOTH_DELIVERED]
     assert story.said("pointer=AuxPointer(")

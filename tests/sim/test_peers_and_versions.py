@@ -32,7 +32,7 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import PROTOCOL
 from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import HandoffKey, Outcome
-from kvbaton.core.lifecycle import CopyEvent, CopyState, TargetState
+from kvbaton.core.lifecycle import CopyEvent, CopyState
 from kvbaton.core.messages import Envelope, decode
 from kvbaton.errors import ProtocolError
 from kvbaton.sim import instance as instance_module
@@ -66,11 +66,11 @@ class TestTargetKilled:
     @every_flow
     def test_without_a_lease_its_blocks_are_lost(self, flow: Flow) -> None:
         class Hoarder(SourceSide):
-            def _has_lease(self, record: SourceRecord) -> bool:
+            def _has_deadline(self, record: SourceRecord) -> bool:
                 del record
                 return False
 
-        assert "every block is back" in first_broken(self._kills(flow), sides(source=Hoarder))
+        assert first_broken(self._kills(flow), sides(source=Hoarder)) == {"hard end"}
 
     @staticmethod
     def _restarts(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
@@ -163,8 +163,8 @@ class TestTimeLimits:
                     record.give_up_at = births.setdefault(key, self._clock()) + LIMITS.transfer_timeout
                 super().tick()
 
-            def _has_deadline(self, record: TargetRecord) -> bool:
-                return super()._has_deadline(record) or record.state is TargetState.QUEUED
+            def _deadline(self, record: TargetRecord) -> float:
+                return record.give_up_at
 
         assert play(self._slow(flow, why), sides(target=Aging)).rules == {"spurious failure"}
 

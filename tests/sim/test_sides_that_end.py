@@ -245,6 +245,7 @@ class TestLossyNetwork:
     """When messages are lost, doubled and reordered, every request finishes or fails in bounded time, and no block is lost."""
 
     LOSSY_S = 3.0
+    END_S = LOSSY_S + LIMITS.defer_timeout + LIMITS.transfer_timeout
 
     def _storm(self, flow: Flow, seed: int) -> Script:
         requests = (request(flow, at_s=0.2 * number, tokens=1 + number % 4, decode_delay_s=0.01) for number in range(12))
@@ -260,18 +261,18 @@ class TestLossyNetwork:
             assert not story.rules
             assert all(None not in pair for pair in story.ends)
             delivered += sum(target is Outcome.DELIVERED for _, target in story.ends)
-            assert max(story.back_at.values()) < self.LOSSY_S + LIMITS.defer_timeout + LIMITS.transfer_timeout
+            assert max(story.back_at.values()) < self.END_S
         assert delivered > 8 * 12 * 0.9
 
     @every_flow
-    def test_without_asking_again_something_hangs_or_fails(self, flow: Flow) -> None:
+    def test_without_asking_again_something_waits_for_a_hard_end(self, flow: Flow) -> None:
         class Once(TargetSide):
             def _asks_again(self, record: TargetRecord) -> bool:
                 del record
                 return False
 
         stories = [play(self._storm(flow, seed), sides(target=Once)) for seed in range(8)]
-        assert any("everything ends" in story.rules for story in stories)
+        assert any(story.out or max(story.back_at.values()) > self.END_S for story in stories)
 
     @every_flow
     @pytest.mark.parametrize("lost", [Grant, Announced, Confirmed, Release], ids=lambda kind: kind.__name__)

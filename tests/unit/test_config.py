@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from kvbaton.config import Limits, parse_limits
 from kvbaton.errors import ConfigError
 
-NAMES = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry")
+NAMES = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry", "queue_timeout")
 
 
 def test_defaults_are_those_of_the_promises() -> None:
     limits = parse_limits({})
     assert limits == Limits()
     assert (limits.transfer_timeout, limits.defer_timeout) == (30.0, 60.0)
-    assert set(limits.__struct_fields__) == set(NAMES)
+    assert set(limits.__dataclass_fields__) == set(NAMES)
 
 
 def test_values_are_taken_over_and_whole_numbers_are_fine() -> None:

@@ -40,7 +40,7 @@ def test_terms_are_unique_and_sorted() -> None:
     assert keys == sorted(set(keys))
 
 
-@pytest.mark.parametrize("limit", Limits.__struct_fields__)
+@pytest.mark.parametrize("limit", Limits.__dataclass_fields__)
 def test_each_limit_is_a_term(limit: str) -> None:
     assert limit in _TERMS
 

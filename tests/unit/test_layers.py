@@ -7,16 +7,12 @@ import inspect
 import pkgutil
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict
 
-import msgspec
 import pytest
 
 import kvbaton
-from kvbaton.cli.options import HandoffOptions, LimitOptions, handoff_settings
-from kvbaton.cli.router import ChoiceOptions, TimeoutOptions, router
+from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
-from kvbaton.config import HandoffSettings, Limits
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.router.settings import RouterSettings
@@ -41,18 +37,6 @@ def test_the_command_line_offers_exactly_the_roles_there_are() -> None:
     assert set(typing.get_args(offered)) == set(typing.get_args(instance.Role))
 
 
-def test_defaults_of_serve_are_those_of_the_limits() -> None:
-    assert asdict(LimitOptions()) == msgspec.structs.asdict(Limits())
-
-
-def test_options_of_a_handoff_are_its_settings_with_the_same_choices() -> None:
-    assert handoff_settings(HandoffOptions()) == HandoffSettings()
-    offered = typing.get_type_hints(HandoffOptions)
-    for name, kind in typing.get_type_hints(HandoffSettings).items():
-        if kind is not bool:
-            assert set(typing.get_args(offered[name])) == {member.value for member in kind}
-
-
 def test_router_offers_exactly_the_modes_there_are() -> None:
     offered = typing.get_args(typing.get_type_hints(router)["transfer_mode"])
     assert set(offered) == {*TransferMode, "auto"}
@@ -61,10 +45,8 @@ def test_router_offers_exactly_the_modes_there_are() -> None:
 def test_defaults_of_router_are_those_of_its_settings() -> None:
     defaults = _defaults(router)
     settings = RouterSettings()
-    options = {**asdict(ChoiceOptions()), **asdict(TimeoutOptions())}
-    offered = {name: defaults[name] for name in ("host", "port", "discovery_port", "processes", "instances_file")}
-    for name, default in {**offered, **options}.items():
-        assert default == getattr(settings, name), name
+    for name in ("host", "port", "discovery_port", "processes", "instances_file"):
+        assert defaults[name] == getattr(settings, name), name
 
 
 @pytest.mark.parametrize("name", sorted(_modules()))

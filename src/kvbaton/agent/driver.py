@@ -18,6 +18,7 @@ from functools import partial
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
 from kvbaton.agent.ports import Memory
+from kvbaton.agent.rank_orders import PoisonBlocks
 from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
@@ -125,6 +126,10 @@ class RanksDriver(HandoffPort):
 
     def allocated(self, allocation: Allocation) -> None:
         self._submit(partial(self._coordinator.allocated, allocation))
+
+    def poison(self, blocks: BlockLists, cached_tokens: int) -> None:
+        """Have every rank spoil blocks before they are granted: to be called before `allocated`."""
+        self._submit(partial(self._ranks.send_all, PoisonBlocks(blocks, cached_tokens)))
 
     def decline(self, request: SourceRequest, reason: str) -> None:
         self._submit(partial(self._coordinator.decline, request, reason))

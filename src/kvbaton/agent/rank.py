@@ -29,6 +29,7 @@ from kvbaton.agent.rank_orders import (
     MoveSpans,
     OpenCopy,
     PeerFenced,
+    PoisonBlocks,
     PutAux,
     RankOrder,
     RankReport,
@@ -48,13 +49,13 @@ from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, 
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
-from kvbaton.core.pair import Pair, pair_layouts
+from kvbaton.core.pair import Pair, Share, pair_layouts
 from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
 
-__all__ = ["Backlog", "Part", "RankAgent", "RegionMemory", "Summer"]
+__all__ = ["NO_CONTROLS", "Backlog", "Part", "RankAgent", "RankControls", "RegionMemory", "Summer"]
 
 _FIRST_WAIT_S = 0.001
 _LONGEST_WAIT_S = 0.05
@@ -289,10 +290,14 @@ class Routes:
     writes: tuple[Route, ...]
 
 
-def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) -> Routes:
+ShareFilter = Callable[[Share], Share]
+"""For controls of `kvbaton verify`: what is left of what a leg should move."""
+
+
+def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, keep: ShareFilter | None = None) -> Routes:
     """The routes from one rank of an instance, with the layout `own`, to those of `card`; raises Incompatible.
 
-    First ranks always have a session with each other: aux records travel there.
+    First ranks always have a session with each other: aux records travel there. With `keep`, less is moved than there is.
     """
     theirs = [each.layout for each in card.ranks]
     peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
@@ -301,11 +306,11 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card) 
         return Route(leg.number, peers[other], pair, LegPart(leg.share, theirs[other]))
 
     reads = tuple(
-        route(leg, leg.source, pair_layouts(theirs[leg.source], own, leg.share))
+        route(leg, leg.source, pair_layouts(theirs[leg.source], own, keep(leg.share) if keep else leg.share))
         for leg in assign_legs(theirs, instance).of_target(rank)
     )
     writes = tuple(
-        route(leg, leg.target, pair_layouts(own, theirs[leg.target], leg.share))
+        route(leg, leg.target, pair_layouts(own, theirs[leg.target], keep(leg.share) if keep else leg.share))
         for leg in assign_legs(instance, theirs).of_source(rank)
     )
     met = {route.peer for route in (*reads, *writes)} | ({peers[0]} if rank == 0 else set())
@@ -347,6 +352,17 @@ class _Copy:
         return all(moving.is_drained for moving in self.moving.values())
 
 
+@dataclass(frozen=True, slots=True)
+class RankControls:
+    """What a control of `kvbaton verify` changes on a rank: how blocks are spoiled, and what of a leg is moved at all."""
+
+    poison: Callable[[BlockLists, int], None] | None = None
+    keep: ShareFilter | None = None
+
+
+NO_CONTROLS = RankControls()
+
+
 class RankAgent:
     """Carries out the orders for one rank; see `handle`.
 
@@ -369,8 +385,10 @@ class RankAgent:
         memory: Memory | None = None,
         unfenced_writes: bool = False,
         instance: Sequence[Layout] = (),
+        controls: RankControls = NO_CONTROLS,
     ) -> None:
         self.rank = rank
+        self._controls = controls
         self._instance = tuple(instance) or (layout,)
         self._unfenced_writes = unfenced_writes
         self._layout = layout
@@ -424,6 +442,9 @@ class RankAgent:
                     self._memory.write(order.offset, order.data)
             case ReadAux():
                 self._read_aux(order)
+            case PoisonBlocks():
+                if self._controls.poison is not None:
+                    self._controls.poison(order.blocks, order.cached_tokens)
             case Connect():
                 self._connect(order.card)
             case Disconnect():
@@ -445,7 +466,7 @@ class RankAgent:
         """
         self._unreachable.pop(card.incarnation, None)
         try:
-            routes = find_routes(self._layout, self._instance, self.rank, card)
+            routes = find_routes(self._layout, self._instance, self.rank, card, self._controls.keep)
             ranks = {PeerRank(card.incarnation, each.rank): each for each in card.ranks}
             for peer in routes.peers:
                 self._reach(peer, ranks[peer].endpoints)

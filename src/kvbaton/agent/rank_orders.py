@@ -29,6 +29,7 @@ __all__ = [
     "MoveSpans",
     "OpenCopy",
     "PeerFenced",
+    "PoisonBlocks",
     "PutAux",
     "RankOrder",
     "RankReport",
@@ -98,6 +99,13 @@ class OpenCopy(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cached_tokens: int
     total_tokens: int | None = None
     """Of the whole sequence; without it, each span counts as the last."""
+
+
+class PoisonBlocks(msgspec.Struct, frozen=True, tag=True):
+    """For `kvbaton verify`: spoil blocks that are about to be granted, so that a byte that does not arrive shows."""
+
+    blocks: BlockLists
+    cached_tokens: int
 
 
 class MoveSpans(msgspec.Struct, frozen=True, tag=True):
@@ -172,6 +180,7 @@ RankOrder = (
     | DropSums
     | PutAux
     | ReadAux
+    | PoisonBlocks
 )
 
 

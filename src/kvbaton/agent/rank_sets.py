@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
 from kvbaton.agent.ports import Memory, Ranks
-from kvbaton.agent.rank import RankAgent, RegionMemory
+from kvbaton.agent.rank import NO_CONTROLS, RankAgent, RankControls, RegionMemory
 from kvbaton.agent.rank_orders import RankOrder, RankReport, Reports, decode_order, decode_reports, encode_order, encode_reports
 from kvbaton.core.handoff import Executor
 from kvbaton.core.layout import Layout
@@ -81,6 +81,7 @@ class LocalRanks:
         memory: memoryview | Memory | None = None,
         *,
         unfenced_writes: bool = False,
+        controls: RankControls = NO_CONTROLS,
     ) -> None:
         self.reports: deque[RankReport] = deque()
         self._transport = transport
@@ -95,6 +96,7 @@ class LocalRanks:
             transfer_timeout=transfer_timeout,
             memory=memory,
             unfenced_writes=unfenced_writes,
+            controls=controls,
         )
         self.transport_name, self.executor, self.holds_aux = transport.name, self.agent.executor, self.agent.holds_aux
 
@@ -223,6 +225,7 @@ class RankLoop:
         memory: memoryview,
         *,
         unfenced_writes: bool = False,
+        controls: RankControls = NO_CONTROLS,
     ) -> None:
         self._transport = transport
         self._channel = channel
@@ -237,6 +240,7 @@ class RankLoop:
             memory=RegionMemory(memory),
             unfenced_writes=unfenced_writes,
             instance=instance,
+            controls=controls,
         )
         self.errors_total = 0
         self._stopping = threading.Event()

@@ -14,7 +14,14 @@ target that shows up for it with the same prompt; a transfer id alone proves not
 
 **The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
 do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
-confirms nothing. There is no lease while a request is QUEUED: it has no grant, and computes at the engine's own pace.
+confirms nothing. There is no lease while a request is QUEUED: it has no grant, and computes at the engine's own pace, within
+`queue_timeout`.
+
+**The cap.** Messages of the target renew the lease; they cannot renew it for ever. A hand-off that gets no further than it was
+for `Limits.hold_cap` ends although its target is alive: that target, or the engine here, has stopped working and only its
+heartbeats go on. Only getting *further than ever before* (a later state, more spans computed, moved or summed) counts from
+anew: a hand-off that is preempted again and again, and never gets beyond where it was, ends too. STOPPING has no deadline: only
+copies of our own are waited for, and memory that they still read cannot go back.
 
 **Retraction.** The engine preempts a prefill by `retract`. STREAMING becomes RETRACTING: the copies that this side executes
 are stopped, spans and sums are forgotten, a new generation number is taken, and `Retracted` is sent. When no copy of ours is
@@ -64,7 +71,7 @@ from kvbaton.core.checks import SpanSum
 from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import (
     Aux,
-    AuxWay,
+    AuxChannel,
     BlockLists,
     Executor,
     HandoffKey,
@@ -102,6 +109,16 @@ log = logging.getLogger(__name__)
 
 _MAX_ENDS = 4096
 _MAX_PARKED = 4096
+_STAGES = {
+    SourceState.PARKED: 0,
+    SourceState.QUEUED: 1,
+    SourceState.STREAMING: 2,
+    SourceState.RETRACTING: 2,
+    SourceState.HELD: 3,
+    SourceState.SERVING: 4,
+}
+"""How far a hand-off in each of the live states has got; the higher, the further."""
+
 _QUIET = {
     Outcome.FAILED: SourceEvent.QUIET_FAILED,
     Outcome.CANCELLED: SourceEvent.QUIET_CANCELLED,
@@ -117,6 +134,10 @@ class SourceRecord:
     state: SourceState
     lease_until: float
     generation: int = 0
+    furthest: tuple[int, int] = (-1, 0)
+    """The furthest that it ever got: the stage, and what was computed, moved and summed by then."""
+    capped_at: float = 0.0
+    """When it ends if it gets no further, whatever its target sends."""
     prompt: str = ""
     is_expected: bool = True
     """Whether the engine has asked for it; false while a grant is parked."""
@@ -229,10 +250,12 @@ class SourceSide:
         record.state = row.state
         for effect in row.effects:
             self.effects[effect](record)
+        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: SourceRecord) -> None:
         """Raise the events that follow from counts: everything is moved and summed, or nothing is in flight."""
+        self.renew_cap(record)
         if record.state is SourceState.SERVING and self._is_summed(record):
             if record.writes and not record.is_confirmed and self._is_moved(record):
                 self.step(record, SourceEvent.WRITTEN)
@@ -410,8 +433,10 @@ class SourceSide:
         if record is None and (reason := self._declined.use_up(key, prompt, self._clock())) is not None:
             self._engine(SourceEnded(key, Outcome.CANCELLED, reason))
         elif record is None:
-            self.live[key] = self._new_record(key, SourceState.QUEUED)
-            self.live[key].prompt = prompt
+            record = self._new_record(key, SourceState.QUEUED)
+            record.prompt = prompt
+            self.live[key] = record
+            self._watch(record)
         elif record.state is SourceState.PARKED:
             record.is_expected = True
             self.step(record, SourceEvent.EXPECTED)
@@ -502,9 +527,9 @@ class SourceSide:
     def _repeat(self, record: SourceRecord, grant: Grant) -> None:
         """The grant in hand came again: something that we sent is lost, so everything is sent again."""
         record.announced = 0
-        if grant.aux_way is AuxWay.CONTROL and record.grant is not None:
+        if grant.aux_channel is AuxChannel.CONTROL and record.grant is not None:
             # The target could not read the aux record out of our memory; now it goes in a message.
-            record.grant = msgspec.structs.replace(record.grant, aux_way=grant.aux_way)
+            record.grant = msgspec.structs.replace(record.grant, aux_channel=grant.aux_channel)
         self.step(record, SourceEvent.GRANTED)
 
     def use_grant(self, sender: Incarnation, grant: Grant) -> bool:
@@ -662,19 +687,41 @@ class SourceSide:
         return {record.target for record in self.live.values() if record.target is not None}
 
     def _look_at(self, record: SourceRecord, now: float) -> None:
-        if self._has_lease(record) and record.lease_until <= now:
-            reason = f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
-            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, reason)
+        if self._has_deadline(record) and self._deadline(record) <= now:
+            self._end_by(record, SourceEvent.LEASE_OUT, Outcome.EXPIRED, self._why_late(record, now))
         else:
             self._watch(record)
 
     def _watch(self, record: SourceRecord) -> None:
-        """Set the alarm for the end of the lease."""
-        if self._has_lease(record) and self.live.get(record.key) is record:
-            self._timers.set(record.key, record.lease_until)
+        """Set the alarm for the end of the lease, or of the time in the queue."""
+        if self._has_deadline(record) and self.live.get(record.key) is record:
+            self._timers.set(record.key, self._deadline(record))
 
-    def _has_lease(self, record: SourceRecord) -> bool:
-        return record.state not in (SourceState.QUEUED, SourceState.STOPPING)
+    def _has_deadline(self, record: SourceRecord) -> bool:
+        """STOPPING has none: memory that copies of our own still read cannot go back, however long that takes."""
+        return record.state is not SourceState.STOPPING
+
+    def _deadline(self, record: SourceRecord) -> float:
+        return record.capped_at if record.state is SourceState.QUEUED else min(record.lease_until, record.capped_at)
+
+    def _why_late(self, record: SourceRecord, now: float) -> str:
+        if record.state is SourceState.QUEUED:
+            return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and no target has granted it"
+        if record.lease_until <= now:
+            return f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
+        return f"no further for {self._limits.hold_cap:g} s while {record.state}, although the target is alive"
+
+    def renew_cap(self, record: SourceRecord) -> None:
+        """Count the time that messages of the target can gain from now, if the hand-off has got further than ever before.
+
+        What is computed in the queue does not count there: what is waited for is the target.
+        """
+        stage = _STAGES.get(record.state, -1)
+        is_queued = record.state is SourceState.QUEUED
+        done = 0 if is_queued else len(record.spans) + sum(map(len, record.moved.values())) + len(record.sums)
+        if (stage, done) > record.furthest:
+            record.furthest = (stage, done)
+            record.capped_at = self._clock() + (self._limits.queue_timeout if is_queued else self._limits.hold_cap)
 
     # Checks: pure questions about the counts of a record.
 
@@ -716,7 +763,9 @@ class SourceSide:
     def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
         # One counter for all hand-offs, so that a key which is used again never sees a generation of its earlier life.
         self._generation += 1
-        return SourceRecord(key, state, self._clock() + self._limits.defer_timeout, self._generation)
+        record = SourceRecord(key, state, self._clock() + self._limits.defer_timeout, self._generation)
+        self.renew_cap(record)
+        return record
 
     def _expected(self, key: HandoffKey) -> SourceRecord | None:
         """The live hand-off that a call of the engine is about; a grant that is parked is not known to the engine yet."""
@@ -784,7 +833,7 @@ class SourceSide:
 
     def _point_at_aux(self, record: SourceRecord, aux: Aux) -> AuxPointer | None:
         """Put the aux record into a slot of ours, once, if the target will read it there; None when it goes in the message."""
-        if record.grant is None or record.grant.aux_way is AuxWay.CONTROL:
+        if record.grant is None or record.grant.aux_channel is AuxChannel.CONTROL:
             return None
         if record.aux_pointer is None:
             data = pack_aux(record.key, record.grant_number, record.generation, aux)

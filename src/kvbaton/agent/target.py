@@ -60,6 +60,15 @@ reported that it will not touch them again (`Stopped`, `Over`, `Refused`), or ca
 answer for `stop_timeout`, stronger means follow: REVOKING tears the session with that source down, ISOLATED registers our
 memory anew, which ends the rights of every peer. Time leads from one to the next and *never* to the end: only quiet does.
 
+Deadlines
+---------
+QUEUED ends after `queue_timeout`. From then on `give_up_at` measures the silence of the source; its heartbeats renew that
+where the source is what we wait for (not in CLEARING and CONFIRMING). Heartbeats cannot do so for ever: a hand-off that gets no
+further than it was for `Limits.hold_cap` ends although its source is alive, because an engine may hang while its agent goes on.
+Only getting *further than ever before* (a later state, more spans moved or summed) counts from anew, so that a source which
+retracts again and again does not keep our blocks. The states of the quarantine have deadlines that lead to stronger means, and
+no end but quiet.
+
 Epoch
 -----
 A counter of this instance that every grant carries; each fence raises it. A fence ends only what was granted in an earlier
@@ -110,7 +119,7 @@ from kvbaton.core.checks import sums_problem
 from kvbaton.core.grants import next_sequence
 from kvbaton.core.handoff import (
     Aux,
-    AuxWay,
+    AuxChannel,
     BlockLists,
     Executor,
     HandoffKey,
@@ -156,6 +165,16 @@ _MAX_SOURCES = 1024
 _MAX_STALE = 8
 """Grants of one hand-off that may be refused as stale. One is normal where a side lost count; more, where many grants race."""
 
+_STAGES = {
+    TargetState.QUEUED: 0,
+    TargetState.HANDSHAKING: 1,
+    TargetState.GRANTED: 2,
+    TargetState.FILLING: 3,
+    TargetState.CLEARING: 3,
+    TargetState.CONFIRMING: 4,
+}
+"""How far a hand-off in each of the live states has got; the higher, the further."""
+
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 """States in which the end is certain, and a copy may still write."""
 
@@ -182,6 +201,10 @@ class TargetRecord:
     request: SourceRequest
     give_up_at: float
     retry: Backoff
+    furthest: tuple[int, int] = (-1, 0)
+    """The furthest that it ever got: the stage, and what was announced or moved, and summed by then."""
+    capped_at: float = 0.0
+    """When it ends if it gets no further, whatever its source sends."""
     question: int = 0
     """The number of the last message that was sent about it and expects an answer; see `Questions`."""
     state: TargetState = TARGET.start
@@ -209,7 +232,7 @@ class TargetRecord:
     sums: RankSums = field(default_factory=dict)
     source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
     aux: Aux | None = None
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     aux_pointer: AuxPointer | None = None
     source_area: AuxArea | None = None
     is_confirmed: bool = False
@@ -273,6 +296,7 @@ class TargetSide:
         self._settings = settings
         self._observe = observe
         self._card = card
+        self._layers = len(card.layers)
         self._transport = transport
         self._limits = limits
         self._clock = clock
@@ -325,10 +349,12 @@ class TargetSide:
             self._progress(record)
         for effect in row.effects:
             self.effects[effect](record)
+        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: TargetRecord) -> None:
         """Raise the events that follow from counts: everything is in, or nothing is in flight."""
+        self.renew_cap(record)
         self._watch(record)
         if record.state is TargetState.FILLING:
             self.sum_written(record)
@@ -395,7 +421,7 @@ class TargetSide:
             record.generation, record.aux = 0, None
             self.drop_spans(record)
             record.epoch = self.epoch
-            record.aux_way, record.aux_pointer = self._choose_aux_way(record), None
+            record.aux_channel, record.aux_pointer = self._choose_aux_channel(record), None
             record.executor = self._ranks.executor if record.request.mode is Mode.PUSH else Executor.TARGET_READS
 
     def send_grant(self, record: TargetRecord) -> None:
@@ -414,7 +440,7 @@ class TargetSide:
             cached_tokens=record.allocation.cached_tokens,
             sequence=record.sequence,
             integrity=self._settings.integrity,
-            aux_way=record.aux_way,
+            aux_channel=record.aux_channel,
             tokens=record.allocation.tokens,
         )
         self._send(record, grant)
@@ -534,6 +560,7 @@ class TargetSide:
         now = self._clock()
         record = TargetRecord(request, now + self._limits.transfer_timeout, Backoff.start(self._limits, now))
         self.live[request.key] = record
+        self.renew_cap(record)
         self._watch(record)
         if source is None:
             self._dial(request.source)
@@ -854,9 +881,8 @@ class TargetSide:
             record.retry.at = self._questions.lost_at(record.source, record.question, record.retry.wait_s)
             if record.retry.at <= now:
                 self._ask_again(record, now)
-        if self._has_deadline(record) and record.give_up_at <= now:
-            reason = f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
-            self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, reason)
+        if self._has_deadline(record) and self._deadline(record) <= now:
+            self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, self._why_late(record, now))
         self._watch(record)
 
     def _watch(self, record: TargetRecord) -> None:
@@ -868,11 +894,36 @@ class TargetSide:
         if self._asks_again(record):
             self._timers.set(record.key, record.retry.at)
         if self._has_deadline(record):
-            self._timers.set(record.key, record.give_up_at)
+            self._timers.set(record.key, self._deadline(record))
 
     def _has_deadline(self, record: TargetRecord) -> bool:
-        """QUEUED has none: how long a request waits for memory is the engine's decision."""
-        return record.state not in _CLOSING and record.state is not TargetState.QUEUED
+        """Whether time ends it. In quarantine time leads to stronger means only (`stop_until`)."""
+        return record.state not in _CLOSING
+
+    def _deadline(self, record: TargetRecord) -> float:
+        return record.capped_at if record.state is TargetState.QUEUED else min(record.give_up_at, record.capped_at)
+
+    def _why_late(self, record: TargetRecord, now: float) -> str:
+        if record.state is TargetState.QUEUED:
+            return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and there was no memory for it"
+        if record.give_up_at <= now:
+            return f"no progress for {self._limits.transfer_timeout:g} s while {record.state}"
+        return f"no further for {self._limits.hold_cap:g} s while {record.state}, although the source is alive"
+
+    def renew_cap(self, record: TargetRecord) -> None:
+        """Count the time that heartbeats of the source can gain from now, if the hand-off has got further than ever before."""
+        is_queued = record.state is TargetState.QUEUED
+        reached = (_STAGES.get(record.state, -1), self._done(record))
+        if reached > record.furthest:
+            record.furthest = reached
+            record.capped_at = self._clock() + (self._limits.queue_timeout if is_queued else self._limits.hold_cap)
+
+    def _done(self, record: TargetRecord) -> int:
+        """How much of it is here. Of a source that writes we see only announcements, of which a bounded number counts."""
+        done = len(record.sums) + sum(map(len, record.moved.values()))
+        if record.executor is Executor.SOURCE_WRITES and record.allocation is not None:
+            done += min(len(record.spans), record.allocation.tokens * self._layers)
+        return done
 
     def _progress(self, record: TargetRecord) -> None:
         """Something moved: deadlines measure the lack of progress from here."""
@@ -995,18 +1046,18 @@ class TargetSide:
 
     # Aux records that come over the data transport: read out of a slot of the source, checked, else sent in a message.
 
-    def _choose_aux_way(self, record: TargetRecord) -> AuxWay:
+    def _choose_aux_channel(self, record: TargetRecord) -> AuxChannel:
         """How the aux record is to travel; in a message where one of the two sides has no area for it."""
-        if self._settings.aux_way is AuxWay.CONTROL:
-            return AuxWay.CONTROL
+        if self._settings.aux_channel is AuxChannel.CONTROL:
+            return AuxChannel.CONTROL
         if self.aux_slots.area is None or record.source_area is None:
             self.aux_fallbacks_total["no aux area"] += 1
-            return AuxWay.CONTROL
-        return AuxWay.DATA
+            return AuxChannel.CONTROL
+        return AuxChannel.DATA
 
     def _fetch_aux(self, record: TargetRecord, pointer: AuxPointer) -> None:
         """Have rank 0 read what a pointer leads to; what does not lie in a slot of the source's area is never read."""
-        if record.aux is not None or record.aux_pointer is not None or record.aux_way is AuxWay.CONTROL:
+        if record.aux is not None or record.aux_pointer is not None or record.aux_channel is AuxChannel.CONTROL:
             self.late_total["aux"] += 1
         elif record.source is None or record.source_area is None or pointer_problem(pointer, record.source_area):
             self._fall_back(record, "bad pointer")
@@ -1049,9 +1100,9 @@ class TargetSide:
             self._settle(record)
 
     def _fall_back(self, record: TargetRecord, cause: str) -> None:
-        """Have the record sent in a message: a repeated grant carries `aux_way`, and makes the source send everything again."""
+        """Have the record sent in a message: a repeated grant names the channel, and makes the source send everything again."""
         self.aux_fallbacks_total[cause] += 1
-        record.aux_way = AuxWay.CONTROL
+        record.aux_channel = AuxChannel.CONTROL
         self.send_grant(record)
 
     # Helpers.

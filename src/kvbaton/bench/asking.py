@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from kvbaton.core.auth import AddressProof
 from kvbaton.errors import PeerLost, ProtocolError
 
 __all__ = ["Alone", "Answered", "AskedPrompt", "Asking", "AtOnce", "OneAfterTheOther", "post", "stream"]
@@ -68,10 +69,14 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class OneAfterTheOther:
-    """Prefill first; what it answers in `kv_transfer_params` goes to decode. Pull, and NIXL's own protocol."""
+    """Prefill first; what it answers in `kv_transfer_params` goes to decode. Pull, and NIXL's own protocol.
+
+    `proof`, where the servers have a cluster key, proves to the decode server who its source is.
+    """
 
     prefill: str
     decode: str
+    proof: AddressProof | None = None
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         began = time.perf_counter()
@@ -82,6 +87,7 @@ class OneAfterTheOther:
         params = answer.get("kv_transfer_params")
         if not isinstance(params, dict):
             raise ProtocolError(f"{self.prefill} answered without kv_transfer_params")
+        params = {**params, **_proved(self.proof, transfer_id)}
         answered = await stream(session, self.decode, prompt.body(kv_transfer_params=params), began)
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
 
@@ -93,17 +99,23 @@ class AtOnce:
     prefill: str
     decode: str
     source: Mapping[str, Any] = field(default_factory=dict)
+    proof: AddressProof | None = None
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         began = time.perf_counter()
         transfer_id = f"tx-{uuid.uuid4().hex}"
         first = prompt.body(max_tokens=1, kv_transfer_params={**_FIRST, "transfer_id": transfer_id})
         second = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id, **self.source}
+        second |= _proved(self.proof, transfer_id)
         prefill_s, answered = await asyncio.gather(
             _timed_post(session, self.prefill, first, began),
             stream(session, self.decode, prompt.body(kv_transfer_params=second), began),
         )
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
+
+
+def _proved(proof: AddressProof | None, transfer_id: str) -> dict[str, str]:
+    return {} if proof is None else {"address_proof": proof.of(transfer_id)}
 
 
 async def _timed_post(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> float:

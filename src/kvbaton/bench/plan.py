@@ -11,7 +11,6 @@ import json
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbaton.bench.child import LineProcess
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import assign_legs
@@ -31,8 +29,9 @@ from kvbaton.core.topology import head_range
 from kvbaton.engines.base import Progress
 from kvbaton.engines.sglang.environment import ensure_sglang
 from kvbaton.engines.vllm.setup.environment import ensure_environment
-from kvbaton.errors import ConfigError
+from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.launch.installing import default_cache_dir
+from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["PlanBench", "ensure_plan_peers", "run_plan_bench"]
 
@@ -40,6 +39,7 @@ _BLOCKS, _BLOCK_TOKENS, _HEADS, _HEAD_SIZE, _ELEMENT_BYTES = 4096, 16, 8, 128, 2
 _SCRIPT = Path(__file__).parent / "peers" / "plan_peers.py"
 _IMPORT_S = 900.0
 _PLAN_S = 120.0
+_END_S = 10.0
 _REPEATS = 5
 """Each subject makes each plan so often at a turn: the first one after others had the processor is slower."""
 
@@ -77,27 +77,21 @@ class PlanBench:
 class _PlanPeer:
     """Planning code of others in its own environment, asked for one plan at a time: `plan_peers.py NAME` run in `python`.
 
-    Raises ConfigError with its last line when it does not answer.
+    Raises ConfigError with its last output when it does not answer.
     """
 
-    def __init__(self, name: str, python: Path, ask: Mapping[str, object]) -> None:
+    def __init__(self, name: str, python: Path, ask: Mapping[str, object], opened: ExitStack) -> None:
         self._script = f"{_SCRIPT.name} {name}"
         self._python = python
         self.runs: dict[str, int] = {}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            command = [str(python), str(_SCRIPT), name]
-            self._process = LineProcess(command, stderr=self._errors, env=_variables(python))
+            self._process = SourceProcess([str(python), str(_SCRIPT), name], _END_S, environment=_variables(python))
         except OSError as error:
-            self._errors.close()
             raise ConfigError(f"{python} cannot run {self._script}: {error}") from error
-        try:
-            about = self._question(json.dumps(ask), _IMPORT_S)
-            self.plans: list[str] = about["plans"]
-            self.version: str = about["version"]
-        except BaseException:
-            self.close()
-            raise
+        opened.callback(self._process.close)
+        about = self._question(json.dumps(ask), _IMPORT_S)
+        self.plans: list[str] = about["plans"]
+        self.version: str = about["version"]
 
     def make(self, plan: str) -> float:
         """Let it make one plan; how long that took there, in seconds. How many runs it has is in `runs` afterwards."""
@@ -105,30 +99,14 @@ class _PlanPeer:
         self.runs[plan] = int(answer["runs"])
         return float(answer["seconds"])
 
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        self._process.close()
-        self._errors.close()
-
     def _question(self, line: str, timeout_s: float) -> dict[str, Any]:
         try:
-            self._process.write(line)
-            found = self._process.read(timeout_s)
-        except TimeoutError:
-            raise ConfigError(f"{self._script} has not answered in {timeout_s:g} s in {self._python}; leave it out") from None
-        except OSError as error:
-            raise self._failed() from error
-        if not found:
-            raise self._failed()
-        answer: dict[str, Any] = json.loads(found)
+            answer: dict[str, Any] = json.loads(self._process.ask(line, timeout_s))
+        except PeerLost as error:
+            raise ConfigError(
+                f"{self._script} failed in {self._python}: {error}; name an interpreter that has the package, or leave it out"
+            ) from error
         return answer
-
-    def _failed(self) -> ConfigError:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-        return ConfigError(
-            f"{self._script} failed in {self._python}: {lines[-1]}; name an interpreter that has the package, or leave it out"
-        )
 
 
 def _variables(python: Path) -> dict[str, str]:
@@ -151,8 +129,7 @@ def run_plan_bench(bench: PlanBench, progress: Progress) -> BenchReport:
         for name, python in (("vLLM", bench.vllm), ("SGLang", bench.sglang)):
             if python is not None:
                 progress(f"{name}: importing, this can take a minute")
-                peers[name] = _PlanPeer(name.lower(), python, _question(bench))
-                opened.callback(peers[name].close)
+                peers[name] = _PlanPeer(name.lower(), python, _question(bench), opened)
         rounds, runs = _measure(bench, peers, progress)
     rows = []
     for title, kind, *_ in _CASES:

@@ -1,4 +1,4 @@
-"""Processes that are measured: what they have used of the processors, and how they are paused meanwhile."""
+"""Processes that are measured: what they use of processors and memory, and how they are paused meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["Processes", "available_memory_bytes", "cpu_s", "guarded"]
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _GUARD_S = 10.0
-_SESSION, _USER, _SYSTEM = 3, 11, 12
+_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+_SESSION, _USER, _SYSTEM, _RESIDENT_PAGES = 3, 11, 12, 21
 """Fields of `/proc/PID/stat` after the name."""
 
 
@@ -49,7 +50,11 @@ class Processes:
 
     def cpu_s(self) -> float:
         """Processor seconds that all of them have used so far."""
-        return sum(seconds for _, seconds in self._members())
+        return sum(_used_s(fields) for _, fields in self._members())
+
+    def memory_kib(self) -> int:
+        """Resident memory of all of them."""
+        return sum(int(fields[_RESIDENT_PAGES]) for _, fields in self._members()) * _PAGE_KIB
 
     def pause(self) -> None:
         """Pause them, so that one that spins or sends heartbeats does not disturb the measurement of another."""
@@ -64,14 +69,14 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _members(self) -> Iterator[tuple[int, float]]:
+    def _members(self) -> Iterator[tuple[int, list[str]]]:
         for directory in _PROC.iterdir():
             if not directory.name.isdigit():
                 continue
             with contextlib.suppress(OSError):
                 fields = _stat(int(directory.name))
                 if int(fields[_SESSION]) in self._leaders:
-                    yield int(directory.name), _used_s(fields)
+                    yield int(directory.name), fields
 
 
 def available_memory_bytes() -> int:

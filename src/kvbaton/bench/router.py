@@ -8,8 +8,6 @@ what a router adds. CPU time per request shows what a router costs where other w
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -23,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.bench.processes import cpu_s
+from kvbaton.bench.processes import Processes
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware, ratio
 from kvbaton.discovery.announcer import ThreadAnnouncer
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
@@ -33,6 +31,7 @@ from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.local import new_cluster_key, router_part
 from kvbaton.launch.ports import PortPicker
 from kvbaton.launch.router_peers import ensure_router_peers, sglang_router_part, vllm_router_part
+from kvbaton.transport.runs import compile_c
 
 __all__ = [
     "NO_ROUTER",
@@ -72,8 +71,6 @@ _ADDED_GOAL_MS = 0.4
 _CLUSTER_KEY = new_cluster_key()
 _HEALTHY_S = 60.0
 _DRIVE_EXTRA_S = 60.0
-_COMPILE_S = 120.0
-_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 _WARM_S = 0.3
 _LOOK_S = 0.05
 
@@ -125,33 +122,22 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class RunningRouter:
-    """A contender that runs: where, and as which process."""
+    """A contender that runs: where, and as which processes."""
 
     contender: Contender
     port: int
-    pid: int
-
-    def cpu_s(self) -> float:
-        """CPU time that its processes have used."""
-        return sum(_cpu_s(pid) for pid in _tree(self.pid))
-
-    def memory_kib(self) -> int:
-        """Resident memory of its processes."""
-        return sum(_memory_kib(pid) for pid in _tree(self.pid))
+    processes: Processes
 
 
 def _build_load_tool(directory: Path) -> LoadTool:
     """Compile the load generator into `directory`. Raises LocalError when there is no C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise LocalError("no C compiler (cc or gcc) is found; the load generator needs one: apt-get install gcc")
     source = resources.files("kvbaton.bench") / "router_load.c"
     target = directory / "router_load"
-    with resources.as_file(source) as path:
-        command = [compiler, "-O2", "-o", str(target), str(path)]
-        done = subprocess.run(command, capture_output=True, timeout=_COMPILE_S, check=False)
-    if done.returncode:
-        raise LocalError(f"the load generator does not compile: {done.stderr.decode(errors='replace')[:500]}")
+    try:
+        with resources.as_file(source) as path:
+            compile_c([path], target, "-O2")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LocalError(f"the load generator does not compile ({error}); install a C compiler: apt-get install gcc") from error
     return LoadTool(target)
 
 
@@ -253,9 +239,9 @@ def _measure(
                 if router.contender.is_bare and case.clients > min(bench.clients):
                     continue
                 tool.drive(router.port, case.clients, _WARM_S, case.kind, bench.prompt_bytes)
-                before = router.cpu_s()
+                before = router.processes.cpu_s()
                 driven = tool.drive(router.port, case.clients, bench.seconds, case.kind, bench.prompt_bytes)
-                _note(series, router.contender, case, driven, router.cpu_s() - before)
+                _note(series, router.contender, case, driven, router.processes.cpu_s() - before)
                 if router.contender.processes:
                     problems += _found_wrong(series_name(case, router.contender), driven)
     return problems
@@ -267,11 +253,11 @@ def _crowd(bench: RouterBench, tool: LoadTool, router: RunningRouter, series: Se
         return []
     progress(f"{_MANY} streams at once: {router.contender.name}")
     tool.drive(router.port, 1, _WARM_S, "stream", bench.prompt_bytes)
-    before = most = router.memory_kib()
+    before = most = router.processes.memory_kib()
     with ThreadPoolExecutor(1) as pool:
         drive = pool.submit(tool.drive, router.port, _MANY, max(2.0, bench.seconds), "stream", bench.prompt_bytes)
         while not drive.done():
-            most = max(most, router.memory_kib())
+            most = max(most, router.processes.memory_kib())
             time.sleep(_LOOK_S)
     driven = drive.result()
     name = many_name(router.contender)
@@ -322,7 +308,7 @@ def _running(contenders: Sequence[Contender], tool: LoadTool, peers: Path | None
                     routers = [f"127.0.0.1:{discovery_port}"]
                     stack.enter_context(ThreadAnnouncer(message, routers, cluster_key=_CLUSTER_KEY.encode()))
             fleet.wait_healthy(_HEALTHY_S)
-            found.append(RunningRouter(contender, port, fleet.pid(front)))
+            found.append(RunningRouter(contender, port, Processes([fleet.pid(front)])))
         yield found
 
 
@@ -353,32 +339,6 @@ def _registration(kind: InstanceType, port: int, mode: TransferMode) -> Registra
         transfer_mode=mode,
         incarnation=f"bench-{port}",
     )
-
-
-def _tree(pid: int) -> list[int]:
-    """A process and all that it started."""
-    found = [pid]
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return found
-    for child in children:
-        found += _tree(int(child))
-    return found
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        return cpu_s(pid)
-    except OSError:
-        return 0.0
-
-
-def _memory_kib(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_KIB
-    except OSError:
-        return 0
 
 
 def rows(bench: RouterBench, series: Series) -> Iterator[BenchRow]:

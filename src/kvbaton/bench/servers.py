@@ -24,6 +24,7 @@ from kvbaton.bench.processes import Processes, available_memory_bytes, guarded
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware, ratio
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.auth import AddressProof
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.timeline import Side
 from kvbaton.engines.base import OWN_CONNECTOR, EngineOptions, EnginePlugin, Progress
@@ -92,10 +93,13 @@ class _Variants:
         side = self._engine.prepare(options, self._progress)
         prefill, decode = parts = [side.part(f"{connector}-{mode}-{role}", role, self._ports) for role in ("prefill", "decode")]
         asking: Asking = OneAfterTheOther(prefill.base_url, decode.base_url)
-        if prefill.control_address and mode is Mode.PUSH:
-            source = ControlAddress.parse(prefill.control_address)
-            address = {"remote_host": source.host, "remote_port": source.handshake}
-            asking = AtOnce(prefill.base_url, decode.base_url, address)
+        if prefill.control_address and decode.control_address:
+            source, target = (ControlAddress.parse(part.control_address) for part in parts)
+            proof = AddressProof(options.cluster_key.encode(), source, target)
+            asking = OneAfterTheOther(prefill.base_url, decode.base_url, proof)
+            if mode is Mode.PUSH:
+                address = {"remote_host": source.host, "remote_port": source.handshake}
+                asking = AtOnce(prefill.base_url, decode.base_url, address, proof)
         reports = (prefill.handoffs_address, decode.handoffs_address)
         return self._start(name, parts, asking, reports if all(reports) else None)
 

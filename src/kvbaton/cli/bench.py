@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, TransportName
+from kvbaton.cli.options import EngineName, JsonOption, ModelName, TransportName, json_document
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.engines.table import DEFAULT_ENGINE
 
@@ -26,6 +26,10 @@ __all__ = ["bench_app"]
 bench_app = App(name="bench", help="Measure speed, as ratios taken side by side in one run.")
 
 _FOUND = 1
+_WIRE_TRANSPORT = (
+    "`auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain "
+    "socket. `nixl`, `mooncake`: beside the library alone. `cuda`: GPU memory, beside the full-tensor copy on the same GPU."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,10 @@ class OutputOptions:
     ----------
     out
         file for the raw results (JSON).
-    json
-        print one JSON object instead of a table.
     """
 
     out: Path | None = None
-    json: Annotated[bool, Parameter(negative=())] = False
+    json: JsonOption = False
 
 
 Output = Annotated[OutputOptions, Parameter(name="*")]
@@ -51,7 +53,7 @@ _DEFAULT_OUTPUT = OutputOptions()
 @bench_app.command
 def engine(
     *,
-    model: str = "smollm2",
+    model: ModelName = "smollm2",
     rounds: int = 7,
     output: Output = _DEFAULT_OUTPUT,
 ) -> int:
@@ -59,8 +61,6 @@ def engine(
 
     Parameters
     ----------
-    model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
     rounds
         how often each thing is measured; medians are shown, every round is kept.
     """
@@ -99,8 +99,6 @@ def handoff(
         how many hand-offs are in flight; levels with commas between them. Ratios are to the first.
     mode
         `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     tokens
         tokens per hand-off.
     integrity
@@ -170,7 +168,7 @@ def serve(
     *,
     engine: EngineName = DEFAULT_ENGINE,
     peer: str = "",
-    model: str = "smollm2",
+    model: ModelName = "smollm2",
     transport: TransportName = "local",
     requests: int = 40,
     prompt_tokens: int = 128,
@@ -194,10 +192,6 @@ def serve(
     ----------
     peer
         compare with another connector of the engine, such as `nixl` of vLLM; the engine is one that has it then.
-    model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     requests
         embedded: hand-overs that are measured per mode, one at a time.
     prompt_tokens
@@ -302,7 +296,7 @@ def router(
 @bench_app.command
 def wire(
     *,
-    transport: TransportName = "auto",
+    transport: Annotated[TransportName, Parameter(help=_WIRE_TRANSPORT)] = "auto",
     blocks: str = "4,16,64,1024,4096",
     batch_mib: str = "128",
     peers: str = "1",
@@ -321,9 +315,6 @@ def wire(
 
     Parameters
     ----------
-    transport
-        `auto`: all that move main memory. `local`: beside a memcpy of the same blocks in one process. `tcp`: beside a plain
-        socket. `nixl`, `mooncake`: beside the library alone. `cuda`: GPU memory, beside the full-tensor copy on the same GPU.
     blocks
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
@@ -396,7 +387,10 @@ def _progress(line: str) -> None:
 
 def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], output: OutputOptions) -> int:
     """Keep the raw results, print, and return the exit code."""
-    document = _document(name, report, settings, output.out)
+    import msgspec
+
+    facts = {"arguments": sys.argv[1:], "raw": str(output.out or ""), **msgspec.to_builtins(report)}
+    document = json_document(f"bench {name}", not report.problems, settings, **facts)
     if output.out is not None:
         output.out.write_bytes(document)
     if output.json:
@@ -404,21 +398,6 @@ def _finish(name: str, report: BenchReport, settings: Mapping[str, Setting], out
     else:
         _print_table(name, report)
     return _FOUND if report.problems else 0
-
-
-def _document(name: str, report: BenchReport, settings: Mapping[str, Setting], out: Path | None) -> bytes:
-    import msgspec
-
-    from kvbaton import __version__
-
-    head = {
-        "command": f"bench {name}",
-        "arguments": sys.argv[1:],
-        "version": __version__,
-        "ok": not report.problems,
-        "settings": dict(settings),
-    }
-    return msgspec.json.encode(head | {"raw": str(out or "")} | msgspec.to_builtins(report))
 
 
 def _print_table(name: str, report: BenchReport) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from kvbaton.cli.options import EngineName, HandoffOptions, LimitOptions, TransportName, TrustOptions, handoff_settings
+from kvbaton.cli.options import (
+    DEFAULT_LIMITS,
+    NO_TRUST,
+    EngineName,
+    HandoffOptions,
+    LimitOptions,
+    TransportName,
+    TrustOptions,
+)
+from kvbaton.config import DEFAULT_HANDOFF
 
 __all__ = ["config_app"]
 
 config_app = App(name="config", help="Print the command line that starts another engine with kvbaton in it.")
-
-_DEFAULT_HANDOFF = HandoffOptions()
-_DEFAULT_LIMITS = LimitOptions()
-_NO_TRUST = TrustOptions()
 
 
 @config_app.default
@@ -33,11 +37,13 @@ def config(
     router: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     advertise_host: str | None = None,
     transport: TransportName = "local",
-    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
-    limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
-    trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
+    handoff: HandoffOptions = DEFAULT_HANDOFF,
+    limits: LimitOptions = DEFAULT_LIMITS,
+    trust: Annotated[TrustOptions, Parameter(name="*")] = NO_TRUST,
 ) -> int:
     """Print a complete line, such as `vllm serve ...` with the connector; every setting is checked first.
+
+    Transports other than `local` and `tcp` are accepted, and not tested with vLLM.
 
     Parameters
     ----------
@@ -57,10 +63,7 @@ def config(
         discovery address (host:port) of a router to register with; may be repeated.
     advertise_host
         under which address others reach this instance; `host` when not given.
-    transport
-        how cache bytes travel: `local` (same host) or `tcp`; the others are accepted, and not tested with vLLM.
     """
-    from kvbaton.config import parse_limits
     from kvbaton.engines.base import CommandRequest
     from kvbaton.engines.table import find_engine
     from kvbaton.errors import ConfigError
@@ -80,8 +83,8 @@ def config(
         routers=router,
         advertise_host=advertise_host,
         transport=transport,
-        handoff=handoff_settings(handoff),
-        limits=parse_limits(asdict(limits)),
+        handoff=handoff,
+        limits=limits,
         cluster_key_file=trust.cluster_key_file,
         allow=trust.allow,
     )

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated
-
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbaton.cli.options import JsonOption, print_json
+
 __all__ = ["doctor"]
 
 
-def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+def doctor(*, json: JsonOption = False) -> int:
     """Try every transport between two processes of this machine; exits with 0 when `local` or `tcp` works, else with 1.
 
     These two need nothing but kvbaton, and one of them is enough to serve. What needs a library or a GPU may be missing.
     Transports that other packages have added are tried too.
-
-    Parameters
-    ----------
-    json
-        print one JSON object instead of a table.
     """
-    import msgspec
-
-    from kvbaton import __version__
     from kvbaton.transport.trial import try_all
 
     trials = list(try_all())
     ok = any(trial.works for trial in trials if trial.is_enough)
     if json:
         rows = [{"transport": trial.kind, "works": trial.works, "problem": trial.problem} for trial in trials]
-        document = {"command": "doctor", "version": __version__, "ok": ok, "settings": {}, "transports": rows}
-        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+        print_json("doctor", ok, {}, transports=rows)
         return 0 if ok else 1
     table = Table("transport", "works", "what is wrong, and what to do", title="kvbaton doctor")
     for trial in trials:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
+from kvbaton.cli.options import JsonOption, print_json
 
 if TYPE_CHECKING:
     from kvbaton.observe.transfer_report import TransferReport
@@ -21,7 +20,7 @@ def explain(
     *,
     router: str = "http://127.0.0.1:8000",
     verbose: bool = False,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonOption = False,
 ) -> int:
     """Show where the time of one hand-off went: both sides on one timeline, and what was waited for after the first token.
 
@@ -35,14 +34,12 @@ def explain(
         address of the router that the request went through.
     verbose
         also list every chunk, how long it was computed, and every span, how long it travelled.
-    json
-        print one JSON object instead of a picture.
     """
     address = _checked(router)
     transfer_id = _newest(address) if transfer == "last" else transfer
     story = _story(address, transfer_id)
     if json:
-        _print_json(story, address)
+        print_json("explain", ok=True, settings={"router": address}, story=story)
     else:
         from rich.console import Console
 
@@ -128,13 +125,3 @@ def _said(content: bytes, otherwise: str) -> str:
         return str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return f"{otherwise}; is it a kvbaton router?"
-
-
-def _print_json(story: TransferReport, router: str) -> None:
-    import msgspec
-
-    from kvbaton import __version__
-
-    settings = {"router": router}
-    document = {"command": "explain", "version": __version__, "ok": True, "settings": settings, "story": story}
-    sys.stdout.write(msgspec.json.encode(document).decode() + "\n")

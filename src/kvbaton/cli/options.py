@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from kvbaton import __version__
+from kvbaton.config import HandoffSettings, Limits
 from kvbaton.engines.table import engine_names, known_engine
 from kvbaton.transport.table import transport_entry, transport_names
 
@@ -16,9 +20,19 @@ if TYPE_CHECKING:
 
     from cyclopts import Token
 
-    from kvbaton.config import HandoffSettings
-
-__all__ = ["EngineName", "HandoffOptions", "LimitOptions", "TransportName", "TrustOptions", "handoff_settings"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "EngineName",
+    "HandoffOptions",
+    "JsonOption",
+    "LimitOptions",
+    "ModelName",
+    "NO_TRUST",
+    "TransportName",
+    "TrustOptions",
+    "json_document",
+    "print_json",
+]
 
 
 def _known_engine(_kind: object, tokens: Sequence[Token]) -> str:
@@ -47,8 +61,17 @@ def _known_transport(_kind: object, tokens: Sequence[Token]) -> str:
 if TYPE_CHECKING:
     TransportName = str
 else:
-    TransportName = Annotated[Literal[tuple(sorted(transport_names()))], Parameter(converter=_known_transport)]
+    TransportName = Annotated[
+        Literal[tuple(sorted(transport_names()))],
+        Parameter(
+            converter=_known_transport,
+            help="how cache bytes travel: `local` (same host), `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.",
+        ),
+    ]
 """How cache bytes travel: a name from the table of transports, those of other packages included."""
+
+ModelName = Annotated[str, Parameter(help="`smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.")]
+JsonOption = Annotated[bool, Parameter(negative=(), help="print one JSON object.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,58 +90,24 @@ class TrustOptions:
     allow: Annotated[tuple[str, ...], Parameter(negative=())] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffOptions:
-    """How caches are handed over; the same names and defaults as `kvbaton.config.HandoffSettings`.
+HandoffOptions = Annotated[HandoffSettings, Parameter(name="*", negative=())]
+"""How caches are handed over."""
 
-    Parameters
-    ----------
-    mode
-        `push`: the cache streams to the target while it is computed; `pull`: the target fetches it when it is complete.
-    integrity
-        how much of a received cache is checked against the source's checksums before it is used.
-    aux_way
-        how the first token travels: in a control message, or over the data transport.
-    on_failure
-        what becomes of a request whose hand-off failed: it fails, or the decode instance computes its prompt.
-    unfenced_writes
-        in push, let the prefill instance write into the decode instance's memory, over `nixl`, `mooncake` or `mori`; nothing
-        can take that right back from one that hangs. Without it the decode instance reads.
-    """
+LimitOptions = Annotated[Limits, Parameter(name="*")]
+"""How long an instance waits for what."""
 
-    mode: Literal["push", "pull"] = "push"
-    integrity: Literal["off", "sampled", "full"] = "off"
-    aux_way: Literal["control", "data"] = "control"
-    on_failure: Literal["fail", "recompute"] = "fail"
-    unfenced_writes: Annotated[bool, Parameter(negative=())] = False
+DEFAULT_LIMITS = Limits()
+NO_TRUST = TrustOptions()
 
 
-def handoff_settings(options: HandoffOptions) -> HandoffSettings:
-    """The options as settings."""
+def print_json(command: str, ok: bool, settings: Mapping[str, object], **found: object) -> None:
+    """Print what a command found as one JSON object, with the head that all of them have."""
+    sys.stdout.write(json_document(command, ok, settings, **found).decode() + "\n")
+
+
+def json_document(command: str, ok: bool, settings: Mapping[str, object], **found: object) -> bytes:
+    """What `print_json` prints."""
     import msgspec
 
-    from kvbaton.config import HandoffSettings
-
-    return msgspec.convert(asdict(options), HandoffSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
-    """How long an instance waits for what, in seconds; the same names and defaults as `kvbaton.config.Limits`.
-
-    Parameters
-    ----------
-    transfer_timeout
-        seconds without progress after which a target gives a hand-off up.
-    defer_timeout
-        seconds for which a source keeps finished blocks without a message from their target; more than `transfer_timeout`.
-    stop_timeout
-        seconds after which blocks whose peer does not confirm that it has stopped are fenced by stronger means.
-    retry
-        seconds after which a question without an answer is asked again.
-    """
-
-    transfer_timeout: float = 30.0
-    defer_timeout: float = 60.0
-    stop_timeout: float = 5.0
-    retry: float = 1.0
+    head = {"command": command, "version": __version__, "ok": ok, "settings": settings}
+    return msgspec.json.encode(head | found)

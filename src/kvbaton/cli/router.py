@@ -4,83 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-__all__ = ["ChoiceOptions", "TimeoutOptions", "router"]
+from kvbaton.router.settings import RouterOptions
 
+__all__ = ["router"]
+
+_DEFAULT_OPTIONS = RouterOptions()
 _API_KEY_VARIABLE = "KVBATON_API_KEY"
 _INSTANCE_KEY_VARIABLE = "KVBATON_INSTANCE_API_KEY"
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceOptions:
-    """How instances are chosen; the same names and defaults as `kvbaton.router.settings.RouterSettings`.
-
-    Parameters
-    ----------
-    prefill_policy
-        how the prefill instance is chosen: in turn, the one with the fewest requests, or the one that has seen the prompt's
-        beginning (or the client's `X-Session-Id`) before.
-    decode_policy
-        how the decode instance is chosen.
-    max_per_prefill
-        most sequences (prompts times n) at one prefill instance at once; 0 is no limit. More wait.
-    max_per_decode
-        most sequences at one decode instance at once; 0 is no limit. More wait.
-    max_per_client
-        most sequences of one client (an API key, else an address) at instances at once, for each live decode instance; 0 is
-        no limit. More wait, and other clients go first.
-    queue_limit
-        most sequences that wait; those beyond are answered 429.
-    local_prefill_chars
-        prompts with fewer characters are prefilled by the decode instance itself; 0 never.
-    local_prefill_when_busy
-        when every prefill instance has as many requests as it takes, decode instances prefill by themselves.
-    max_attempts
-        how often a request is tried before its first byte, each time with another instance in place of the one that failed.
-    """
-
-    prefill_policy: Literal["round_robin", "least_loaded", "prefix_affinity"] = "least_loaded"
-    decode_policy: Literal["round_robin", "least_loaded", "prefix_affinity"] = "least_loaded"
-    max_per_prefill: int = 0
-    max_per_decode: int = 0
-    max_per_client: int = 2048
-    queue_limit: int = 16384
-    local_prefill_chars: int = 0
-    local_prefill_when_busy: bool = False
-    max_attempts: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class TimeoutOptions:
-    """How long the router waits for what, in seconds.
-
-    Parameters
-    ----------
-    expire_after_s
-        an instance that was silent for so long is no longer used.
-    queue_timeout_s
-        a request that waited so long for a free instance is answered 503.
-    prefill_timeout_s
-        a prefill instance must have answered within this time.
-    decode_timeout_s
-        a decode instance must send something at least this often.
-    client_timeout_s
-        a client must send its body, and read what is written to it, at least this fast.
-    drain_timeout_s
-        requests in flight have so long to end when the router is asked to stop.
-    """
-
-    expire_after_s: float = 5.0
-    queue_timeout_s: float = 30.0
-    prefill_timeout_s: float = 600.0
-    decode_timeout_s: float = 600.0
-    client_timeout_s: float = 60.0
-    drain_timeout_s: float = 30.0
 
 
 def router(
@@ -96,8 +32,7 @@ def router(
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     show_details: bool | None = None,
-    choice: Annotated[ChoiceOptions, Parameter(name="*")] = ChoiceOptions(),  # noqa: B008
-    timeouts: Annotated[TimeoutOptions, Parameter(name="*")] = TimeoutOptions(),  # noqa: B008
+    options: Annotated[RouterOptions, Parameter(name="*")] = _DEFAULT_OPTIONS,
     verbose: bool = False,
 ) -> int:
     """Route OpenAI-style requests to prefill and decode instances that register here, and serve the chat page at `/`.
@@ -159,8 +94,7 @@ def router(
         allow_hosts=allow_host,
         show_details=show_details,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
-        **asdict(choice),
-        **asdict(timeouts),
+        **asdict(options),
     )
     log = logging.getLogger("kvbaton")
     if settings.cluster_key is None:

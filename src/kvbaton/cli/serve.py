@@ -4,57 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvbaton.cli.options import HandoffOptions, LimitOptions, TransportName, TrustOptions, handoff_settings
+from kvbaton.cli.options import DEFAULT_LIMITS, NO_TRUST, HandoffOptions, LimitOptions, TransportName, TrustOptions
+from kvbaton.config import DEFAULT_HANDOFF
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import check_port
 
 __all__ = ["serve"]
 
-_NO_TRUST = TrustOptions()
-_DEFAULT_HANDOFF = HandoffOptions()
-_DEFAULT_LIMITS = LimitOptions()
 _API_KEY_VARIABLES = ("KVBATON_API_KEY", "KVBATON_INSTANCE_API_KEY")
 _ABOUT_ROUTERS = {
     True: "--router has no effect with --role both: such an instance answers clients by itself",
     False: "no --router is given: no router will know this instance",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """What one HTTP request may hold, and what its response shows; see `kvbaton.engines.embedded.settings.HttpSettings`.
-
-    Parameters
-    ----------
-    max_prompt_bytes
-        bytes of one prompt or conversation; 0: the context length times the longest token.
-    max_request_bytes
-        bytes of all prompts of a request; 0: four times `--max-prompt-bytes`.
-    max_body_bytes
-        bytes of a request body; 0: 1 MiB and twice `--max-request-bytes`.
-    max_request_sequences
-        sequences of one request: prompts times `n`.
-    max_waiting
-        sequences of all requests that may wait; more are answered 429.
-    show_details
-        whether responses show cached tokens, timings and addresses; by default not where KVBATON_API_KEY or
-        KVBATON_INSTANCE_API_KEY is set.
-    """
-
-    max_prompt_bytes: int = 0
-    max_request_bytes: int = 0
-    max_body_bytes: int = 0
-    max_request_sequences: int = 256
-    max_waiting: int = 4096
-    show_details: bool | None = None
-
-
-_DEFAULT_HTTP = HttpOptions()
 
 
 def serve(
@@ -71,6 +38,7 @@ def serve(
     block_tokens: int = 16,
     step_tokens: int = 256,
     max_sequences: int = 64,
+    max_waiting: int = 4096,
     threads: int | None = None,
     poison: bool = False,
     shape: str = "tp1",
@@ -78,10 +46,10 @@ def serve(
     drop: Annotated[str, Parameter(show=False)] = "",
     cache_dtype: str = "float32",
     lacks: Annotated[str, Parameter(show=False)] = "",
-    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
-    limits: Annotated[LimitOptions, Parameter(name="*")] = _DEFAULT_LIMITS,
-    trust: Annotated[TrustOptions, Parameter(name="*")] = _NO_TRUST,
-    http: Annotated[HttpOptions, Parameter(name="*")] = _DEFAULT_HTTP,
+    handoff: HandoffOptions = DEFAULT_HANDOFF,
+    limits: LimitOptions = DEFAULT_LIMITS,
+    trust: Annotated[TrustOptions, Parameter(name="*")] = NO_TRUST,
+    http: Annotated[HttpSettings, Parameter(name="*")] = DEFAULT_HTTP,
     verbose: bool = False,
 ) -> int:
     """Serve a model with the embedded engine, as a prefill instance, a decode instance, or alone.
@@ -105,8 +73,6 @@ def serve(
         0.0.0.0 or ::, unless a router finds out which of this machine's addresses it is.
     router
         discovery address (host:port) of a router to register with; may be repeated.
-    transport
-        how cache bytes travel: `local` (same host) or `tcp`.
     blocks
         blocks of the KV cache.
     block_tokens
@@ -115,6 +81,8 @@ def serve(
         most tokens computed in one step.
     max_sequences
         most requests computed at once.
+    max_waiting
+        sequences of all requests that may wait; more are answered 429.
     threads
         BLAS threads; all cores when not given.
     poison
@@ -129,17 +97,15 @@ def serve(
     _check_ports(port, control_port)
     _share_cores(threads)
     from kvbaton.cli.running import raise_open_files, run_server, set_up_logging
-    from kvbaton.config import parse_limits, parse_trust
+    from kvbaton.config import parse_trust
     from kvbaton.core.topology import Shape
     from kvbaton.discovery.advertise import advertised_host, numeric_host
     from kvbaton.engines.embedded.engine import EngineSettings
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
-    from kvbaton.engines.embedded.settings import HttpSettings
 
     set_up_logging(verbose)
     trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
     trusted.check_bind(host)
-    handing = handoff_settings(handoff)
     settings = InstanceSettings(
         role=role,
         model=model,
@@ -152,29 +118,23 @@ def serve(
         routers=router,
         blocks=blocks,
         block_tokens=block_tokens,
-        limits=parse_limits(asdict(limits)),
+        limits=limits,
         engine=EngineSettings(
             step_tokens=step_tokens,
             max_sequences=max_sequences,
-            max_waiting=http.max_waiting,
+            max_waiting=max_waiting,
             poison=poison,
-            handoff=handing,
+            handoff=handoff,
             defer_timeout_s=limits.defer_timeout,
         ),
         trust=trusted,
-        handoff=handing,
+        handoff=handoff,
         drop_writes=drop_writes,
         shape=Shape.parse(shape),
         drop=drop,
         cache_dtype=cache_dtype,
         lacks=lacks,
-        http=HttpSettings(
-            max_prompt_bytes=http.max_prompt_bytes,
-            max_request_bytes=http.max_request_bytes,
-            max_body_bytes=http.max_body_bytes,
-            max_request_sequences=http.max_request_sequences,
-            show_details=_shows_details() if http.show_details is None else http.show_details,
-        ),
+        http=replace(http, show_details=_shows_details() if http.show_details is None else http.show_details),
     )
     log = logging.getLogger("kvbaton")
     if (role == "both") == bool(router):

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvbaton.cli.options import JsonOption, print_json
+
 if TYPE_CHECKING:
     from kvbaton.sim.campaign import Campaign
     from kvbaton.sim.script import Script
@@ -33,7 +35,7 @@ def sim(
     exhaustive: Annotated[bool, Parameter(negative=())] = False,
     plant: str | None = None,
     list_plants: Annotated[bool, Parameter(negative=())] = False,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonOption = False,
 ) -> int:
     """Run the production coordinators and agents on a simulated clock, network and memory, under faults.
 
@@ -57,8 +59,6 @@ def sim(
         arm one known mistake; it must be found.
     list_plants
         show the known mistakes.
-    json
-        print one JSON object.
     """
     from kvbaton.errors import ConfigError
     from kvbaton.sim.plants import PLANTS
@@ -140,7 +140,6 @@ def _many(seeds: int, first_seed: int, plant: str | None, exhaustive: bool) -> C
 def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_json: bool) -> None:
     import msgspec
 
-    from kvbaton import __version__
     from kvbaton.sim.campaign import bugs_of, shrink
 
     violations = [
@@ -153,18 +152,8 @@ def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_js
         for script, violation in campaign.violations[:_SHOWN]
     ]
     if as_json:
-        document = {
-            "command": "sim",
-            "version": __version__,
-            "ok": not campaign.violations,
-            "settings": settings,
-            "seeds": campaign.runs,
-            "events": campaign.events,
-            "faults": dict(sorted(campaign.faults.items())),
-            "violations": violations,
-            "plant": plant,
-        }
-        sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+        facts = {"seeds": campaign.runs, "events": campaign.events, "faults": dict(sorted(campaign.faults.items()))}
+        print_json("sim", not campaign.violations, settings, **facts, violations=violations, plant=plant)
         return
     console = Console()
     faults = sum(campaign.faults.values())

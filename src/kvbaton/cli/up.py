@@ -7,15 +7,15 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, Annotated, cast
+from typing import IO, TYPE_CHECKING, cast
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.panel import Panel
 
-from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.options import EngineName, HandoffOptions, ModelName, TransportName
 from kvbaton.cli.output import SafeOutput
 from kvbaton.cli.running import end_like_ctrl_c
+from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.core.addresses import in_url
 from kvbaton.engines.table import DEFAULT_ENGINE
 from kvbaton.launch.restarts import DEFAULT_RESTARTS, RestartPolicy, RestartSchedule
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["up"]
 
-_DEFAULT_HANDOFF = HandoffOptions()
 _LAST_OUTPUT_S = 1.0
 _SHOWN = ("WARNING", "ERROR", "CRITICAL", "Traceback")
 
@@ -35,11 +34,11 @@ def up(
     engine: EngineName = DEFAULT_ENGINE,
     prefill: int = 1,
     decode: int = 1,
-    model: str = "smollm2",
+    model: ModelName = "smollm2",
     transport: TransportName = "local",
     host: str = "127.0.0.1",
     port: int = 8000,
-    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
+    handoff: HandoffOptions = DEFAULT_HANDOFF,
     restarts: int = DEFAULT_RESTARTS,
     verbose: bool = False,
 ) -> int:
@@ -54,10 +53,6 @@ def up(
         how many prefill instances.
     decode
         how many decode instances.
-    model
-        `smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
     host
         where the router listens.
     port
@@ -86,7 +81,7 @@ def up(
     parse_trust(None, os.environ)
     plugin = find_engine(engine)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
-    options = EngineOptions(model, transport, prefill + decode, handoff_settings(handoff), cluster_key=cluster_key)
+    options = EngineOptions(model, transport, prefill + decode, handoff, cluster_key=cluster_key)
     plugin.check_support(options)
     with SafeOutput() as output:
         console = Console(file=cast("IO[str]", output))

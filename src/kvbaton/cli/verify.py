@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, HandoffOptions, TransportName, handoff_settings
+from kvbaton.cli.options import EngineName, HandoffOptions, JsonOption, TransportName
 from kvbaton.cli.running import end_like_ctrl_c
+from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.engines.table import DEFAULT_ENGINE
 from kvbaton.verify.settings import VerifySettings
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
-_DEFAULT_HANDOFF = HandoffOptions()
 _DEFAULT_SETTINGS = VerifySettings()
 _FOUND = 1
 
@@ -31,23 +31,16 @@ def verify(
     engine: EngineName = DEFAULT_ENGINE,
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
-    handoff: Annotated[HandoffOptions, Parameter(name="*")] = _DEFAULT_HANDOFF,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    handoff: HandoffOptions = DEFAULT_HANDOFF,
+    json: JsonOption = False,
 ) -> int:
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
 
     Exits with 0 when all answers are equal and every one was handed off, with 1 when not, with 2 when it could not be run.
-
-    Parameters
-    ----------
-    transport
-        how cache bytes travel: `local`, `tcp`, `auto`, ...; `kvbaton doctor` reports what works here.
-    json
-        print one JSON object instead of a table.
     """
     from kvbaton.verify.run import VerifiedPair
 
-    pair = VerifiedPair(engine, transport, handoff_settings(handoff))
+    pair = VerifiedPair(engine, transport, handoff)
     end_like_ctrl_c()
     report = _run(pair, settings)
     if json:

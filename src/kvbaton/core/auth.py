@@ -1,4 +1,4 @@
-"""What a holder of the cluster key can prove: a message (`Seal`), a connection (`Session`), two addresses (`address_proof`).
+"""What a holder of the cluster key can prove: a message (`Seal`), a connection (`Session`), two addresses (`AddressProof`).
 
 A `Session` belongs to one connection. Its keys come from the cluster key and from what both ends sent first, each with a
 random nonce, and every frame counts. So a recorded frame is worth nothing: on another connection the nonces differ, on the
@@ -17,9 +17,10 @@ import enum
 import hashlib
 import hmac
 
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.errors import ConfigError, ProtocolError
 
-__all__ = ["MIN_KEY_BYTES", "NONCE_BYTES", "SEAL_BYTES", "TAG_BYTES", "Seal", "Session", "address_proof", "is_address_proof"]
+__all__ = ["MIN_KEY_BYTES", "NONCE_BYTES", "SEAL_BYTES", "TAG_BYTES", "AddressProof", "Seal", "Session"]
 
 MIN_KEY_BYTES = 16
 """Shorter cluster keys are refused."""
@@ -127,14 +128,25 @@ class Session:
         return frame
 
 
-def address_proof(key: bytes, transfer_id: str, prefill: str, decode: str) -> str:
-    """Proves that a holder of the key has paired two control addresses for a transfer; hex digits."""
-    return _digest(_keyed(key, _Use.ADDRESSES, TAG_BYTES), _parts(transfer_id, prefill, decode)).hex()
+class AddressProof:
+    """Proves that a holder of the key has paired two control addresses for a transfer.
 
+    The addresses come first in the digest: a router makes one object per pair, and each request costs one short update.
+    """
 
-def is_address_proof(proof: str, key: bytes, transfer_id: str, prefill: str, decode: str) -> bool:
-    """Whether `proof` is that of these addresses and this transfer."""
-    return proof.isascii() and hmac.compare_digest(proof, address_proof(key, transfer_id, prefill, decode))
+    __slots__ = ("_keyed",)
+
+    def __init__(self, key: bytes, prefill: ControlAddress, decode: ControlAddress) -> None:
+        self._keyed = _keyed(key, _Use.ADDRESSES, TAG_BYTES)
+        self._keyed.update(_parts(str(prefill), str(decode)))
+
+    def of(self, transfer_id: str) -> str:
+        """The proof for this transfer; hex digits."""
+        return _digest(self._keyed, _parts(transfer_id)).hex()
+
+    def fits(self, proof: str, transfer_id: str) -> bool:
+        """Whether `proof` is that of this transfer between these addresses."""
+        return proof.isascii() and hmac.compare_digest(proof, self.of(transfer_id))
 
 
 def _parts(*texts: str) -> bytes:

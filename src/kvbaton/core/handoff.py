@@ -13,7 +13,7 @@ __all__ = [
     "LEGAL_PAIRS",
     "MAX_TRANSFER_ID",
     "Aux",
-    "AuxWay",
+    "AuxChannel",
     "BlockLists",
     "Executor",
     "HandoffKey",
@@ -77,7 +77,7 @@ class Integrity(enum.StrEnum):
     FULL = "full"
 
 
-class AuxWay(enum.StrEnum):
+class AuxChannel(enum.StrEnum):
     """How the aux record travels: in a message, or through the data transport (and in a message where that fails)."""
 
     CONTROL = "control"

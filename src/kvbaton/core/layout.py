@@ -149,7 +149,8 @@ class Group(msgspec.Struct, frozen=True):
     A block holds `block_tokens` tokens, in kernel pages of `page_tokens` each; with 0 it holds the state of a whole request,
     and each request has one. Only the last `window` tokens of a sequence are needed, or all with 0.
     With `whole_blocks` only the engine knows the order inside a block (vLLM's CPU kernels reorder it), so blocks are never
-    moved in part; the strides then only state which bytes a block has.
+    moved in part; the strides then only state which bytes a block has. Where each head has a piece of the block to itself
+    (`has_outer_heads`), the order is the head's own, and heads are moved one by one, whole.
     """
 
     kind: str
@@ -171,6 +172,10 @@ class Group(msgspec.Struct, frozen=True):
     def token_bytes(self) -> int:
         """Bytes of one token (or state) in one layer, all planes and heads of this rank."""
         return sum(plane.token_bytes for plane in self.planes)
+
+    def has_outer_heads(self, plane: Plane) -> bool:
+        """Whether all tokens of a block of one head lie together, before those of the next head."""
+        return plane.head_stride >= self.block_tokens * plane.token_stride > 0
 
     def needed(self, first_token: int, end_token: int, total_tokens: int) -> tuple[int, int]:
         """Which of these tokens have to be moved: those in the window, rounded out where blocks are moved whole."""

@@ -18,7 +18,7 @@ from msgspec import Meta
 from kvbaton.core.aux_area import AuxPointer
 from kvbaton.core.card import PROTOCOL, Card
 from kvbaton.core.checks import SpanSum
-from kvbaton.core.handoff import Aux, AuxWay, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
+from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.errors import ProtocolError
 
 __all__ = [
@@ -90,7 +90,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
     `grant` names it: no other grant of this target has that number. `sequence` counts the grants of this target to this source,
     from 1, and is used up by the source (core/grants.py). `prompt` is a digest of the prompt. `blocks` is empty unless the
-    source is to write. `integrity` is how much of the cache the source is to sum, `aux_way` how the aux record is to travel.
+    source is to write. `integrity` is how much of the cache the source is to sum, `aux_channel` how the aux record travels.
     `tokens` is the length of the whole prompt, 0 where it is unknown.
     """
 
@@ -104,7 +104,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     cached_tokens: Number
     sequence: Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
     integrity: Integrity = Integrity.OFF
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     tokens: Number = 0
 
 

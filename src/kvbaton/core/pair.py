@@ -36,7 +36,8 @@ Numbers = npt.NDArray[np.int64]
 _GROUP_FIELDS = ("kind", "window", "whole_blocks")
 _PLANE_FIELDS = ("name", "dtype", "element_bytes", "total_heads", "head_size")
 _WHOLE_FIELDS = ("block_tokens", "page_tokens", "tokens")
-_WHOLE_PLANE_FIELDS = ("heads", "channels", "page_stride", "token_stride", "head_stride")
+_WHOLE_PLANE_FIELDS = ("channels", "page_stride", "token_stride")
+_INNER_HEAD_FIELDS = ("heads", "head_stride")
 # A peer's card can ask for any number of channels; beyond this one token alone would take megabytes of runs to plan.
 _MOST_RUNS = 1 << 20
 
@@ -137,7 +138,10 @@ def _check_group(index: int, source: Group, target: Group) -> None:
         _check_fields(f"{where}, whose blocks are moved whole,", source, target, _WHOLE_FIELDS)
         for theirs, ours in zip(source.planes, target.planes, strict=True):
             if common_heads(theirs.heads, ours.heads):
-                _check_fields(f"{where} plane {ours.name}, moved whole,", theirs, ours, _WHOLE_PLANE_FIELDS)
+                fields = _WHOLE_PLANE_FIELDS
+                if not (source.has_outer_heads(theirs) and target.has_outer_heads(ours)):
+                    fields += _INNER_HEAD_FIELDS
+                _check_fields(f"{where} plane {ours.name}, moved whole,", theirs, ours, fields)
 
 
 def _plane_names(group: Group) -> str:

@@ -19,9 +19,9 @@ __all__ = ["HOLE", "Numbers", "Places", "block_places", "check_list", "segments_
 
 Numbers = npt.NDArray[np.int64]
 
-HOLE = -1
+HOLE = 1 << 62
 """Entry of a block list without a block (vLLM's null block): keeps a list aligned with the tokens where blocks before a window
-or of a cached prefix are left out. Refused where its tokens have to be moved."""
+or of a cached prefix are left out. Refused where its tokens have to be moved. Travels in messages, so it is not negative."""
 
 _NO_END = 1 << 62
 
@@ -173,8 +173,9 @@ def _check_ids(side: str, group: Group, ids: Numbers) -> None:
     ordered = np.sort(ids)
     if ordered[0] < 0 or ordered[-1] >= group.blocks:
         bad = int(ids[(ids < 0) | (ids >= group.blocks)][0])
-        why = " (an entry without a block, where tokens have to be moved)" if bad == HOLE else ""
-        raise RangeError(f"{side} block {bad} is outside 0..{group.blocks - 1}{why}")
+        if bad == HOLE:
+            raise RangeError(f"{side} block list of {group.kind} has an entry without a block where tokens have to be moved")
+        raise RangeError(f"{side} block {bad} is outside 0..{group.blocks - 1}")
     is_twice = ordered[1:] == ordered[:-1]
     if is_twice.any():
         raise RangeError(f"{side} block {int(ordered[1:][is_twice][0])} is listed twice; each entry needs a block of its own")

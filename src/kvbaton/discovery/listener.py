@@ -46,6 +46,7 @@ _LONGEST_REST_S = 0.2
 _JOIN_S = 5.0
 _GUARANTEED_S = 1.0
 _FRAMES = 2
+_MOST_HELD = 64
 _MESSAGES_PER_S = 100.0
 _BURST = 200.0
 _REGISTERS_FOR = 64
@@ -116,6 +117,7 @@ class Listener:
             **limits,
         )
         self._limit = LogLimit()
+        self._held: dict[tuple[Cause, str, str], Malformed] = {}
         self._joins = LogLimit(burst=_JOIN_LINES)
         self._malformed: Counter[Cause] = Counter()
         self._messages = 0
@@ -184,6 +186,8 @@ class Listener:
             if answer is not None:
                 door.send(connection, answer)
         self._connections = len(door)
+        if self._held:
+            self._log_held(self._clock())
         self._stopping.wait(min(_REST_PER_WORK * (time.thread_time() - began), _LONGEST_REST_S))
 
     def _take_from(self, connection: PeerConnection, frames: list[bytes], door: Door) -> bytes | None:
@@ -231,10 +235,21 @@ class Listener:
         self._malformed[malformed.cause] += 1
         if malformed.cause is Cause.NOT_FRESH:
             return malformed
-        held_back = self._limit.allow((malformed.cause, malformed.field, source), now)
+        key = (malformed.cause, malformed.field, source)
+        held_back = self._limit.allow(key, now)
         if held_back is not None:
+            self._held.pop(key, None)
             _logger.warning("discovery: registration from %s skipped: %s%s", source, shown(str(malformed)), _more(held_back))
+        elif key in self._held or len(self._held) < _MOST_HELD:
+            self._held[key] = malformed
         return malformed
+
+    def _log_held(self, now: float) -> None:
+        """Log what was held back, once its time has come: of two instances of one host with one mistake, both show."""
+        for key in [key for key in self._held if self._limit.is_due(key, now)]:
+            malformed, held_back = self._held.pop(key), self._limit.allow(key, now)
+            what = f"{shown(str(malformed))} (the last of several)"
+            _logger.warning("discovery: registration from %s skipped: %s%s", key[2], what, _more(max(0, (held_back or 0) - 1)))
 
     def _log(self, message: Registration, outcome: Outcome, now: float) -> None:
         if isinstance(outcome, Refreshed):

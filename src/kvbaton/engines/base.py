@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
-from kvbaton.core.handoff import AuxWay, Mode
+from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart
@@ -106,7 +106,7 @@ class Support:
 
     roles: tuple[str, ...] = ("prefill", "decode", "both")
     modes: tuple[Mode, ...] = tuple(Mode)
-    aux_ways: tuple[AuxWay, ...] = tuple(AuxWay)
+    aux_channels: tuple[AuxChannel, ...] = tuple(AuxChannel)
     devices: tuple[str, ...] = ("cpu",)
     connectors: tuple[str, ...] = (OWN_CONNECTOR,)
     controls: tuple[str, ...] = ("drop_writes",)
@@ -186,7 +186,7 @@ class EnginePlugin(ABC):
         support, handoff, controls = self.support, options.handoff, options.controls
         for option, asked, known in (
             ("--mode", handoff.mode, support.modes),
-            ("--aux-way", handoff.aux_way, support.aux_ways),
+            ("--aux-channel", handoff.aux_channel, support.aux_channels),
             ("--cache-dtype", options.cache_dtype, support.cache_dtypes),
             ("--device", options.device, support.devices),
             ("--connector", options.connector, support.connectors),

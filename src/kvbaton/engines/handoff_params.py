@@ -1,4 +1,7 @@
-"""The seam between a router's `kv_transfer_params` and an engine's hand-offs: translates both ways, decides nothing."""
+"""The seam between a router's `kv_transfer_params` and an engine's hand-offs: translates both ways.
+
+Its one decision is `SourceCheck`: whether the address in a request may be dialled at all.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress, parse_request_id
+from kvbaton.core.auth import AddressProof
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Incarnation, TransferId
 from kvbaton.errors import AddressError, BadRequest
 
@@ -16,6 +21,7 @@ __all__ = [
     "HandoffInfo",
     "HandoffParams",
     "KVTransferParams",
+    "SourceCheck",
     "SourceParams",
     "TargetParams",
     "answer_params",
@@ -53,6 +59,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     remote_dp_size: int | None = None
     remote_tp_size: int | None = None
     tp_size: int | None = None
+    address_proof: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +71,49 @@ class SourceParams:
 
 @dataclass(frozen=True, slots=True)
 class TargetParams:
-    """The caller wants this instance to decode what `source` has prefilled."""
+    """The caller wants this instance to decode what `source` has prefilled.
+
+    `target` is the decode address that the request id names, and `proof` that a holder of the key has paired the two.
+    """
 
     transfer_id: TransferId
     source: ControlAddress
     source_incarnation: Incarnation | None
+    target: ControlAddress | None = None
+    proof: str = ""
 
 
 HandoffParams = SourceParams | TargetParams
+
+
+class SourceCheck:
+    """Whether an instance may dial the source that a request names.
+
+    Clients reach instances, and can name any address. So where there is a cluster key, a holder of it has to have named the
+    address, for this transfer and this instance, or the operator's allow-list has it. Without a key the agents themselves
+    dial the allow-list only, or loopback.
+    """
+
+    def __init__(self, trust: Trust, own: ControlAddress) -> None:
+        self._key = trust.key
+        self._allowed = trust.allowed
+        self._own = own
+
+    def refusal(self, params: TargetParams) -> str | None:
+        """Why the source must not be dialled, and what to do; None when it may be."""
+        source = params.source
+        if self._key is None or (self._allowed is not None and source.host in self._allowed):
+            return None
+        # Engines may lose the request id on the way; a proof that was made for this instance then fits its own address.
+        target = params.target or self._own
+        if AddressProof(self._key, source, target).fits(params.proof, params.transfer_id):
+            return None
+        wrong = f"does not fit the source {source}, this transfer and {target}" if params.proof else f"is missing for {source}"
+        listed = "" if self._allowed is None else f" ({self._allowed})"
+        return (
+            f"{_FIELD}.address_proof: {wrong}; this instance has a cluster key and dials only what a router with the same key"
+            f" has paired, or what its allow-list{listed} has: give the router the key, or add {source.host} with --allow"
+        )
 
 
 def automatic_id() -> TransferId:
@@ -94,7 +136,8 @@ def read_params(
     if params.do_remote_decode:
         return SourceParams(_transfer_id(params, make_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
-    return TargetParams(_transfer_id(params, None), _source_address(params, request_id), incarnation)
+    source, target = _addresses(params, request_id)
+    return TargetParams(_transfer_id(params, None), source, incarnation, target, params.address_proof or "")
 
 
 def size_doubt(params: KVTransferParams | None) -> str | None:
@@ -147,23 +190,25 @@ def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | N
     return TransferId(params.transfer_id)
 
 
-def _source_address(params: KVTransferParams, request_id: str | None) -> ControlAddress:
+def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[ControlAddress, ControlAddress | None]:
+    """The source, and the target where the request id names it."""
     stated = _body_address(params)
+    embedded = target = None
+    why = "there is no X-Request-Id header"
     try:
-        embedded = parse_request_id(request_id)[0] if request_id else None
+        if request_id:
+            embedded, target = parse_request_id(request_id)
     except AddressError as error:
-        embedded, why = None, str(error)
-    else:
-        why = "there is no X-Request-Id header"
+        why = str(error)
     if embedded is None:
         if stated is None:
             raise _bad("remote_host", f"do_remote_prefill is true, but no source is named: {why}, and remote_host is missing")
-        return stated
+        return stated, None
     if stated is not None and (stated.host, stated.handshake) != (embedded.host, embedded.handshake):
         raise _bad(
             "remote_host", f"names the source {stated}, but X-Request-Id names {embedded}; send one of them, or equal ones"
         )
-    return embedded
+    return embedded, target
 
 
 def _body_address(params: KVTransferParams) -> ControlAddress | None:

@@ -166,6 +166,7 @@ def announcer_of(
     cluster_key: bytes | None,
     handoffs_address: str = "",
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    shape: Shape = ONE_RANK,
 ) -> Announcer | None:
     """What registers an instance; None where it registers with no router: role `both` answers clients by itself.
 
@@ -178,6 +179,8 @@ def announcer_of(
         type=kinds[role],
         http_address=http_address,
         zmq_address=str(control_address),
+        dp_size=shape.dp,
+        tp_size=shape.tp,
         transfer_mode=TransferMode.of(mode),
         incarnation=incarnation,
         model=model.name,

@@ -169,8 +169,8 @@ def prefill_body(body: ClientBody, params: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def transfer_params(answer: bytes, source_dp_size: int) -> bytes:
-    """What decode gets in pull: the `kv_transfer_params` of prefill's answer, and the size of the source.
+def transfer_params(answer: bytes, source_dp_size: int, address_proof: str = "") -> bytes:
+    """What decode gets in pull: the `kv_transfer_params` of prefill's answer, the size of the source, and a proof if given.
 
     Raises ProtocolError when there are none.
     """
@@ -185,6 +185,8 @@ def transfer_params(answer: bytes, source_dp_size: int) -> bytes:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"kv_transfer_params in the prefill answer is no object: {error}") from error
     params["remote_dp_size"] = source_dp_size
+    if address_proof:
+        params["address_proof"] = address_proof
     return msgspec.json.encode(params)
 
 

@@ -245,7 +245,8 @@ class Chooser:
             if len(self._pairs) >= _MOST_PAIRS:
                 self._pairs.clear()
             prefill = None if source is None else source.instance
-            pair = self._pairs[key] = InstancePair(prefill, target.instance, source_rank, target_rank)
+            pair = InstancePair(prefill, target.instance, source_rank, target_rank, self._settings.cluster_key)
+            self._pairs[key] = pair
         return pair
 
     def _share(self, pools: list[_Entry]) -> list[_Entry]:

@@ -27,7 +27,7 @@ from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.json_scan import is_simple, scan
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
-from kvbaton.router.pair_template import instance_lines
+from kvbaton.router.pair_template import client_lines, instance_lines
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.request_queue import ClientShare, QueuedRequest, RequestQueue
 from kvbaton.router.routed import RoutedTransfers
@@ -135,7 +135,7 @@ class Dispatcher:
     def _new_share(self, key: bytes) -> ClientShare:
         if len(self._shares) >= _MOST_SHARES:
             self._shares = {name: share for name, share in self._shares.items() if share.in_flight}
-        share = self._shares[key] = ClientShare()
+        share = self._shares[key] = ClientShare(client_lines(self.settings, key))
         return share
 
     def wake_waiting(self) -> None:
@@ -486,7 +486,7 @@ class Exchange:
             dispatcher.metrics.add("retries")
         if seats.pair.prefill is None:
             dispatcher.metrics.add("local_prefills")
-        forwarded = dispatcher.forwarded_lines(request)
+        forwarded = dispatcher.forwarded_lines(request) + self.share.lines
         try:
             job = self._pair_request = new_pair_request(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
             self._id_prefix = job.pair.template.id_prefix

@@ -56,12 +56,14 @@ class PairRequest(msgspec.Struct, frozen=True):
     def push_payload(self) -> bytes:
         """To the decode instance, before prefill has answered."""
         template = self.pair.template
-        return self._payload(template.decode_head, decode_body(self.body, template.push_params.under(self.transfer_id)))
+        params = template.push_params.under(self.transfer_id, template.address_proof(self.transfer_id))
+        return self._payload(template.decode_head, decode_body(self.body, params))
 
     def pull_payload(self, answer: bytes) -> bytes:
         """To the decode instance, with what prefill has answered. Raises ProtocolError when that names no hand-off."""
         template = self.pair.template
-        return self._payload(template.decode_head, decode_body(self.body, transfer_params(answer, template.source_dp_size)))
+        params = transfer_params(answer, template.source_dp_size, template.address_proof(self.transfer_id))
+        return self._payload(template.decode_head, decode_body(self.body, params))
 
     def local_payload(self) -> bytes:
         """To a decode instance that prefills by itself."""

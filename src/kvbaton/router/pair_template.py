@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
 
-from kvbaton.config import HTTP_KEY_HEADER, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, http_token
 from kvbaton.core.addresses import ControlAddress, make_request_id
+from kvbaton.core.auth import AddressProof
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.http.messages import head_lines
 from kvbaton.router.settings import RouterSettings
 
-__all__ = ["PairTemplate", "Params", "instance_lines"]
+__all__ = ["PairTemplate", "Params", "client_lines", "instance_lines"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
 _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
@@ -29,25 +31,39 @@ class Params(msgspec.Struct, frozen=True):
         """The object with these values."""
         return cls(msgspec.json.encode(values)[:-1])
 
-    def under(self, transfer_id: str) -> bytes:
-        """The object with an id, which is one of ours and needs no escapes."""
-        return b'%b,"transfer_id":"%b"}' % (self.start, transfer_id.encode())
+    def under(self, transfer_id: str, proof: str = "") -> bytes:
+        """The object with an id, which is one of ours and needs no escapes, and with a proof if there is one."""
+        if not proof:
+            return b'%b,"transfer_id":"%b"}' % (self.start, transfer_id.encode())
+        return b'%b,"transfer_id":"%b","address_proof":"%b"}' % (self.start, transfer_id.encode(), proof.encode())
 
 
 class PairTemplate:
-    """The bytes for one pair: heads, ids and parameters. Without `prefill`, decode does it all."""
+    """The bytes for one pair: heads, ids and parameters. Without `prefill`, decode does it all.
+
+    With a cluster key, decode gets the proof that its source was chosen by this router, and not by a client.
+    """
 
     __slots__ = (
-        "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params", "source_dp_size",
+        "_proof", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params",
+        "source_dp_size",
     )  # fmt: skip
 
-    def __init__(self, prefill: Instance | None, decode: Instance, prefill_rank: int | None, decode_rank: int | None) -> None:
+    def __init__(
+        self,
+        prefill: Instance | None,
+        decode: Instance,
+        prefill_rank: int | None,
+        decode_rank: int | None,
+        cluster_key: bytes | None = None,
+    ) -> None:
         self.decode_head = _head(decode, decode_rank)
         self.answer_lines = _answer_lines(prefill, decode)
         self.prefill_head = b""
         self.prefill_params = self.push_params = Params(b"")
         self.source_dp_size = 1
         self.id_prefix = b""
+        self._proof: AddressProof | None = None
         if prefill is not None:
             in_push = decode.transfer_mode is TransferMode.WRITE
             self.prefill_head = _head(prefill, prefill_rank)
@@ -55,6 +71,13 @@ class PairTemplate:
             self.push_params = Params.of(_source_params(prefill, prefill_rank))
             self.source_dp_size = prefill.registration.dp_size
             self.id_prefix = make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
+            if cluster_key is not None:
+                ends = (ControlAddress.parse(each.zmq_address) for each in (prefill, decode))
+                self._proof = AddressProof(cluster_key, *ends)
+
+    def address_proof(self, transfer_id: str) -> str:
+        """The proof that this router has paired the two for this transfer; empty without a key."""
+        return "" if self._proof is None else self._proof.of(transfer_id)
 
     def request_id_line(self, tail: str) -> bytes:
         """The header that names both control addresses; `tail` is 32 lowercase hex digits that make the id unique."""
@@ -69,6 +92,14 @@ def instance_lines(settings: RouterSettings) -> bytes:
     if settings.cluster_key is not None:
         headers[HTTP_KEY_HEADER] = http_token(settings.cluster_key)
     return head_lines(headers)
+
+
+def client_lines(settings: RouterSettings, client: bytes) -> bytes:
+    """The header by which instances know a client: a digest, so that they learn neither its API key nor its address."""
+    if settings.cluster_key is None:
+        return b""
+    name = hashlib.blake2b(client, digest_size=8, key=settings.cluster_key[:64]).hexdigest()
+    return head_lines({CLIENT_HEADER: name})
 
 
 def _head(instance: Instance, dp_rank: int | None) -> bytes:

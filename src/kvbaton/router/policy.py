@@ -64,11 +64,13 @@ class InstancePair:
         decode: Instance,
         prefill_dp_rank: int | None = None,
         decode_dp_rank: int | None = None,
+        cluster_key: bytes | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
         self.prefill_dp_rank = prefill_dp_rank
         self.decode_dp_rank = decode_dp_rank
+        self._cluster_key = cluster_key
         self.transfer_mode = decode.transfer_mode
         self.is_bootstrap = decode.registration.dispatch is Dispatch.BOOTSTRAP
         """Whether the two find each other by SGLang's bootstrap fields."""
@@ -76,7 +78,8 @@ class InstancePair:
     @cached_property
     def template(self) -> PairTemplate:
         """What all requests to this pair have in common."""
-        return PairTemplate(self.prefill, self.decode, self.prefill_dp_rank, self.decode_dp_rank)
+        ranks = self.prefill_dp_rank, self.decode_dp_rank
+        return PairTemplate(self.prefill, self.decode, *ranks, cluster_key=self._cluster_key)
 
 
 class Candidate:

@@ -37,11 +37,15 @@ class QueuedRequest(Protocol):
 
 
 class ClientShare:
-    """What one client has: sequences in flight, those of them that instances have, those that wait, and its turn."""
+    """What one client has: sequences in flight, those of them that instances have, those that wait, and its turn.
 
-    __slots__ = ("in_flight", "requests", "running", "tag", "waiting")
+    `lines` is the header by which instances know it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("in_flight", "lines", "requests", "running", "tag", "waiting")
+
+    def __init__(self, lines: bytes = b"") -> None:
+        self.lines = lines
         self.in_flight = 0
         self.running = 0
         self.waiting = 0

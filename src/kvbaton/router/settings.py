@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvbaton.config import HTTP_KEY_HEADER
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.messages import is_header_value
 
-__all__ = ["DEFAULT_FORWARD_HEADERS", "PolicyName", "RouterSettings"]
+__all__ = ["DEFAULT_FORWARD_HEADERS", "PolicyName", "RouterOptions", "RouterSettings"]
 
 PolicyName = Literal["round_robin", "least_loaded", "prefix_affinity"]
 """How instances of one side are chosen; the same names as in `kvbaton.router.policy`."""
@@ -23,6 +23,7 @@ DEFAULT_FORWARD_HEADERS = ("authorization", "traceparent", "tracestate", "x-sess
 _NEVER_FORWARDED = {
     "x-request-id", "x-data-parallel-rank", "host", "content-length", "content-type", "transfer-encoding", "connection",
     "upgrade", "expect", "te", "trailer", "accept-encoding", HTTP_KEY_HEADER,
+    CLIENT_HEADER,
 }  # fmt: skip
 _COUNTS = (
     "max_in_flight",
@@ -41,21 +42,70 @@ _OPTIONAL_COUNTS = ("max_per_prefill", "max_per_decode", "max_per_client", "queu
 
 
 @dataclass(frozen=True, slots=True)
-class RouterSettings:
-    """Where the router listens, how it chooses and how long it waits. Raises ConfigError for a value that cannot work.
+class RouterOptions:
+    """How instances are chosen and how long the router waits for what. The command line reads its options off this class.
+
+    Parameters
+    ----------
+    prefill_policy
+        how the prefill instance is chosen: in turn, the one with the fewest requests, or the one that has seen the prompt's
+        beginning (or the client's `X-Session-Id`) before.
+    decode_policy
+        how the decode instance is chosen.
+    max_per_prefill
+        most sequences (prompts times n) at one prefill instance at once; 0 is no limit. More wait.
+    max_per_decode
+        most sequences at one decode instance at once; 0 is no limit. More wait.
+    max_per_client
+        most sequences of one client (an API key, else an address) at instances at once, for each live decode instance; 0 is
+        no limit. More wait, and other clients go first.
+    queue_limit
+        most sequences that wait; those beyond are answered 429.
+    local_prefill_chars
+        prompts with fewer characters are prefilled by the decode instance itself; 0 never.
+    local_prefill_when_busy
+        when every prefill instance has as many requests as it takes, decode instances prefill by themselves.
+    max_attempts
+        how often a request is tried before its first byte, each time with another instance in place of the one that failed.
+    expire_after_s
+        an instance that was silent for so long is no longer used.
+    queue_timeout_s
+        a request that waited so long for a free instance is answered 503.
+    prefill_timeout_s
+        a prefill instance must have answered within this time.
+    decode_timeout_s
+        a decode instance must send something at least this often.
+    client_timeout_s
+        a client must send its body, and read what is written to it, at least this fast.
+    drain_timeout_s
+        requests in flight have so long to end when the router is asked to stop.
+    """
+
+    prefill_policy: PolicyName = "least_loaded"
+    decode_policy: PolicyName = "least_loaded"
+    max_per_prefill: int = 0
+    max_per_decode: int = 0
+    max_per_client: int = 2048
+    queue_limit: int = 16384
+    local_prefill_chars: int = 0
+    local_prefill_when_busy: bool = False
+    max_attempts: int = 3
+    expire_after_s: float = 5.0
+    queue_timeout_s: float = 30.0
+    prefill_timeout_s: float = 600.0
+    decode_timeout_s: float = 600.0
+    client_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings(RouterOptions):
+    """Where the router listens, what it takes and how it chooses and waits. Raises ConfigError for a value that cannot work.
 
     transfer_mode:          instances of the other mode are refused; None takes both, and pairs instances of the same mode
     instances_file:         a JSON list of instances that do not register by themselves; read again when it changes
     processes:              how many processes serve the port together
-    prefill_policy:         how the prefill instance is chosen, and `decode_policy` how the decode instance is
-    max_per_prefill:        sequences (prompts times n) at a prefill instance at once; 0 is no limit. `max_per_decode` likewise
-    max_per_client:         sequences of one client at instances at once, for each live decode instance; 0 is no limit
     max_sequences:          requests of more sequences are answered 400
-    queue_limit:            sequences that may wait for a free instance; those beyond are answered 429
-    queue_timeout_s:        a request that waited for so long is answered 503
-    local_prefill_chars:    shorter prompts are prefilled by the decode instance; 0 never
-    local_prefill_when_busy: with every prefill instance at its limit, decode instances prefill by themselves
-    max_attempts:           how often a request is tried, each time with another instance in place of the one that failed
     api_keys:               clients must send one of these as a bearer token; without any, every client is admitted
     allow_hosts:            names under which browsers may open the page and call the API, besides loopback and IP addresses
     show_details:           whether clients see which instances served them, `cached_tokens`, timelines, /instances and
@@ -63,14 +113,9 @@ class RouterSettings:
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
     cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
-    expire_after_s:         an instance that was silent for so long is no longer used
     connect_timeout_s:      a connection to an instance must stand within this time
-    prefill_timeout_s:      a prefill instance must have answered within this time
-    decode_timeout_s:       a decode instance must send something at least this often
-    client_timeout_s:       a client must send its body, and read what is written to it, at least this fast
     head_timeout_s:         a client must send the head of a request within this time
     keep_alive_s:           a connection without a request is closed after this time
-    drain_timeout_s:        requests in flight have so long to end when the router is asked to stop
     explain_timeout_s:      an instance must send its record of a hand-off within this time
     max_in_flight:          sequences beyond this many at once are answered 503, unless their client has none
     max_connections:        connections beyond this many are closed
@@ -89,31 +134,16 @@ class RouterSettings:
     transfer_mode: TransferMode | None = None
     instances_file: Path | None = None
     processes: int = 1
-    prefill_policy: PolicyName = "least_loaded"
-    decode_policy: PolicyName = "least_loaded"
-    max_per_prefill: int = 0
-    max_per_decode: int = 0
-    max_per_client: int = 2048
     max_sequences: int = 4096
-    queue_limit: int = 16384
-    queue_timeout_s: float = 30.0
-    local_prefill_chars: int = 0
-    local_prefill_when_busy: bool = False
-    max_attempts: int = 3
     allow_hosts: tuple[str, ...] = ()
     show_details: bool | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
     forward_headers: tuple[str, ...] = DEFAULT_FORWARD_HEADERS
-    expire_after_s: float = 5.0
     connect_timeout_s: float = 5.0
-    prefill_timeout_s: float = 600.0
-    decode_timeout_s: float = 600.0
-    client_timeout_s: float = 60.0
     head_timeout_s: float = 15.0
     keep_alive_s: float = 75.0
-    drain_timeout_s: float = 30.0
     explain_timeout_s: float = 5.0
     max_in_flight: int = 32768
     max_connections: int = 16384

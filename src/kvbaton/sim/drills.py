@@ -132,6 +132,24 @@ def _long_queue(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, requests=requests, decode_blocks=8, move_s=0.002, decode_s=2.0)
 
 
+def _engine_hangs(rng: random.Random) -> Script:
+    """The engine of one side computes and starts nothing for longer than anything waits, and its agent beats all the time."""
+    mode = rng.choice(list(Mode))
+    request = _request(rng, mode, decode_delay_s=rng.choice((0.0, 0.005)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    who = rng.choice(("p0", "d0"))
+    at_s = rng.uniform(0.0, _moving(script)[1]) if who == "p0" else 0.0
+    return msgspec.structs.replace(script, faults=(Fault(FaultKind.SILENT_ENGINE, at_s, who=who, for_s=9.0),))
+
+
+def _bad_grants(rng: random.Random) -> Script:
+    """Grants with numbers that no target has reached, among those of a few requests."""
+    requests = tuple(_request(rng, rng.choice(list(Mode)), at_s=0.1 * number, retries=1) for number in range(rng.randint(1, 3)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    fault = Fault(FaultKind.BAD_GRANT, rng.uniform(0.0, 0.1), who="d0", number=rng.randint(1, 3))
+    return msgspec.structs.replace(script, requests=requests, faults=(fault,))
+
+
 DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _answers_to_an_earlier_attempt,
     _source_releases_unnoticed,
@@ -139,5 +157,7 @@ DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _restart_with_mail,
     _long_queue,
     _corrupted,
+    _engine_hangs,
+    _bad_grants,
 )
 """All drills."""

@@ -66,7 +66,23 @@ class _SimEngine:
     is_checked: bool = False
     """Whether checksums guard every byte, so that not even a corrupt one may be served."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    silent_until: float = 0.0
+    """Until when it starts and computes nothing, while its agent goes on."""
     _allocations: int = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it hangs."""
+        return self.world.now < self.silent_until
+
+    def schedule(self) -> None:
+        """Start what fits."""
+        raise NotImplementedError
+
+    def hang(self, until: float) -> None:
+        """Start and compute nothing until then."""
+        self.silent_until = until
+        self.world.at(until, self.process, self.schedule)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +124,7 @@ class SourceEngine(_SimEngine):
 
     def schedule(self) -> None:
         """Start what fits; work without a grant never takes the last blocks."""
-        for request in list(self.waiting):
+        for request in [] if self.is_silent else list(self.waiting):
             if self.requests.get(request.prompt.key) is not request:
                 self.waiting.remove(request)
             elif self.may_start(request):
@@ -183,6 +199,9 @@ class SourceEngine(_SimEngine):
     def _compute(self, request: Prefill, attempt: int) -> None:
         """One layer of one chunk."""
         if not request.is_running or request.attempt != attempt:
+            return
+        if self.is_silent:
+            self.world.at(self.silent_until, self.process, lambda: self._compute(request, attempt))
             return
         prompt = request.prompt
         end = min(request.computed + prompt.chunk, prompt.tokens)
@@ -263,7 +282,7 @@ class TargetEngine(_SimEngine):
 
     def schedule(self) -> None:
         """Grant blocks to what waits, first come first served."""
-        while self.waiting:
+        while self.waiting and not self.is_silent:
             request = self.waiting[0]
             if self.requests.get(request.prompt.key) is not request:
                 self.waiting.popleft()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
@@ -59,7 +59,7 @@ def flow_script(name: str) -> Script:
         faults=(),
         move_s=0.002,
         integrity=Integrity.FULL if ranks > 1 else Integrity.OFF,
-        aux_way=AuxWay.DATA if ranks > 1 else AuxWay.CONTROL,
+        aux_channel=AuxChannel.DATA if ranks > 1 else AuxChannel.CONTROL,
     )
 
 
@@ -99,6 +99,7 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
         yield Fault(FaultKind.PAUSE, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.CLOCK_JUMP, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.STALL, at_event=event, who=who, for_s=_LONG_S)
+        yield Fault(FaultKind.SILENT_ENGINE, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.QUEUE_FULL, at_event=event, who=who, for_s=0.1)
         yield Fault(FaultKind.QUEUE_FULL, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.CUT, at_event=event, who=who, other=other, for_s=_LONG_S)

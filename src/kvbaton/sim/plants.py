@@ -127,8 +127,29 @@ class _MappingDropped(SourceSide):
 class _DeferredForEver(SourceSide):
     """Holds a complete prefill without a lease."""
 
-    def _has_lease(self, record: SourceRecord) -> bool:
-        return record.state is not SourceState.HELD and super()._has_lease(record)
+    def _has_deadline(self, record: SourceRecord) -> bool:
+        return record.state is not SourceState.HELD and super()._has_deadline(record)
+
+
+class _SourceRenewedForEver(SourceSide):
+    """Keeps blocks for as long as the target is alive, whether the hand-off gets further or not."""
+
+    def _deadline(self, record: SourceRecord) -> float:
+        return super()._deadline(record) if record.state is SourceState.QUEUED else record.lease_until
+
+
+class _TargetRenewedForEver(TargetSide):
+    """Waits for as long as the source is alive, whether the hand-off gets further or not."""
+
+    def _deadline(self, record: TargetRecord) -> float:
+        return super()._deadline(record) if record.state is TargetState.QUEUED else record.give_up_at
+
+
+class _QueuedForEver(TargetSide):
+    """Lets a request wait for memory without an end."""
+
+    def _has_deadline(self, record: TargetRecord) -> bool:
+        return record.state is not TargetState.QUEUED and super()._has_deadline(record)
 
 
 class _CompletionCountedTwice(TargetSide):
@@ -262,6 +283,9 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "failed-overwritten", "failed overwritten by done", _sides(target=_FailedOverwritten)
     yield "mapping-dropped", "mapping dropped at request end", _sides(source=_MappingDropped)
     yield "deferred-for-ever", "deferred push never expiring", _sides(source=_DeferredForEver)
+    renewed = _sides(source=_SourceRenewedForEver, target=_TargetRenewedForEver)
+    yield "renewed-for-ever", "hand-off kept alive by heartbeats alone", renewed
+    yield "queued-for-ever", "no deadline while queued", _sides(target=_QueuedForEver)
     yield "completion-counted-twice", "duplicate completion counted twice", _sides(target=_CompletionCountedTwice)
     yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
     yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvbaton.agent.source import SourceRecord
+from kvbaton.agent.target import TargetRecord
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
+from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
@@ -17,12 +21,20 @@ from kvbaton.sim.world import SimClock, Violation, World
 
 __all__ = ["LIMITS", "Result", "Run", "run_script"]
 
-LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1)
+LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1, queue_timeout=20.0)
 """Small, so that every deadline is met many times."""
 
 _MAX_EVENTS = 200_000
 _SETTLE_S = 60.0
 _PROBE_AFTER_S = 30.0
+_SILENT_TIMES = 4
+"""How much longer than other faults an engine is silent: longer than anything may wait for it."""
+
+_HARD_END_SLACK = 1.05, 1.0
+"""Factor (clocks drift) and seconds (a step of the engine, a message) by which a wait may exceed its cap."""
+
+_QUARANTINE = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+"""States in which time alone ends nothing: copies that may still use the memory are waited for."""
 
 
 @dataclass(slots=True)
@@ -60,7 +72,7 @@ class Run:
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         fabric = Fabric(self.world, script.late_writes, script.move_s)
-        settings = HandoffSettings(integrity=script.integrity, aux_way=script.aux_way)
+        settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
             self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
         )
@@ -69,6 +81,7 @@ class Run:
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self._probes: list[_Client] = []
+        self._stands: dict[str, dict[int, tuple[tuple[object, ...], float]]] = {}
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
         self._uses: Counter[HandoffKey] = Counter()
@@ -202,6 +215,7 @@ class Run:
             if instance.process.is_alive:
                 instance.engine.pool.check()
                 self._check_no_resurrection(instance)
+                self._check_hard_end(instance)
 
     def _strike(self, fault: Fault) -> None:
         self.faults[fault.kind] += 1
@@ -258,6 +272,8 @@ class Run:
                 instance.lose_revokes += 1
             case FaultKind.BAD_GRANT:
                 instance.bad_grants += fault.number
+            case FaultKind.SILENT_ENGINE:
+                instance.engine.hang(self.world.now + _SILENT_TIMES * fault.for_s)
 
     def _restart(self, address: str) -> None:
         if address not in self.cluster.instances:
@@ -309,6 +325,29 @@ class Run:
         self._live_grants[name] = live
         for target, grant in sorted(live & over):
             self.world.violate("resurrection", f"{name}: grant {grant} of {target} lives again")
+
+    def _check_hard_end(self, instance: SimInstance) -> None:
+        """No hand-off stands still for longer than the cap of its state; so none lives longer than the sum of its caps."""
+        now, limits, name = self.world.now, self.cluster.limits, instance.process.name
+        if now < instance.process.paused_until + _HARD_END_SLACK[1]:
+            return
+        before = self._stands.get(name, {})
+        stands = self._stands[name] = {}
+        coordinator = instance.coordinator
+        records: list[SourceRecord | TargetRecord] = [*coordinator.source.live.values(), *coordinator.target.live.values()]
+        for record in records:
+            if record.state in _QUARANTINE:
+                continue
+            counts = len(record.spans), sum(map(len, record.moved.values())), len(record.sums)
+            place = (str(record.state), record.generation, *counts)
+            known, since = before.get(id(record), (place, now))
+            if known != place:
+                since = now
+            stands[id(record)] = (place, since)
+            cap = limits.queue_timeout if record.state in (SourceState.QUEUED, TargetState.QUEUED) else limits.hold_cap
+            if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
+                stands[id(record)] = (place, math.inf)
+                self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
 
     def _check_end(self) -> None:
         """When faults have stopped, everything is terminal and every block is back."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.transport.base import LateWrites
 
 __all__ = ["Fault", "FaultKind", "RequestScript", "Script", "make_script"]
@@ -38,6 +38,7 @@ class FaultKind(enum.StrEnum):
     REFUSE = "refuse at target"
     QUEUE_FULL = "queue full"
     BAD_GRANT = "bad grant number"
+    SILENT_ENGINE = "silent engine"
 
 
 class RequestScript(msgspec.Struct, frozen=True):
@@ -105,7 +106,7 @@ class Script(msgspec.Struct, frozen=True):
     step_s: float = 0.002
     integrity: Integrity = Integrity.OFF
     """How much the targets of this run check."""
-    aux_way: AuxWay = AuxWay.CONTROL
+    aux_channel: AuxChannel = AuxChannel.CONTROL
     """How aux records travel in this run."""
 
     @property
@@ -144,7 +145,7 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         decode_s=rng.choice((0.01, 0.2, 2.0)),
         step_s=rng.choice((0.002, 0.02, 0.1)),
         integrity=rng.choice(list(Integrity)),
-        aux_way=rng.choice(list(AuxWay)),
+        aux_channel=rng.choice(list(AuxChannel)),
     )
     if not is_disturbed:
         return script

@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ __all__ = [
     "check_batch",
     "check_offsets",
     "check_runs",
+    "compile_c",
     "load_loops",
 ]
 
@@ -128,19 +130,20 @@ def _library(directory: Path, compiler: str) -> Path:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(directory)
     if not library.exists():
-        _compile(library, compiler)
+        compile_c(_CODE, library, *_OPTIONS, compiler=compiler)
     return library
 
 
-def _compile(library: Path, compiler: str) -> None:
+def compile_c(code: Sequence[Path], target: Path, *options: str, compiler: str = "cc") -> None:
+    """Compile these files into `target`, which appears whole or not at all. Raises OSError or SubprocessError."""
     found = shutil.which(compiler)
     if found is None:
         raise FileNotFoundError(f"there is no {compiler}")
-    with tempfile.TemporaryDirectory(dir=library.parent) as place:
-        made = Path(place) / library.name
-        command = [found, *_OPTIONS, "-o", str(made), *map(str, _CODE)]
+    with tempfile.TemporaryDirectory(dir=target.parent) as place:
+        made = Path(place) / target.name
+        command = [found, *options, "-o", str(made), *map(str, code)]
         subprocess.run(command, check=True, timeout=_COMPILE_S, stdin=subprocess.DEVNULL, capture_output=True)
-        made.replace(library)
+        made.replace(target)
 
 
 def _cache() -> Path:

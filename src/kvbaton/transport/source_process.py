@@ -1,4 +1,4 @@
-"""The other side of a trial or a benchmark, as a process of its own that sends one line when it is ready."""
+"""The other side of a trial or a benchmark, as a process of its own: sends a line when it is ready, then one per question."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import select
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvbaton.errors import PeerLost
 
@@ -20,13 +20,19 @@ _LAST_OUTPUT_LINES = 3
 
 
 class SourceProcess:
-    """Runs `command`, with the number of a descriptor for its line as the last argument, until `close`.
+    """Runs `command`, with the number of a descriptor for its lines as the last argument, until `close`.
 
-    The line has a descriptor of its own because libraries print to standard output. What the process prints is kept, to be
-    shown when it fails. It ends when its standard input does, and is killed `grace_s` later.
+    Lines have a descriptor of their own because libraries print to standard output. What the process prints is kept, to be
+    shown when it fails. It ends when its standard input does, and is killed `grace_s` later. Raises OSError when it cannot run.
     """
 
-    def __init__(self, command: Sequence[str], grace_s: float = 0.0, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        grace_s: float = 0.0,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._grace_s = grace_s
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._lines, line = os.pipe()
@@ -37,6 +43,7 @@ class SourceProcess:
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[line, *pass_fds],
+                env=environment,
             )
         except OSError:
             self._close_files()
@@ -46,7 +53,7 @@ class SourceProcess:
         self.pid = self._process.pid
 
     def line(self, timeout_s: float) -> bytes:
-        """The line that it sends. Raises PeerLost when it ends first, or sends none within `timeout_s`."""
+        """The next line that it sends. Raises PeerLost when it ends first, or sends none within `timeout_s`."""
         deadline, line = time.monotonic() + timeout_s, b""
         while not line.endswith(b"\n"):
             if not select.select([self._lines], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -57,10 +64,19 @@ class SourceProcess:
             line += part
         return line
 
+    def ask(self, question: str, timeout_s: float) -> bytes:
+        """Write a line to its standard input; the line that it answers with. Raises PeerLost as `line` does."""
+        assert self._process.stdin is not None  # noqa: S101
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `line` reports that, with its last output
+            self._process.stdin.write(f"{question}\n".encode())
+            self._process.stdin.flush()
+        return self.line(timeout_s)
+
     def close(self) -> None:
         """End it."""
         assert self._process.stdin is not None  # noqa: S101
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._grace_s)
         self._process.kill()

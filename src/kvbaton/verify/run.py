@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import aiohttp
-import msgspec
 
 from kvbaton.config import HandoffSettings
 from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
@@ -40,7 +39,7 @@ class VerifiedPair:
 
     def shown(self) -> dict[str, str | bool]:
         """Every setting by its name, in one level."""
-        return {"engine": self.engine, "transport": self.transport, **msgspec.structs.asdict(self.handoff)}
+        return {"engine": self.engine, "transport": self.transport, **asdict(self.handoff)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,11 @@ class LogLimit:
 
     def allow(self, key: Hashable, now: float) -> int | None:
         """How many lines were held back since the last one that went through, or None when this one is held back too."""
-        if now - self._window_start >= self._every_s:
-            self._window_start, self._window_lines = now, 0
-        too_soon = now - self._last.get(key, float("-inf")) < self._every_s
-        if too_soon or self._window_lines >= self._burst:
+        if not self.is_due(key, now):
             self._suppressed += 1
             return None
+        if now - self._window_start >= self._every_s:
+            self._window_start, self._window_lines = now, 0
         self._last[key] = now
         self._last.move_to_end(key)
         if len(self._last) > self._max_keys:
@@ -35,6 +34,11 @@ class LogLimit:
         self._window_lines += 1
         suppressed, self._suppressed = self._suppressed, 0
         return suppressed
+
+    def is_due(self, key: Hashable, now: float) -> bool:
+        """Whether a line with this key would go through."""
+        is_full = self._window_lines >= self._burst and now - self._window_start < self._every_s
+        return not is_full and now - self._last.get(key, float("-inf")) >= self._every_s
 
 
 def shown(text: str, limit: int = 300) -> str:

@@ -121,6 +121,36 @@ def test_what_the_target_has_cached_is_not_sent_again(standing: VllmStand, block
     standing.pair.wait_idle()
 
 
+@pytest.mark.sampled(1)
+def test_a_cache_of_another_salt_is_refused(standing: VllmStand) -> None:
+    """Two requests that differ in nothing but `cache_salt` are those of two tenants, whatever transfer id joins them."""
+    pair = standing.pair
+    prompt = prompt_of(140, seed="salt")
+
+    async def once(session: aiohttp.ClientSession, transfer_id: str, *salts: str) -> dict[str, Any]:
+        source, target = ({"prompt": prompt, "cache_salt": salt} for salt in salts)
+        asked = {**source, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer_id}}
+        prefill = asyncio.create_task(completion(session, pair.prefill.url, **asked))
+        params: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": transfer_id}
+        params |= {"remote_host": "127.0.0.1", "remote_port": pair.prefill.control_port}
+        if pair.mode is Mode.PULL:
+            params = (await prefill)["kv_transfer_params"]
+        try:
+            return await completion(session, pair.decode.url, **target, kv_transfer_params=params)
+        finally:
+            await asyncio.wait([prefill])
+
+    async def send(session: aiohttp.ClientSession) -> None:
+        with pytest.raises(PeerError, match="HTTP 500"):
+            await once(session, "another-salt", "one tenant", "another tenant")
+        given = await once(session, "same-salt", "one tenant", "one tenant")
+        assert given["kv_transfer_params"]["kvbaton"]["handed_off"]
+
+    together(send)
+    pair.wait_idle()
+    assert "the source has another prompt of that transfer id" in pair.decode.log()
+
+
 REFUSED: dict[str, dict[str, object]] = {
     "too long": {"prompt": prompt_of(2100)},
     "bad sampling": {"temperature": -1},

@@ -32,7 +32,7 @@ from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 from watching import command_line, descendants, is_running, processor_s, wait_until
 
-__all__ = ["BLOCK_TOKENS", "MODEL", "Server", "ServerSpec", "ready", "servers", "starting"]
+__all__ = ["BLOCK_TOKENS", "CLUSTER_KEY", "MODEL", "Server", "ServerSpec", "ready", "servers", "starting"]
 
 MODEL = "smollm2"
 BLOCK_TOKENS = 128
@@ -40,7 +40,11 @@ START_S = 900.0
 LOGS_VARIABLE = "KVBATON_VLLM_LOGS"
 """Names a directory that keeps the logs of the servers."""
 
-_CLUSTER_KEY = new_cluster_key()
+CLUSTER_KEY = new_cluster_key()
+"""Of every server."""
+
+_ALLOW = ["127.0.0.1"]
+"""vllm-router, and tests that are their own router, prove nothing: operators name the hosts of peers then."""
 _INSIDE = Path(__file__).parent / "inside"
 _METRIC = re.compile(r"^(vllm:\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
@@ -225,11 +229,11 @@ def _server(spec: ServerSpec, prepared: VllmServers, ports: PortPicker, hold: Pa
         prepared.options,
         handoff=handoff,
         transport=spec.transport,
-        cluster_key=_CLUSTER_KEY,
+        cluster_key=CLUSTER_KEY,
         step_tokens=256,
         arguments=tuple(spec.arguments),
     )
-    mine = replace(prepared, options=options, settings={"poison": True, **spec.settings})
+    mine = replace(prepared, options=options, settings={"poison": True, "allow": _ALLOW, **spec.settings})
     part = mine.part(spec.name, spec.role, ports, spec.routers)
     command, control_port = list(part.command), 0
     if "--kv-transfer-config" in command:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import aiohttp
 from vllm_handing import Pair
-from vllm_servers import MODEL, Server, ServerSpec, servers
+from vllm_servers import CLUSTER_KEY, MODEL, Server, ServerSpec, servers
 
 from kvbaton.core.handoff import Mode
 from kvbaton.launch.fleet import Fleet
@@ -52,7 +52,7 @@ def stand(mode: Mode, single: Server) -> Iterator[VllmStand]:
     routers = (f"127.0.0.1:{discovery_port}", f"127.0.0.1:{peer_discovery_port}")
     specs = [ServerSpec(role, role, mode, settings=LIMITS, routers=routers, holds=True) for role in ("prefill", "decode")]
     with Fleet() as fleet, servers(*specs) as (prefill, decode):
-        fleet.start(router_part("127.0.0.1", router_port, discovery_port))
+        fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=CLUSTER_KEY))
         fleet.start(vllm_router_part(ensure_router_peers(print), peer_port, peer_discovery_port, ports.pick()))
         fleet.wait_healthy(_START_S)
         router, peer = f"http://127.0.0.1:{router_port}", f"http://127.0.0.1:{peer_port}"

@@ -15,14 +15,14 @@ from kvbaton.agent.source import SourceRecord
 from kvbaton.config import HandoffSettings
 from kvbaton.core.aux_area import AuxArea, AuxPointer
 from kvbaton.core.card import Card, RankCard
-from kvbaton.core.handoff import Aux, AuxWay, Mode
+from kvbaton.core.handoff import Aux, AuxChannel, Mode
 from kvbaton.core.messages import AuxSent, Grant
 from kvbaton.transport.faulty import Faults
 
 KEY = key_of("k")
 TOKENS = 3
 AUX = Aux(7, -0.5)
-DATA = HandoffSettings(aux_way=AuxWay.DATA)
+DATA = HandoffSettings(aux_channel=AuxChannel.DATA)
 AREA = AuxArea(1000, 2, 256)
 
 
@@ -123,14 +123,14 @@ def test_a_pointer_that_leads_elsewhere_is_never_followed(pointer: AuxPointer, m
     two = Two()
 
     def bad_pointer(record: SourceRecord, _: Aux) -> AuxPointer | None:
-        return None if record.grant is None or record.grant.aux_way is AuxWay.CONTROL else pointer
+        return None if record.grant is None or record.grant.aux_channel is AuxChannel.CONTROL else pointer
 
     monkeypatch.setattr(two.source.coordinator.source, "_point_at_aux", bad_pointer)
     two.start()
     assert two.target.ranks.aux_reads == []
     assert two.fallbacks() == {"bad pointer": 1}
     assert two.delivered() == [AUX]
-    assert [grant.aux_way for grant in two.target.said if isinstance(grant, Grant)] == [AuxWay.DATA, AuxWay.CONTROL]
+    assert [grant.aux_channel for grant in two.target.said if isinstance(grant, Grant)] == [AuxChannel.DATA, AuxChannel.CONTROL]
 
 
 @pytest.mark.parametrize(("damage", "cause"), [("error", "not read"), ("byte", "not the record"), ("other", "not the record")])

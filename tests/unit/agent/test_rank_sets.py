@@ -24,6 +24,7 @@ from kvbaton.agent.rank_orders import (
     MoveSpans,
     OpenCopy,
     PeerFenced,
+    PoisonBlocks,
     PutAux,
     RankOrder,
     RankReport,
@@ -189,6 +190,7 @@ def test_every_order_survives_its_frame(rig: Rig) -> None:
         DropSums(Side.SOURCE, COPY.key),
         PutAux(7, b"aux"),
         ReadAux(copy=COPY, peer=SOURCE, offset=1, slot=2, size_bytes=3),
+        PoisonBlocks(((1, 2),), 3),
     ]
     assert {type(order) for order in orders} == set(get_args(RankOrder)), "a new order belongs into this list"
     assert [decode_order(encode_order(order)) for order in orders] == orders

@@ -315,7 +315,7 @@ def test_a_new_grant_of_the_same_target_means_that_it_gave_the_old_one_up(rig: R
 
 def test_a_lease_runs_from_the_last_sign_of_life(rig: Rig) -> None:
     rig.expect()
-    rig.clock.now += 10 * LIMITS.defer_timeout
+    rig.clock.now += LIMITS.queue_timeout - 1
     rig.side.tick()
     assert rig.state() is SourceState.QUEUED, "computing is not waiting for a target"
     rig.offer()

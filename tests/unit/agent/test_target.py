@@ -504,14 +504,16 @@ def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig
     assert "30 s while filling" in ended.reason
 
 
-def test_waiting_for_memory_has_no_deadline_and_keeps_dialling(rig: Rig) -> None:
+def test_waiting_for_memory_has_a_deadline_of_its_own_and_keeps_dialling(rig: Rig) -> None:
     rig.side.expect(rig.request(), None)
     assert rig.post.sent == [(ADDRESS, Hello(card_of("t1", RANKS), wants_answer=True))]
     rig.post.take()
-    for _ in range(100):
+    for _ in range(19):
         rig.pass_time(LIMITS.transfer_timeout)
     assert rig.state() is TargetState.QUEUED
-    assert len(rig.said(Hello)) == 100
+    assert len(rig.said(Hello)) == 19
+    rig.pass_time(LIMITS.queue_timeout - 19 * LIMITS.transfer_timeout)
+    assert outcomes(rig.told()) == [Outcome.EXPIRED]
 
 
 @pytest.mark.parametrize(

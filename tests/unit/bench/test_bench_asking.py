@@ -14,6 +14,8 @@ import pytest
 from aiohttp import web
 
 from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, OneAfterTheOther
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.auth import AddressProof
 from kvbaton.errors import PeerLost, ProtocolError
 from kvbaton.launch.ports import PortPicker
 
@@ -90,6 +92,20 @@ def test_both_at_once_know_the_same_transfer() -> None:
     sent = decode.seen[0]["kv_transfer_params"]
     assert (sent["remote_host"], sent["remote_port"], sent["do_remote_prefill"]) == ("h", 7, True)
     assert sent["transfer_id"] == prefill.seen[0]["kv_transfer_params"]["transfer_id"] == answered.transfer_id
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_is_its_own_router_proves_the_source(at_once: bool) -> None:
+    """Instances with a cluster key dial no other."""
+    prefill, decode = Server(), Server()
+    proof = AddressProof(b"a key of the cluster", ControlAddress.of("h", 7), ControlAddress.of("h", 8))
+    make = (
+        (lambda: AtOnce(prefill.url, decode.url, {"remote_host": "h"}, proof))
+        if at_once
+        else (lambda: OneAfterTheOther(prefill.url, decode.url, proof))
+    )
+    answered = asked(make, prefill, decode)
+    assert decode.seen[0]["kv_transfer_params"]["address_proof"] == proof.of(answered.transfer_id)
 
 
 FAILURES: dict[str, tuple[Server, Server, str]] = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from kvbaton.bench.plots import plot_router_bench
+from kvbaton.bench.processes import Processes
 from kvbaton.bench.report import BenchReport
 from kvbaton.bench.router import (
     Driven,
@@ -70,7 +70,7 @@ def test_a_router_that_answers_nobody_is_a_problem_and_not_a_fast_one(monkeypatc
     bench = RouterBench((1,), (1,), rounds=1)
     ours = next(each for each in contenders_of(bench, TransferMode.READ) if each.processes)
     monkeypatch.setattr(LoadTool, "drive", lambda *_: Driven(0, 0, 1.0, 0.0, 0.0, 0.0))
-    problems = _measure(bench, LoadTool(Path("nothing")), [RunningRouter(ours, 1, os.getpid())], {}, print)
+    problems = _measure(bench, LoadTool(Path("nothing")), [RunningRouter(ours, 1, Processes([]))], {}, print)
     assert len(problems) == len(list(bench.cases()))
     assert all("no request was answered" in problem for problem in problems)
 

@@ -41,16 +41,18 @@ def test_what_is_no_interpreter_is_named() -> None:
 
 
 ANSWERING = """\
-import json, sys
+import json, os, sys
+answers = os.fdopen(int(sys.argv[-1]), "w")
+print("importing")
 json.loads(sys.stdin.readline())
-print(json.dumps({"plans": ["equal"], "version": "9"}), flush=True)
+print(json.dumps({"plans": ["equal"], "version": "9"}), file=answers, flush=True)
 for line in sys.stdin:
-    print(json.dumps({"seconds": 2.0, "runs": 7}), flush=True)
+    print(json.dumps({"seconds": 2.0, "runs": 7}), file=answers, flush=True)
 """
 DYING = """\
-import sys
+import os, sys
 sys.stdin.readline()
-print('{"plans": ["equal"], "version": "9"}', flush=True)
+os.write(int(sys.argv[-1]), b'{"plans": ["equal"], "version": "9"}\\n')
 sys.stdin.readline()
 sys.exit("it broke")
 """
@@ -60,7 +62,7 @@ def _interpreter(tmp_path: Path, program: str) -> Path:
     """Something that is called like an interpreter with a script, and runs `program` instead."""
     (tmp_path / "program.py").write_text(program)
     found = tmp_path / "python"
-    found.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'program.py'}\n")
+    found.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "program.py"} "$@"\n')
     found.chmod(0o755)
     return found
 

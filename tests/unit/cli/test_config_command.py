@@ -41,8 +41,8 @@ def test_what_cannot_work_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_connector_would_not_obey_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--router with --role both"):
         line(capsys, "--role", "both", "--model", "m", "--router", "127.0.0.1:8001")
-    with pytest.raises(ConfigError, match="--aux-way is data"):
-        line(capsys, "--role", "prefill", "--model", "m", "--aux-way", "data")
+    with pytest.raises(ConfigError, match="--aux-channel is data"):
+        line(capsys, "--role", "prefill", "--model", "m", "--aux-channel", "data")
 
 
 WOULD_NOT_START = {

@@ -11,7 +11,7 @@ import pytest
 from kvbaton.cli import running
 from kvbaton.cli.main import main
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, OnFailure
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
 from kvbaton.engines.embedded.instance import InstanceSettings
@@ -19,7 +19,7 @@ from kvbaton.engines.embedded.settings import HttpSettings
 from kvbaton.router import app
 from kvbaton.router.settings import RouterSettings
 
-ALL = ("--mode", "pull", "--integrity", "full", "--aux-way", "data", "--on-failure", "recompute")
+ALL = ("--mode", "pull", "--integrity", "full", "--aux-channel", "data", "--on-failure", "recompute")
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -78,13 +78,13 @@ def test_details_are_hidden_where_clients_need_a_key(
 def test_the_budgets_of_requests_reach_the_server(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
     limits = ("--max-prompt-bytes", "1", "--max-request-bytes", "2", "--max-body-bytes", "3", "--max-request-sequences", "4")
     settings = _served(monkeypatch, started, *limits, "--max-waiting", "5")
-    assert settings.http == HttpSettings(1, 2, 3, 4)
+    assert settings.http == HttpSettings(1, 2, 3, 4, show_details=True)
     assert settings.engine.max_waiting == 5
 
 
 def test_how_it_hands_over_reaches_agents_and_engine(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
     settings = _served(monkeypatch, started, *ALL)
-    told = HandoffSettings(Mode.PULL, Integrity.FULL, AuxWay.DATA, OnFailure.RECOMPUTE)
+    told = HandoffSettings(Mode.PULL, Integrity.FULL, AuxChannel.DATA, OnFailure.RECOMPUTE)
     assert settings.handoff == settings.engine.handoff == told
     assert _served(monkeypatch, started).handoff.mode is Mode.PUSH
     assert _served(monkeypatch, started, "--transport", "nixl", "--unfenced-writes").handoff.unfenced_writes
@@ -139,7 +139,7 @@ def test_the_mode_of_a_router(
 
 
 @pytest.mark.parametrize("command", ["serve", "up", "verify"])
-@pytest.mark.parametrize("option", ["--mode", "--integrity", "--aux-way", "--on-failure"])
+@pytest.mark.parametrize("option", ["--mode", "--integrity", "--aux-channel", "--on-failure"])
 def test_a_way_to_hand_over_that_does_not_exist_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, option: str
 ) -> None:

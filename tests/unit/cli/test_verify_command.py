@@ -37,7 +37,7 @@ def test_every_answer_is_the_same(mode: str, transport: str) -> None:
     code, document = _verify("--model", "tiny", "--mode", mode, "--transport", transport)
     _check_all_well(code, document)
     assert document["settings"]["mode"] == mode
-    assert (document["settings"]["integrity"], document["settings"]["aux_way"]) == ("off", "control")
+    assert (document["settings"]["integrity"], document["settings"]["aux_channel"]) == ("off", "control")
     assert document["settings"]["on_failure"] == "fail"
     assert set(document) >= PROMISED
     assert (document["command"], document["version"]) == ("verify", __version__)

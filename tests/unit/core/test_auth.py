@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.auth import MIN_KEY_BYTES, SEAL_BYTES, TAG_BYTES, Seal, Session, address_proof, is_address_proof
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.auth import MIN_KEY_BYTES, SEAL_BYTES, TAG_BYTES, AddressProof, Seal, Session
 from kvbaton.core.card import PROTOCOL
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Heartbeat, decode, encode
@@ -164,29 +165,29 @@ def test_a_frame_opens_once_and_in_its_place_only() -> None:
 
 # Two addresses.
 
-PAIR = ("tx-1", "host:10.0.0.1,handshake:1,notify:1", "host:10.0.0.2,handshake:2,notify:2")
+TRANSFER = "tx-1"
+PREFILL, DECODE = ControlAddress.of("10.0.0.1", 1), ControlAddress.of("10.0.0.2", 2)
 
 
 def test_a_proof_is_that_of_its_transfer_and_its_addresses() -> None:
-    proof = address_proof(KEY, *PAIR)
-    assert is_address_proof(proof, KEY, *PAIR)
-    transfer, prefill, decode_address = PAIR
-    for changed in [
-        ("tx-2", prefill, decode_address),
-        (transfer, decode_address, prefill),
-        (transfer, prefill.replace("10.0.0.1", "10.0.0.9"), decode_address),
-        (transfer, prefill, decode_address + "0"),
-        (transfer + prefill[:1], prefill[1:], decode_address),
+    proof = AddressProof(KEY, PREFILL, DECODE).of(TRANSFER)
+    assert AddressProof(KEY, PREFILL, DECODE).fits(proof, TRANSFER)
+    assert not AddressProof(KEY, PREFILL, DECODE).fits(proof, "tx-2")
+    for key, prefill, decode_address in [
+        (KEY, DECODE, PREFILL),
+        (KEY, ControlAddress.of("10.0.0.9", 1), DECODE),
+        (KEY, PREFILL, ControlAddress.of("10.0.0.2", 20)),
+        (KEY, PREFILL, ControlAddress("10.0.0.2", 2, 3)),
+        (OTHER, PREFILL, DECODE),
     ]:
-        assert not is_address_proof(proof, KEY, *changed)
-    assert not is_address_proof(proof, OTHER, *PAIR)
+        assert not AddressProof(key, prefill, decode_address).fits(proof, TRANSFER)
 
 
 @given(st.text(max_size=80))
 def test_no_other_text_is_a_proof(text: str) -> None:
-    assert not is_address_proof(text, KEY, *PAIR)
+    assert not AddressProof(KEY, PREFILL, DECODE).fits(text, TRANSFER)
 
 
 def test_a_proof_seals_nothing_and_a_seal_proves_nothing() -> None:
-    parts = b"".join(len(text).to_bytes(8, "big") + text.encode() for text in PAIR)
-    assert address_proof(KEY, *PAIR) not in Seal(KEY).seal(parts).hex()
+    parts = b"".join(len(text).to_bytes(8, "big") + text.encode() for text in (str(PREFILL), str(DECODE), TRANSFER))
+    assert AddressProof(KEY, PREFILL, DECODE).of(TRANSFER) not in Seal(KEY).seal(parts).hex()

@@ -150,7 +150,7 @@ class TestSlidingWindows:
     def test_holes_are_fine_outside_and_refused_inside(self) -> None:
         pair = pair_layouts(layout_of(self.group), layout_of(self.group))
         assert len(plan_runs(pair, ((HOLE, HOLE, 5, 1),), ((HOLE, HOLE, 0, 3),), 0, 16)) == 2
-        with pytest.raises(RangeError, match=r"target block -1 is outside 0\.\.7 \(an entry without a block"):
+        with pytest.raises(RangeError, match="target block list of full has an entry without a block"):
             plan_runs(pair, ((HOLE, HOLE, 5, 1),), ((HOLE, HOLE, HOLE, 3),), 0, 16)
 
     def test_lists_of_unequal_length_are_an_error(self) -> None:

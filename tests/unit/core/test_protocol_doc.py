@@ -75,7 +75,7 @@ def test_the_version_is_the_one_of_the_code() -> None:
     assert f"| `version` | the protocol version, now {PROTOCOL} |" in PAGE
 
 
-@pytest.mark.parametrize("value", [*handoff.Mode, *handoff.Executor, *handoff.Outcome, *handoff.Integrity, *handoff.AuxWay])
+@pytest.mark.parametrize("value", [*handoff.Mode, *handoff.Executor, *handoff.Outcome, *handoff.Integrity, *handoff.AuxChannel])
 def test_every_word_that_a_field_may_hold_is_named(value: str) -> None:
     assert value in PAGE
 

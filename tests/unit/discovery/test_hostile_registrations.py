@@ -59,6 +59,14 @@ def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@contextmanager
+def dealer(port: int) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.setsockopt(zmq.LINGER, 0)
+        sender.connect(f"tcp://127.0.0.1:{port}")
+        yield sender
+
+
 def dealer_flood(port: int, frames: Callable[[int], list[bytes]]) -> Callable[[threading.Event], None]:
     """Sends as fast as it can."""
 
@@ -209,6 +217,23 @@ def test_garbage_is_logged_once_per_sender(caplog: pytest.LogCaptureFixture) -> 
             for sender in (b"10.0.0.1", b"10.0.0.2"):
                 listener.take([sender, b"\xc1"])
     assert len(caplog.records) == 2
+
+
+def test_of_two_wrong_registrations_of_one_host_both_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The second when its time has come, also if no third one comes: nothing that is wrong goes unseen."""
+    now = [0.0]
+    with listening(clock=lambda: now[0], cluster_key=b"k" * 32) as (_, listener, port), dealer(port) as sender:
+        for number in range(3):
+            sender.send(msgspec.msgpack.encode({"type": f"HELLO {number}"}))
+            wait_until(lambda: listener.malformed_total()[Cause.NOT_SEALED] > number, "it is counted")  # noqa: B023
+        assert len(caplog.records) == 1
+        now[0] = 10.5
+        wait_until(lambda: len(caplog.records) == 2, "the last one of those that were held back is logged")
+        assert "1 similar lines held back" in caplog.records[1].getMessage()
+        now[0] = 30.0
+        sender.send(b"\xc1")
+        wait_until(lambda: len(caplog.records) == 3, "nothing is logged a second time")
+        assert "held back" not in caplog.records[2].getMessage()
 
 
 def test_a_router_with_a_key_takes_holders_of_the_key_only() -> None:

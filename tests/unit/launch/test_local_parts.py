@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 
 from kvbaton.config import HandoffSettings, OnFailure
-from kvbaton.core.handoff import AuxWay, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.engines.base import Controls, EngineOptions, pair_parts
 from kvbaton.engines.embedded.plugin import EmbeddedServers
 from kvbaton.launch.local import kvbaton_command, router_part
 from kvbaton.launch.ports import PortPicker
 
-HANDOFF = HandoffSettings(Mode.PULL, Integrity.FULL, AuxWay.DATA, OnFailure.RECOMPUTE)
+HANDOFF = HandoffSettings(Mode.PULL, Integrity.FULL, AuxChannel.DATA, OnFailure.RECOMPUTE)
 OPTIONS = EngineOptions("tiny", "tcp", 5, HANDOFF, controls=Controls(poison=True))
 SERVERS = EmbeddedServers(OPTIONS)
 
@@ -40,7 +40,7 @@ def test_an_instance_gets_its_role_options_and_routers() -> None:
     assert part.base_url.endswith(":" + _value(command, "--port"))
     assert (_value(command, "--role"), _value(command, "--model"), _value(command, "--transport")) == ("decode", "tiny", "tcp")
     assert (_value(command, "--mode"), _value(command, "--integrity")) == ("pull", "full")
-    assert (_value(command, "--aux-way"), _value(command, "--on-failure")) == ("data", "recompute")
+    assert (_value(command, "--aux-channel"), _value(command, "--on-failure")) == ("data", "recompute")
     assert command.count("--router") == 2
     assert command[-1] == "--poison"
     assert part.environment

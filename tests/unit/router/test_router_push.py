@@ -25,8 +25,11 @@ from router_fakes import (
     wait_for_ever,
 )
 
+from kvbaton.config import CLIENT_HEADER
 from kvbaton.core.addresses import ControlAddress, parse_request_id
 from kvbaton.discovery.messages import TransferMode
+from kvbaton.router.pair_template import client_lines
+from kvbaton.router.settings import RouterSettings
 
 KEY = b"a key of more than sixteen bytes"
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
@@ -266,15 +269,26 @@ def test_nothing_is_released_after_an_answer(stream: bool) -> None:
     asyncio.run(test())
 
 
+def test_instances_learn_which_requests_are_of_one_client_and_no_more() -> None:
+    keyed = RouterSettings(cluster_key=KEY)
+    lines = [client_lines(keyed, client) for client in (b"Bearer sk-1", b"Bearer sk-2", b"Bearer sk-1")]
+    assert lines[0] == lines[2] != lines[1]
+    assert lines[0].startswith(CLIENT_HEADER.encode())
+    assert b"sk-1" not in lines[0]
+    assert client_lines(RouterSettings(), b"Bearer sk-1") == b"", "an instance takes the name from holders of the key only"
+
+
 @run
 async def test_every_request_to_an_instance_proves_the_cluster_key() -> None:
     p, d = prefill(mode=WRITE), decode(mode=WRITE)
     async with p, d, routing(p, d, cluster_key=KEY) as router:
-        await router.post(BODY, headers={"x-kvbaton-key": "forged"})
+        await router.post(BODY, headers={"x-kvbaton-key": "forged", CLIENT_HEADER: "forged"})
         await router.get(f"/handoffs/{p.seen[0].body['kv_transfer_params']['transfer_id']}")
         tokens = {seen.headers["x-kvbaton-key"] for seen in (*p.seen, *d.seen)}
+        names = {seen.headers[CLIENT_HEADER] for seen in (p.seen[0], d.seen[0])}
     assert len(p.seen) == len(d.seen) == 2
     assert tokens == {hmac.new(KEY, b"kvbaton http", "sha256").hexdigest()}
+    assert names == {client_lines(router.settings, b"127.0.0.1").decode().split()[1]}
 
 
 @run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
-from kvbaton.core.handoff import AuxWay
+from kvbaton.core.handoff import AuxChannel
 from kvbaton.errors import ConfigError
 from kvbaton.verify.run import VerifiedPair, run_verify
 from kvbaton.verify.settings import VerifySettings
@@ -49,9 +49,9 @@ def test_vllm_refuses_what_it_does_not_support_before_anything_is_installed(name
         run_verify(VerifiedPair("vllm", "local", DEFAULT_HANDOFF), settings, print, print)
 
 
-def test_an_aux_way_that_the_connector_does_not_have_is_refused() -> None:
-    data = VerifiedPair("vllm", "local", HandoffSettings(aux_way=AuxWay.DATA))
-    with pytest.raises(ConfigError, match="--aux-way is data; with vLLM it is control"):
+def test_an_aux_channel_that_the_connector_does_not_have_is_refused() -> None:
+    data = VerifiedPair("vllm", "local", HandoffSettings(aux_channel=AuxChannel.DATA))
+    with pytest.raises(ConfigError, match="--aux-channel is data; with vLLM it is control"):
         run_verify(data, VerifySettings(model="tiny"), print, print)
 
 

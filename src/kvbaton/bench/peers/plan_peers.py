@@ -133,10 +133,8 @@ def _vllm_plans(ask: dict[str, Any]) -> dict[str, Callable[[], int]]:
 
 
 def main() -> None:
-    """Answer until standard input ends. What others print goes to standard error."""
-    name = sys.argv[1]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Answer until standard input ends, on the descriptor that is the last argument: what others print goes elsewhere."""
+    name, answers = sys.argv[1], os.fdopen(int(sys.argv[2]), "w")
     plans = {"vllm": _vllm_plans, "sglang": _sglang_plans}[name](json.loads(sys.stdin.readline()))
     print(json.dumps({"plans": list(plans), "version": importlib.metadata.version(name)}), file=answers, flush=True)
     for line in sys.stdin:

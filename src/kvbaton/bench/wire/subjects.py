@@ -7,7 +7,6 @@ import importlib
 import mmap
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, TransportSettings
 from kvbaton.transport.choose import open_entry
+from kvbaton.transport.runs import compile_c
 from kvbaton.transport.source_process import SourceProcess
 from kvbaton.transport.table import TransportEntry, TransportVariant, load, transport_entries
 
@@ -140,13 +140,13 @@ class _Memcpy:
         self._loop = self._compile()
 
     def _compile(self) -> Any:
-        compiler = shutil.which("cc")
-        if compiler is None:
-            raise ConfigError("no C compiler (cc) for the memcpy loop; install one")
         with tempfile.TemporaryDirectory(prefix="kvbaton-wire-") as folder:
             code, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
             code.write_text(_COPY_LOOP)
-            subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True, timeout=_TIMEOUT_S)
+            try:
+                compile_c([code], library, "-O2", "-shared", "-fPIC")
+            except (OSError, subprocess.SubprocessError) as error:
+                raise ConfigError(f"the memcpy loop does not compile ({error}); install a C compiler (cc)") from error
             loop = ctypes.CDLL(str(library)).copy_runs
         loop.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
         loop.restype = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbaton.agent.rank_sets import LocalRanks, RankSet, RemoteRanks
 from kvbaton.core.card import RankCard
@@ -13,30 +13,16 @@ from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
-from kvbaton.engines.embedded.shaped.cut import check_cut
+from kvbaton.engines.embedded.shaped.blueprint import check_cut
 from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache, check_dtype
 from kvbaton.engines.embedded.shaped.model import LoadedShaped
 from kvbaton.engines.embedded.shaped.rank_group import RankGroup, RemoteCache, RemoteModel
-from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
-from kvbaton.engines.embedded.shaped.rank_transport import open_rank_transport
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, open_rank_transport
 from kvbaton.engines.embedded.weights import LoadedModel
 from kvbaton.errors import Bug, ConfigError
 
-__all__ = ["Backend", "BackendSettings", "make_backend"]
-
-
-@dataclass(frozen=True, slots=True)
-class BackendSettings:
-    """The model, the shape of its ranks, and the size and type of their caches."""
-
-    model: str
-    shape: Shape
-    blocks: int
-    block_tokens: int
-    transport: RankTransport
-    dtype: str = CACHE_DTYPES[0]
-    cluster_key: bytes = field(default=b"", repr=False)
+__all__ = ["Backend", "make_backend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +36,29 @@ class Backend:
 
 
 def make_backend(
-    settings: BackendSettings, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
+    settings: GroupSettings, cluster_key: bytes, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
 ) -> Backend:
     """Make it; what has to be closed goes onto `parts`, and `lost` is called when a rank process dies. Raises LocalError."""
     check_drop(settings.transport.drop)
     check_dtype(settings.dtype)
     loaded = find_model(settings.model, progress=report)
     if isinstance(loaded, LoadedModel):
-        backend = _local_backend(settings, loaded, _paged_cache(settings, loaded))
+        backend = _local_backend(settings, cluster_key, loaded, _paged_cache(settings, loaded))
     elif isinstance(loaded, LoadedShaped):
         check_cut(loaded.blueprint, settings.shape)
         check_has(loaded.blueprint, settings.transport.drop)
         if settings.shape.ranks > 1:
-            backend = _remote_backend(settings, loaded, parts, lost)
+            backend = _remote_backend(settings, cluster_key, loaded, parts, lost)
         else:
             cache = ShapedCache(loaded.blueprint, settings.blocks, settings.block_tokens, dtype=settings.dtype)
-            backend = _local_backend(settings, loaded, cache)
+            backend = _local_backend(settings, cluster_key, loaded, cache)
     else:
         raise Bug(f"model {settings.model} is of no kind that can be served")
     parts.callback(backend.ranks.close)
     return backend
 
 
-def _paged_cache(settings: BackendSettings, loaded: LoadedModel) -> PagedCache:
+def _paged_cache(settings: GroupSettings, loaded: LoadedModel) -> PagedCache:
     if settings.shape != Shape():
         raise ConfigError(
             f"model {settings.model} cannot be cut into {settings.shape}; use tp1, or a small model such as tiny-gqa8"
@@ -82,28 +68,20 @@ def _paged_cache(settings: BackendSettings, loaded: LoadedModel) -> PagedCache:
     return PagedCache(loaded.config, settings.blocks, settings.block_tokens, aux_slots=AUX_SLOTS)
 
 
-def _local_backend(settings: BackendSettings, loaded: EngineModel, cache: PagedCache | ShapedCache) -> Backend:
+def _local_backend(
+    settings: GroupSettings, cluster_key: bytes, loaded: EngineModel, cache: PagedCache | ShapedCache
+) -> Backend:
     how = settings.transport
-    transport = open_rank_transport(how, cache, settings.cluster_key)
+    transport = open_rank_transport(how, cache, cluster_key)
     layout = cache.layout()
     ranks = LocalRanks(layout, transport, how.timeout_s, cache.memory, unfenced_writes=how.unfenced_writes)
     return Backend(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))
 
 
-def _remote_backend(settings: BackendSettings, loaded: LoadedShaped, parts: ExitStack, lost: Callable[[str], None]) -> Backend:
-    group = RankGroup(
-        GroupSettings(
-            model=settings.model,
-            pp_size=settings.shape.pp,
-            tp_size=settings.shape.tp,
-            blocks=settings.blocks,
-            block_tokens=settings.block_tokens,
-            dtype=settings.dtype,
-            transport=settings.transport,
-        ),
-        lost,
-        settings.cluster_key,
-    )
+def _remote_backend(
+    settings: GroupSettings, cluster_key: bytes, loaded: LoadedShaped, parts: ExitStack, lost: Callable[[str], None]
+) -> Backend:
+    group = RankGroup(settings, lost, cluster_key)
     parts.callback(group.close)
     for rank, ready in zip(group.ranks, group.ready, strict=True):
         if ready.fingerprint != loaded.fingerprint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice, product
 from typing import Any
 
@@ -24,12 +25,17 @@ class _DeclinedBody(msgspec.Struct, frozen=True):
     n: Any = None
 
 
-def declined_requests(raw: bytes, request_id: str | None, most: int) -> list[GenerationRequest]:
-    """The requests of a refused body, without prompts and at most `most`; only those whose cache is held by a source."""
+def declined_requests(
+    raw: bytes, request_id: str | None, most: int, may_dial: Callable[[TargetParams], bool]
+) -> list[GenerationRequest]:
+    """The requests of a refused body, without prompts and at most `most`; only those whose cache a source holds.
+
+    `may_dial` decides whether that source may be notified.
+    """
     try:
         # The prompt is decoded only for a body that has a source: most refused bodies have none, and some are very large.
         params = read_params(msgspec.json.decode(raw, type=_DeclinedParams).kv_transfer_params, request_id)
-        if not isinstance(params, TargetParams):
+        if not isinstance(params, TargetParams) or not may_dial(params):
             return []
         body = msgspec.json.decode(raw, type=_DeclinedBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):

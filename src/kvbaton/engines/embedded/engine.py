@@ -19,6 +19,7 @@ from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.core.handoff import RequestId
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.engines.embedded.engine_core import EngineCore
+from kvbaton.engines.embedded.fair_queue import Crowd
 from kvbaton.engines.embedded.request import EngineBusy, FinishReason, GenerationRequest, RequestRecord, Sink, TokenOutput
 from kvbaton.engines.embedded.seams import EngineCache, EngineModel
 from kvbaton.engines.embedded.settings import EngineSettings
@@ -75,6 +76,7 @@ class Engine:
         self._is_stopping = False
         self._thread: threading.Thread | None = None
         self._stats = self._core.stats()
+        self._crowd: Crowd | None = None
 
     @property
     def loaded(self) -> EngineModel:
@@ -91,8 +93,9 @@ class Engine:
             if self._is_stopping:
                 raise EngineStopped(f"request {request.request_id} is refused: {_STOPPING}; send it to another instance")
             waiting = self._submissions + self._core.queued
-            if waiting >= self._settings.max_waiting:
-                most = self._settings.max_waiting
+            most = self._settings.max_waiting
+            # A full queue still takes what its largest request gives way to; the engine's thread then ends one of that.
+            if waiting >= most and not (waiting < 2 * most and self._crowd and self._crowd.gives_way_to(request.call)):
                 raise EngineBusy(f"{waiting} sequences wait already and max_waiting is {most}; try again later")
             self._submissions += 1
             self._put(_PendingSubmission(request, sink, self._clock()))
@@ -124,6 +127,8 @@ class Engine:
         took = self._take_inbox()
         worked = self._core.step()
         self._stats = self._core.stats()
+        # Read by other threads: a snapshot, and only of a queue that is full.
+        self._crowd = self._core.largest() if self._core.queued >= self._settings.max_waiting else None
         return worked or took
 
     def stats(self) -> EngineStats:

@@ -31,6 +31,7 @@ from kvbaton.agent.engine_port import (
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, RequestId
 from kvbaton.core.timeline import Note, Observer, Side, Stage, no_observer
+from kvbaton.engines.embedded.fair_queue import Crowd
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
 from kvbaton.engines.embedded.sampling import Sampled, sample
@@ -89,6 +90,10 @@ class EngineCore:
         """Requests that are not among the running ones yet; may be read from any thread."""
         return self._scheduler.queued
 
+    def largest(self) -> Crowd | None:
+        """The request that makes room when the queue is full."""
+        return self._scheduler.largest()
+
     def check(self, request: GenerationRequest) -> None:
         """Raise BadRequest for what can never run here; may be called from any thread."""
         prompt, vocabulary = request.prompt_ids, self._loaded.config.vocab_size
@@ -127,6 +132,10 @@ class EngineCore:
         self._live[request.request_id] = sequence
         self._counters.prompt_tokens += sequence.prompt_tokens
         self._scheduler.add(sequence)
+        if self._scheduler.queued > self._settings.max_waiting and (crowd := self._scheduler.largest()) is not None:
+            most = self._settings.max_waiting
+            error = f"{crowd.sequences} sequences of the request wait, and max_waiting is {most} for all; try again later"
+            self._abort(crowd.newest, FinishReason.CROWDED_OUT, error)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request; unknown ones are ignored. Blocks of a hand-off are freed when the port reports its end."""

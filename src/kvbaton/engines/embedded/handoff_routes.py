@@ -1,8 +1,9 @@
 """The HTTP routes that list, show and release an instance's hand-offs, and the rule for which requests may act on one.
 
 With a cluster key, a request acts on a hand-off only with the key's token, which the router sends: other clients must not list,
-release or start hand-offs of the cluster, nor have this instance dial an address of their choice. Without a cluster key
-nothing is required, because then the instance listens on, and dials, loopback only.
+release or start hand-offs of the cluster, nor have this instance dial an address of their choice. A source is also dialled with
+the router's proof of that very address, or if the allow-list has it. Without a cluster key nothing is required, because then
+the instance listens on, and dials, loopback only.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import HTTP_KEY_HEADER, Trust, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, Trust, http_token
 from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
 from kvbaton.engines.embedded.openai import ApiRequest
 from kvbaton.engines.embedded.submission import EngineClient
+from kvbaton.engines.handoff_params import SourceCheck, TargetParams
 from kvbaton.observe.timelines import Timelines
 
 __all__ = ["HandoffAccess", "HandoffRoutes"]
@@ -26,14 +28,15 @@ __all__ = ["HandoffAccess", "HandoffRoutes"]
 _MOST_LISTED = 100
 _KNOWN_SOURCES = 8192
 _REQUESTS_PER_SOURCE = 1024
+_CLIENT_CHARACTERS = 64
 
 
 class HandoffAccess:
-    """Which HTTP requests may act on hand-offs."""
+    """Which HTTP requests may act on hand-offs, and whose they are."""
 
-    def __init__(self, trust: Trust) -> None:
+    def __init__(self, trust: Trust, sources: SourceCheck | None) -> None:
         self._token = http_token(trust.key).encode() if trust.key is not None else b""
-        self._allowed = trust.allowed
+        self._sources = sources
 
     def has_key(self, http: web.Request) -> bool:
         """Whether the request carries the token, as its own header or as a bearer token; true without a cluster key."""
@@ -42,20 +45,28 @@ class HandoffAccess:
         sent = (http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", "").removeprefix("Bearer "))
         return any(hmac.compare_digest(each.encode("utf-8", "surrogateescape"), self._token) for each in sent)
 
-    def may_dial(self, http: web.Request, host: str) -> bool:
-        """Whether an address in the request may be dialled: the key vouches for it, or the operator's allow-list does."""
-        return self.has_key(http) or (self._allowed is not None and host in self._allowed)
+    def client(self, http: web.Request) -> str:
+        """Whose turn in the queue a request takes: that of the client whom a router with the key names, or of the address.
+
+        Other headers do not count: a client could send another one each time, and have as many turns as it likes.
+        """
+        named = http.headers.get(CLIENT_HEADER, "") if self._token and self.has_key(http) else ""
+        return f"named {named[:_CLIENT_CHARACTERS]}" if named else f"at {http.remote}"
+
+    def dial_refusal(self, http: web.Request, params: TargetParams) -> str | None:
+        """Why the source that the request names must not be dialled; None when it may be."""
+        return None if self._sources is None or self.has_key(http) else self._sources.refusal(params)
 
     def check(self, http: web.Request) -> None:
         """Raise HttpError unless the request may act on any hand-off."""
         if not self.has_key(http):
-            raise _no_key(f"{http.method} {http.path} acts on hand-offs")
+            what = f"{http.method} {http.path} acts on hand-offs, and this instance has a cluster key"
+            raise _no_key(f"{what}; send its token in the header {HTTP_KEY_HEADER}, as kvbaton's router does")
 
-    def check_dial(self, http: web.Request, host: str) -> None:
-        """Raise HttpError unless `host` may be dialled for the request."""
-        if not self.may_dial(http, host):
-            listed = "" if self._allowed is None else f" ({host} is not on the allow-list ({self._allowed}))"
-            raise _no_key(f"kv_transfer_params names the source {host}{listed}", param="kv_transfer_params")
+    def check_dial(self, http: web.Request, params: TargetParams) -> None:
+        """Raise HttpError unless the source may be dialled for the request."""
+        if (refusal := self.dial_refusal(http, params)) is not None:
+            raise _no_key(f"{refusal}; or send its token in the header {HTTP_KEY_HEADER}", param="kv_transfer_params")
 
 
 class HandoffRoutes:
@@ -120,11 +131,7 @@ class HandoffRoutes:
         return _json(record)
 
 
-def _no_key(what: str, param: str | None = None) -> HttpError:
-    message = (
-        f"{what}, and this instance has a cluster key: send its token in the header {HTTP_KEY_HEADER}, "
-        "as kvbaton's router does, or start the instance with --allow for the hosts of its peers"
-    )
+def _no_key(message: str, param: str | None = None) -> HttpError:
     return HttpError(401, "authentication_error", message, param=param, code="missing_cluster_key")
 
 

@@ -18,12 +18,12 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.engines.base import Role
-from kvbaton.engines.embedded.backend import BackendSettings, make_backend
+from kvbaton.engines.embedded.backend import make_backend
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
-from kvbaton.engines.embedded.lacks import without
 from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
+from kvbaton.engines.embedded.shaped.drops import without
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
-from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
 from kvbaton.engines.instance import ONE_RANK, ModelIdentity, instance_card, new_incarnation
 from kvbaton.engines.serving import serve_engine
 from kvbaton.errors import LocalError
@@ -89,7 +89,8 @@ class _EmbeddedInstance:
         self, settings: InstanceSettings, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
     ) -> None:
         incarnation = new_incarnation()
-        backend = make_backend(_backend_settings(settings, incarnation), parts, report, lost)
+        group = _group_settings(settings, incarnation)
+        backend = make_backend(group, settings.trust.key or b"", parts, report, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
         model = ModelIdentity(backend.loaded.name, backend.loaded.fingerprint)
         card = instance_card(incarnation, model, settings.limits, backend.cards, settings.shape)
@@ -145,7 +146,7 @@ def _fail(ended: asyncio.Future[None], error: Exception) -> None:
         ended.set_exception(error)
 
 
-def _backend_settings(settings: InstanceSettings, incarnation: Incarnation) -> BackendSettings:
+def _group_settings(settings: InstanceSettings, incarnation: Incarnation) -> GroupSettings:
     transport = RankTransport(
         name=settings.transport,
         incarnation=incarnation,
@@ -156,12 +157,11 @@ def _backend_settings(settings: InstanceSettings, incarnation: Incarnation) -> B
         unfenced_writes=settings.handoff.unfenced_writes,
         allow=tuple(map(str, settings.trust.allowed.networks)) if settings.trust.allowed is not None else (),
     )
-    return BackendSettings(
+    return GroupSettings(
         settings.model,
         settings.shape,
         settings.blocks,
         settings.block_tokens,
         transport,
-        settings.cache_dtype,
-        settings.trust.key or b"",
+        dtype=settings.cache_dtype,
     )

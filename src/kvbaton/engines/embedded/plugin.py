@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import asdict, dataclass
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits
 from kvbaton.core.addresses import ControlAddress
@@ -21,11 +19,10 @@ from kvbaton.engines.base import (
     Progress,
     Support,
 )
-from kvbaton.engines.embedded.lacks import check_lacks
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.seams import EngineModel
-from kvbaton.engines.embedded.shaped.cut import Cut, check_cut
-from kvbaton.engines.embedded.shaped.drops import check_drop, check_has
+from kvbaton.engines.embedded.shaped.blueprint import Cut, check_cut
+from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, check_lacks
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, load_shaped
 from kvbaton.engines.instance import ModelIdentity, instance_card
@@ -85,7 +82,7 @@ class EmbeddedServers(PreparedEngine):
         command += ["--control-port", str(control_port), "--transport", options.transport]
         for router in routers:
             command += ["--router", router]
-        for setting, value in msgspec.structs.asdict(options.handoff).items():
+        for setting, value in asdict(options.handoff).items():
             option = f"--{setting.replace('_', '-')}"
             command += [option] * value if isinstance(value, bool) else [option, value]
         command += [*_serve_arguments(options), *options.arguments]

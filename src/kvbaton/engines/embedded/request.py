@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, RequestId
@@ -12,6 +12,7 @@ from kvbaton.engines.handoff_params import HandoffParams, SourceParams
 from kvbaton.errors import LocalError
 
 __all__ = [
+    "ApiCall",
     "EngineBusy",
     "FinishReason",
     "FromSource",
@@ -62,6 +63,14 @@ def handoff_of(params: HandoffParams, prompt_index: int, sample_index: int) -> T
     return FromSource(key, params.source, params.source_incarnation)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ApiCall:
+    """The API request that sequences belong to, and its client: both have turns in the queue. Equal only to itself."""
+
+    client: str = ""
+    sequences: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt, one sample. Requests share cached prefixes only if they have the same `cache_salt`, as in vLLM."""
@@ -71,6 +80,7 @@ class GenerationRequest:
     sampling: Sampling
     handoff: ToTarget | FromSource | None = None
     cache_salt: str = ""
+    call: ApiCall = field(default_factory=ApiCall, compare=False)
 
 
 class EngineBusy(LocalError):
@@ -85,6 +95,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    CROWDED_OUT = "crowded_out"
     ERROR = "error"
 
 

@@ -2,11 +2,12 @@
 
 Owns the block pool. Every live sequence is in exactly one place, named by its status:
 
-- *waiting* in a queue, first come first served; a preempted sequence goes back to the head. A source in push that may not
-  start without a grant moves to a queue of its own, so that it does not keep the sequences behind it from starting.
+- *waiting* in a queue in which clients and their requests have turns (`fair_queue`); a preempted sequence goes back to the
+  head. A source in push that may not start without a grant moves to a queue of its own, so that it does not keep the
+  sequences behind it from starting.
 - *prefilling* or *decoding* among the running ones, oldest first. All blocks of the tokens known so far are allocated at
-  admission, so only decoding can run out of blocks; then the youngest running sequence is preempted. The oldest is
-  never preempted for another one, so there is always progress.
+  admission, so only decoding can run out of blocks; then the youngest sequence of the request with the most running ones
+  is preempted. The oldest of all is never preempted for another one, so there is always progress.
 - *fetching*: its blocks are held for a hand-off that fills them. It does not count as running until it has landed.
 - *held*: a finished prefill whose blocks wait for the target, or an aborted one that waits for the end of its hand-off.
 - *retracting*: a preempted source of which a span was announced to a target. Its blocks stay unchanged until `drained`,
@@ -16,13 +17,15 @@ Owns the block pool. Every live sequence is in exactly one place, named by its s
 from __future__ import annotations
 
 import bisect
-from collections import deque
+import itertools
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 
 from kvbaton.core.grants import may_start_prefill
+from kvbaton.engines.embedded.fair_queue import Crowd, FairQueue
 from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.engines.embedded.sequence import Sequence, SequenceStatus
@@ -31,6 +34,7 @@ from kvbaton.errors import Bug
 __all__ = ["ScheduledChunk", "StepPlan", "Scheduler"]
 
 _by_number = attrgetter("number")
+_by_place = attrgetter("place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,9 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._reserved_blocks = reserved_blocks
         self._owed_blocks = 0
-        self._waiting: deque[Sequence] = deque()
-        self._ungranted: deque[Sequence] = deque()
+        self._places = itertools.count()
+        self._waiting = FairQueue()
+        self._ungranted = FairQueue()
         self._running: list[Sequence] = []
         self._landed: deque[Sequence] = deque()
         self._fetching: dict[int, Sequence] = {}
@@ -88,11 +93,16 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Requests that are not among the running ones yet."""
-        return sum(map(len, (self._waiting, self._ungranted, self._fetching, self._landed, self._retracting)))
+        others = len(self._fetching) + len(self._landed) + len(self._retracting)
+        return len(self._waiting) + len(self._ungranted) + others
 
     def ungranted_since(self, moment: float) -> list[Sequence]:
         """The sources that have waited since `moment` or earlier for the grant they need to start; oldest first."""
-        return [sequence for sequence in self._ungranted if sequence.ungranted_s <= moment]
+        return sorted((each for each in self._ungranted if each.ungranted_s <= moment), key=_by_number)
+
+    def largest(self) -> Crowd | None:
+        """What waits of the largest request of the client that has the most waiting; None when none waits."""
+        return self._waiting.largest()
 
     def counts(self) -> dict[SequenceStatus, int]:
         """How many live sequences there are per status."""
@@ -107,15 +117,15 @@ class Scheduler:
         }
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue."""
-        self._waiting.append(sequence)
+        """Queue a new sequence."""
+        self._waiting.add(sequence)
 
     def granted(self, sequence: Sequence) -> None:
         """A target has blocks for this source: it may use the reserved ones here, and returns to the common queue."""
         sequence.has_grant = True
         if sequence in self._ungranted:
             self._ungranted.remove(sequence)
-            _insert(self._waiting, sequence)
+            self._waiting.add(sequence, is_back=True)
 
     def admit(self, now: float) -> list[Sequence]:
         """Start the sequences that may start and fit; return them. Some run now, the others fetch their cache from a source."""
@@ -140,8 +150,9 @@ class Scheduler:
             if sequence.status is SequenceStatus.DECODING and self._grow(sequence, plan):
                 plan.chunks.append(ScheduledChunk(sequence, 1))
         budget = max(self._step_tokens - len(plan.chunks), self.pool.block_tokens)
-        for sequence in self._running:
-            if sequence.status is SequenceStatus.PREFILLING and budget:
+        # In the order in which they left the queue, which is that of their turns.
+        for sequence in sorted((each for each in self._running if each.status is SequenceStatus.PREFILLING), key=_by_place):
+            if budget:
                 count = min(budget, sequence.uncomputed)
                 plan.chunks.append(ScheduledChunk(sequence, count))
                 budget -= count
@@ -177,14 +188,14 @@ class Scheduler:
         self._leave(sequence)
         self.pool.release(sequence.blocks, held=True)
         sequence.preempted()
-        self._waiting.appendleft(sequence)
+        self._waiting.add_first(sequence)
 
     def compute_here(self, sequence: Sequence) -> None:
         """The source will send nothing: the prompt is computed here, as soon as there are blocks for it."""
         if sequence.status is SequenceStatus.FETCHING:
             self._leave(sequence)
             self.pool.release(sequence.blocks, held=True)
-            self._waiting.appendleft(sequence)
+            self._waiting.add_first(sequence)
         sequence.compute_here()
 
     def finish(self, sequence: Sequence) -> None:
@@ -218,20 +229,20 @@ class Scheduler:
 
     def _next(self, now: float) -> Sequence | None:
         """Take the next sequence that may start out of its queue, with blocks allocated to it."""
-        if self._ungranted and self._has_place and self._allocate(self._ungranted[0]):
-            return self._ungranted.popleft()
-        while self._waiting:
-            sequence = self._waiting[0]
+        ungranted = self._ungranted.peek()
+        if ungranted is not None and self._has_place and self._allocate(ungranted):
+            return self._ungranted.take()
+        while (sequence := self._waiting.peek()) is not None:
             if not (sequence.awaits_source or self._has_place):
                 return None
-            # In order of arrival: a later source that happens to fit must not overtake the first ungranted one.
-            steps_aside = self._lacks_grant(sequence) and self._ungranted
+            # A later source that happens to fit must not overtake the first ungranted one.
+            steps_aside = self._lacks_grant(sequence) and len(self._ungranted)
             if not steps_aside and self._allocate(sequence):
-                return self._waiting.popleft()
+                return self._waiting.take()
             if not self._lacks_grant(sequence):
                 return None
             sequence.ungranted_s = now
-            _insert(self._ungranted, self._waiting.popleft())
+            self._ungranted.add(self._waiting.take(), is_back=sequence.admitted_s is not None)
         return None
 
     def _lacks_grant(self, sequence: Sequence) -> bool:
@@ -240,6 +251,7 @@ class Scheduler:
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.admitted_s is None:
             sequence.admitted(now, sequence.computed)
+            sequence.place = next(self._places)
             self.cached_tokens_total += sequence.computed
 
     def _allocate(self, sequence: Sequence) -> bool:
@@ -274,12 +286,23 @@ class Scheduler:
             if self._coming() > self._owed_blocks:
                 self._owed_blocks += 1
                 return False
-            victim = max((*self._running, *self._landed), key=_by_number)
+            victim = self._victim()
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.allocate(1, after=sequence.blocks[-1])
         return True
+
+    def _victim(self) -> Sequence:
+        """The youngest of the largest request of the client with the most: those that came last must not pay for the others.
+
+        The oldest of all is the youngest of its request only if it is alone in it. Then it is chosen only if every request
+        and every client has one sequence, and it is the youngest of all.
+        """
+        started = (*self._running, *self._landed)
+        clients = Counter(sequence.request.call.client for sequence in started)
+        calls = Counter(sequence.request.call for sequence in started)
+        return max(started, key=lambda each: (clients[each.request.call.client], calls[each.request.call], each.number))
 
     def _coming(self) -> int:
         """Blocks that will be free when the retracting sources are drained."""
@@ -296,17 +319,9 @@ class Scheduler:
         else:
             self.pool.release(sequence.blocks)
             sequence.preempted()
-            self._waiting.appendleft(sequence)
+            self._waiting.add_first(sequence)
 
     def _register(self, sequence: Sequence, first: int) -> None:
         """Enter the computed full blocks from the `first` on into the prefix cache."""
         digests = sequence.digests(sequence.computed)
         self.pool.register(sequence.blocks[first : len(digests)], digests[first:])
-
-
-def _insert(queue: deque[Sequence], sequence: Sequence) -> None:
-    """Insert a sequence before the first one that arrived later."""
-    if not queue or queue[-1].number < sequence.number:
-        queue.append(sequence)
-    else:
-        queue.insert(next(index for index, other in enumerate(queue) if other.number > sequence.number), sequence)

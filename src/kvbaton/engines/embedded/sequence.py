@@ -21,8 +21,7 @@ from kvbaton.engines.embedded.request import (
 )
 from kvbaton.engines.embedded.sampling import Sampled
 from kvbaton.engines.embedded.seams import EngineCache
-from kvbaton.engines.embedded.stops import StopFilter
-from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer
+from kvbaton.engines.embedded.tokenizer import StopFilter, TextStream, Tokenizer
 from kvbaton.errors import Bug
 
 __all__ = ["SequenceStatus", "Sequence", "choose_seed", "prompt_digest"]
@@ -43,9 +42,9 @@ class SequenceStatus(enum.StrEnum):
 class Sequence:
     """The tokens of one request, prompt first; the cache of the first `computed` of them lies in `blocks`.
 
-    `number` is the order of arrival. `limit` is the most tokens, prompt included, that the sequence may grow to. Of a source
-    in push, `spans_announced` counts the spans of this attempt that were announced, `has_grant` is whether a target has blocks
-    for it, and `ungranted_s` is when it began to wait for a grant.
+    `number` is the order of arrival, `place` that of admission. `limit` is the most tokens, prompt included, that the sequence
+    may grow to. Of a source in push, `spans_announced` counts the spans of this attempt that were announced, `has_grant` is
+    whether a target has blocks for it, and `ungranted_s` is when it began to wait for a grant.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class Sequence:
         self.record = RequestRecord()
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
+        self.place = 0
         self.has_ended = False
         self.has_grant = False
         self.ungranted_s = 0.0

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import orjson
@@ -33,11 +34,19 @@ from kvbaton.engines.embedded.openai import (
     request_limits,
 )
 from kvbaton.engines.embedded.openai_answers import DONE_EVENT, ResponseBuilder, sse_event
-from kvbaton.engines.embedded.request import FromSource
+from kvbaton.engines.embedded.request import ApiCall
 from kvbaton.engines.embedded.seams import PromptTokenizer
 from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
 from kvbaton.engines.embedded.submission import EngineClient, Submission
-from kvbaton.engines.handoff_params import HandoffInfo, SourceParams, TargetParams, answer_params, read_params, size_doubt
+from kvbaton.engines.handoff_params import (
+    HandoffInfo,
+    SourceCheck,
+    SourceParams,
+    TargetParams,
+    answer_params,
+    read_params,
+    size_doubt,
+)
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 from kvbaton.wire.log_limit import LogLimit
@@ -82,7 +91,7 @@ def make_app(
     `agent`, where there are hand-offs, is read at each scrape of the metrics.
     `timelines`, where hand-offs are noted, are served at /handoffs. With the key of `trust`, only its holders act on hand-offs.
     """
-    access = HandoffAccess(trust)
+    access = HandoffAccess(trust, None if handoff is None else SourceCheck(trust, handoff.control_address))
     handoffs = HandoffRoutes(engine, timelines, access)
     registry = make_registry(engine.stats, agent)
     handlers = _Handlers(engine, served_model, role, handoff, progress_timeout_s, registry, handoffs, access, settings)
@@ -132,7 +141,7 @@ class _Handlers:
         self._registry = registry
         self._handoffs = handoffs
         self._access = access
-        self._show_details = settings.show_details
+        self._show_details = settings.show_details is not False
         self.max_body_bytes = settings.max_body_bytes or 2 * self._limits.request_bytes + _SMALLEST_BODY_LIMIT
         self._body_bytes = 0
         self._large_bodies = asyncio.Semaphore(_LARGE_BODIES_AT_ONCE)
@@ -207,16 +216,16 @@ class _Handlers:
             async with self._large_bodies:
                 return await asyncio.to_thread(self._check, http, raw, kind, check, request_id)
         except KVBatonError as error:
-            for request in declined_requests(raw, request_id, self._limits.sequences):
-                if isinstance(request.handoff, FromSource) and self._access.may_dial(http, request.handoff.source.host):
-                    self._engine.decline(request, str(error))
+            may_dial = lambda params: self._access.dial_refusal(http, params) is None  # noqa: E731
+            for request in declined_requests(raw, request_id, self._limits.sequences, may_dial):
+                self._engine.decline(request, str(error))
             raise
 
     def _check(self, http: web.Request, raw: bytes, kind: type[Body], check: Check[Body], request_id: str | None) -> ApiRequest:
         body = decode_body(raw, kind)
         params = read_params(body.kv_transfer_params, request_id)
         if isinstance(params, TargetParams):
-            self._access.check_dial(http, params.source.host)
+            self._access.check_dial(http, params)
         if body.model is not None and body.model != self._served_model:
             message = f"model: {body.model!r} is not served here; this instance serves {self._served_model!r}"
             raise HttpError(404, "invalid_request_error", message, param="model", code="model_not_found")
@@ -224,7 +233,8 @@ class _Handlers:
         api = check(body, self._tokenizer, self._limits, request_id)
         if api.handoff is not None and self._handoff is None:
             raise BadRequest("kv_transfer_params", "kv_transfer_params: this instance hands nothing off; leave the field out")
-        return api
+        call = ApiCall(self._access.client(http), len(api.requests))
+        return replace(api, requests=tuple(replace(request, call=call) for request in api.requests))
 
     def _log_doubt(self, doubt: str | None) -> None:
         if doubt is not None and self._doubts.allow(doubt, time.monotonic()) is not None:

@@ -17,7 +17,7 @@ class EngineSettings:
     step_tokens: int = 256
     max_sequences: int = 64
     max_waiting: int = 4096
-    """Sequences (prompts times `n`, over all requests) that may wait; more are refused."""
+    """Sequences (prompts times `n`, over all requests) that may wait; more are refused, or the largest request makes room."""
     poison: bool = False
     """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
@@ -39,18 +39,28 @@ class HttpSettings:
     """What one HTTP request may hold, checked before any of it is tokenized, and what its response shows.
 
     A tokenizer needs many times the memory of its text, so a limit in tokens comes too late: it is known only afterwards.
+    The command line reads its options off this class.
+
+    Parameters
+    ----------
+    max_prompt_bytes
+        UTF-8 bytes of one prompt or conversation; 0: the context length times the longest token.
+    max_request_bytes
+        UTF-8 bytes of all prompts of a request; 0: four times `--max-prompt-bytes`.
+    max_body_bytes
+        bytes of a request body; 0: 1 MiB and twice `--max-request-bytes`.
+    max_request_sequences
+        sequences of one request: prompts times `n`.
+    show_details
+        whether responses show cached tokens, timings and addresses, from which a client learns about others; by default not
+        where KVBATON_API_KEY or KVBATON_INSTANCE_API_KEY is set.
     """
 
     max_prompt_bytes: int = 0
-    """UTF-8 bytes of one prompt or conversation; 0: the context length times the longest token of the vocabulary."""
     max_request_bytes: int = 0
-    """UTF-8 bytes of all prompts of a request; 0: four times the limit of one prompt."""
     max_body_bytes: int = 0
-    """Bytes of a request body; 0: 1 MiB and twice `max_request_bytes`."""
     max_request_sequences: int = 256
-    """Sequences of one request: prompts times `n`."""
-    show_details: bool = True
-    """Whether responses show cached tokens, timings and addresses, from which a client learns about others and the cluster."""
+    show_details: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_bytes", "max_request_bytes", "max_body_bytes"):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvbaton.core.handoff import RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
-from kvbaton.engines.embedded.request import FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
+from kvbaton.engines.embedded.request import EngineBusy, FinishReason, FromSource, GenerationRequest, Sink, TokenOutput
 from kvbaton.engines.embedded.seams import ModelInfo
 from kvbaton.engines.embedded.stats import EngineStats
 
@@ -94,6 +94,8 @@ class Submission:
         return index, output
 
     def _raise_if_failed(self, index: int, output: TokenOutput) -> None:
+        if output.finish_reason is FinishReason.CROWDED_OUT:
+            raise EngineBusy(output.error)
         if output.finish_reason is FinishReason.CANCELLED:
             raise HttpError(503, "cancelled", output.error or "the engine cancelled the request; send it again", retry=True)
         if output.finish_reason is FinishReason.ERROR:

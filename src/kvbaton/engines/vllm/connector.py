@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,7 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from kvbaton.core.topology import RankAt, Shape, collect_ranks
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import ModelIdentity
 from kvbaton.engines.vllm.device import EngineDevice, device_of, shareable_memory
@@ -27,17 +30,21 @@ from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
 from kvbaton.engines.vllm.orders import StepOrders, StepReport
-from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.rank_links import T
+from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
-from kvbaton.engines.vllm.tensors import CacheSpec, RegisteredCache, read_tensors
+from kvbaton.engines.vllm.specs import CutFacts, layer_specs, token_counts
+from kvbaton.engines.vllm.tensors import RegisteredCache, read_tensors
+from kvbaton.engines.vllm.worker_half import WorkerHalf
 from kvbaton.errors import Bug, ConfigError
 
 __all__ = ["KVBatonConnector"]
 
 log = logging.getLogger(__name__)
 
-_SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context"))
+_SIZES = tuple(f"{kind}_parallel_size" for kind in ("data", "prefill_context", "decode_context"))
+_GROUP_NAMES = ("mamba_n_groups", "n_groups", "ngroups")
 
 
 def _hit_source() -> Any:
@@ -77,7 +84,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
         self._settings: ConnectorSettings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
-        _check_shape(vllm_config, kv_cache_config)
+        _check_shape(vllm_config)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
         self._role = _role(is_producer, is_consumer)
         if self._role == "both" and self._settings.routers:
@@ -89,10 +96,11 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._bound: StepOrders | None = None
         self._report = StepReport()
         if role is KVConnectorRole.SCHEDULER:
-            block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            largest = -(-vllm_config.model_config.max_model_len // block_tokens)
+            counts = token_counts(kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
+            largest = counts.blocks(vllm_config.model_config.max_model_len)
             room = Room(largest, self._settings.defer_timeout, self._free_blocks, self._held_blocks)
-            self._scheduler = SchedulerHalf(self._settings.mode, block_tokens, is_producer, is_consumer, room)
+            sources = SourceCheck(self._settings.trust(), self._settings.control_address)
+            self._scheduler = SchedulerHalf(self._settings.mode, counts, is_producer, is_consumer, room, sources)
 
     # In the worker.
 
@@ -104,15 +112,19 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Describe the cache, and start the agents over it."""
         self._caches = kv_caches
+        exchange = _Workers(self._vllm_config)
+        specs = layer_specs(self._kv_cache_config, _facts(self._vllm_config, exchange))
         device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
-        cache = RegisteredCache(read_tensors(kv_caches), _spec(self._vllm_config, self._kv_cache_config), device)
-        self._layer_index = cache.layer_index
-        self._instance = self.instance_class(self._settings, cache, _model(self._vllm_config, device), self._role)
-        self._instance.start()
-        log.info("kvbaton listens at %s, incarnation %s", self._instance.info.control_address, self._instance.info.incarnation)
+        cache = RegisteredCache(read_tensors(kv_caches), specs, device)
+        instance = self.instance_class(self._settings, cache, _model(self._vllm_config, device), self._role, exchange)
+        self._layer_index = instance.caches.numbers
+        self._instance = instance
+        instance.start()
+        if instance.is_first:
+            log.info("kvbaton listens at %s, incarnation %s", instance.info.control_address, instance.info.incarnation)
 
     def get_handshake_metadata(self) -> _Handshake | None:
-        """Where this instance listens; vLLM carries it to the scheduler half."""
+        """Where this instance listens; vLLM carries it from every worker to the scheduler half."""
         return None if self._instance is None else _Handshake(self._instance.info)
 
     def handle_preemptions(self, kv_connector_metadata: _Metadata) -> None:
@@ -150,7 +162,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         """What has finished, each id once."""
         if self._instance is None:
             return KVConnectorTransferResults()
-        finished = self._instance.half.end_step()
+        finished = self._instance.end_step()
         self._report = finished.report
         return KVConnectorTransferResults(finished.sending, finished.receiving, finished.failed)
 
@@ -161,7 +173,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVBatonStats | None:
         """What happened since the last call, for vLLM's log and its metrics."""
-        if self._instance is None:
+        if self._instance is None or self._instance.driver is None or not isinstance(self._instance.half, WorkerHalf):
             return None
         data = self._instance.half.counts.take(self._instance.driver.stats())
         return None if data is None else KVBatonStats(data=data)
@@ -186,10 +198,12 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], _Handshake]) -> None:
-        """Learn where the worker listens. Keys are (pp rank, tp rank)."""
-        if set(metadata) != {(0, 0)}:
-            raise ConfigError(f"workers {sorted(metadata)} sent handshake metadata; one worker (TP 1, PP 1) is possible so far")
-        self._half.meet_worker(metadata[0, 0].info)
+        """Learn where the instance listens. Keys are (pp rank, tp rank); every worker has to be there."""
+        infos = [each.info for each in collect_ranks(_shape(self._vllm_config), [metadata])]
+        if len(set(infos)) > 1:
+            names = ", ".join(sorted({each.incarnation for each in infos}))
+            raise ConfigError(f"the workers are of several instances ({names}); each has to report the one it belongs to")
+        self._half.meet_worker(infos[0])
 
     def on_new_request(self, request: Any) -> None:
         """A request was admitted."""
@@ -199,6 +213,10 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         """How much of the prompt comes from a source, asynchronously; None for a prefill that has to wait."""
         tokens = self._half.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Every group: the blocks of a load come from the source, so vLLM must not clear any of them afterwards."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there."""
@@ -248,7 +266,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         return 0 if self._kv_cache_manager is None else int(self._kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _held_blocks(self, request_id: str) -> int:
-        return len(self._block_ids(request_id)[0])
+        return sum(map(len, self._block_ids(request_id)))
 
     def _block_ids(self, request_id: str) -> tuple[list[int], ...]:
         if self._kv_cache_manager is None:
@@ -273,14 +291,36 @@ def _log_with_vllm() -> None:
         ours.propagate = False
 
 
-def _check_shape(vllm_config: Any, kv_cache_config: Any) -> None:
+def _check_shape(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for name in _SIZES:
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}; 1 can be handed over so far")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError(f"the model has {groups} groups of layers (kv_cache_groups); one can be handed over so far")
+
+
+def _shape(vllm_config: Any) -> Shape:
+    parallel = vllm_config.parallel_config
+    return Shape(pp=parallel.pipeline_parallel_size, tp=parallel.tensor_parallel_size)
+
+
+class _Workers:
+    """The workers of this instance, over vLLM's own process groups."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.shape = _shape(vllm_config)
+        self._groups = [] if self.shape.ranks == 1 else [get_tp_group(), get_pp_group()]
+        tp, pp = [group.rank_in_group for group in self._groups] or (0, 0)
+        self.at = RankAt(pp=pp, tp=tp)
+        self.rank = self.shape.number(self.at)
+
+    def gather(self, value: T) -> list[T]:
+        """First the ranks of each stage, then the stages."""
+        values: Any = [value]
+        for group in self._groups:
+            found: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(found, values, group=group.cpu_group)
+            values = [each for part in found for each in part]
+        return list(values)
 
 
 def _role(is_producer: bool, is_consumer: bool) -> Role:
@@ -298,13 +338,28 @@ def _computing(scheduler_output: Any) -> list[Computing]:
     return [Computing(request_id, computed, scheduled.get(request_id, 0)) for request_id, computed in before]
 
 
-def _spec(vllm_config: Any, kv_cache_config: Any) -> CacheSpec:
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise ConfigError(f"the cache of this model is a {kind}; full attention and MLA can be handed over so far")
-    total_heads = vllm_config.model_config.get_total_num_kv_heads()
-    return CacheSpec(spec.block_size, spec.num_kv_heads, total_heads, "mla" if kind.startswith("MLA") else "full")
+def _facts(vllm_config: Any, workers: _Workers) -> CutFacts:
+    model, drafts = vllm_config.model_config, vllm_config.speculative_config
+    draft = getattr(drafts, "draft_model_config", None)
+    config = model.hf_text_config
+    return CutFacts(
+        tp_rank=workers.at.tp,
+        tp_size=workers.shape.tp,
+        total_heads=model.get_total_num_kv_heads(),
+        state_groups=next((getattr(config, name) for name in _GROUP_NAMES if hasattr(config, name)), 1),
+        layers=getattr(config, "num_hidden_layers", 0),
+        draft_heads=0 if draft is None else draft.get_total_num_kv_heads(),
+        is_channel_first=_is_channel_first(),
+    )
+
+
+def _is_channel_first() -> bool:
+    """How vLLM lays the state of a convolution out."""
+    try:
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    except ImportError:
+        return False
+    return bool(is_conv_state_dim_first())
 
 
 def _model(vllm_config: Any, device: EngineDevice) -> ModelIdentity:

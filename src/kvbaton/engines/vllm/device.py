@@ -9,7 +9,7 @@ only queued on a stream, and step n+1 is built before step n has run. Two things
 2. Blocks that vLLM gives to a target may still be written by a step that is queued: with async scheduling a request that has
    ended is computed once more, and that step writes a token into blocks that are free by then. So a copy into a target's blocks
    starts only after everything that was queued when they were allocated. `EngineOrderedTransport` posts every batch with such a
-   condition. Poison is queued before it, on the same stream.
+   condition. Poison is queued on the same stream, and waited for in the same way.
 
 The other direction needs nothing: a copy has landed when its stream has run to its end, vLLM learns that on the host, and
 queues the first step that reads it later.
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, Lat
 from kvbaton.transport.cuda.region import DeviceRegion
 
 __all__ = [
+    "BlockRows",
     "CudaDevice",
     "DeviceEvent",
     "EngineDevice",
@@ -64,6 +65,20 @@ class DeviceEvent(Protocol):
         """Wait until everything before it is done. Raises when the device has failed."""
 
 
+class BlockRows(NamedTuple):
+    """The blocks of one layer: where the first begins, how many there are, their size, and from each to the next."""
+
+    address: int
+    blocks: int
+    block_bytes: int
+    step_bytes: int
+
+    @property
+    def extent(self) -> int:
+        """From the first to the last byte."""
+        return (self.blocks - 1) * self.step_bytes + self.block_bytes
+
+
 class EngineDevice(Protocol):
     """What the connector needs to know of the device that holds the caches."""
 
@@ -78,8 +93,11 @@ class EngineDevice(Protocol):
     def region(self, ranges: Sequence[tuple[int, int]]) -> Region:
         """The memory of these (address, bytes), which hold all caches."""
 
-    def fill_blocks(self, layer: int, blocks: Sequence[int], byte: int) -> bool:
-        """Queue, before what is queued from now on, that these blocks of a layer are filled; False: the caller has to."""
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError where an instance of so many ranks cannot be handed over."""
+
+    def fill_blocks(self, rows: BlockRows, chosen: Sequence[int], byte: int) -> None:
+        """Fill these blocks; copies that are posted later come after that."""
 
     def port(self, port: HandoffPort, news: Callable[[], None]) -> HandoffPort:
         """What vLLM's thread calls in the place of `port`; `news` is called when its `events` has something."""
@@ -103,9 +121,14 @@ class HostDevice:
         memory = (ctypes.c_uint8 * count).from_address(start)
         return Region.of(np.frombuffer(memoryview(memory), np.uint8))
 
-    def fill_blocks(self, layer: int, blocks: Sequence[int], byte: int) -> bool:
-        del layer, blocks, byte
-        return False
+    def check_ranks(self, ranks: int) -> None:
+        """Any number."""
+
+    def fill_blocks(self, rows: BlockRows, chosen: Sequence[int], byte: int) -> None:
+        memory = (ctypes.c_uint8 * rows.extent).from_address(rows.address)
+        array = np.frombuffer(memoryview(memory), np.uint8)
+        blocks = np.lib.stride_tricks.as_strided(array, (rows.blocks, rows.block_bytes), (rows.step_bytes, 1))
+        blocks[np.asarray(chosen, np.int64)] = byte
 
     def port(self, port: HandoffPort, news: Callable[[], None]) -> HandoffPort:
         del news
@@ -121,6 +144,13 @@ class QueueingDevice:
     def __init__(self) -> None:
         self.last_allocation: DeviceEvent | None = None
         """What was queued when blocks were last given to a target."""
+
+    def check_ranks(self, ranks: int) -> None:
+        """One: other ranks would have to wait for their own devices before they report a layer."""
+        if ranks != 1:
+            raise ConfigError(
+                f"the instance has {ranks} ranks on GPUs; 1 can be handed over so far, caches in main memory aside"
+            )
 
     def mark(self) -> DeviceEvent:
         """An event behind everything that is queued now."""
@@ -150,16 +180,20 @@ class CudaDevice(QueueingDevice):
         self._torch = torch
         self._caches = tuple(caches)
         self._index = int(self._caches[0].device.index or 0)
+        self._storages = [cache.untyped_storage() for cache in self._caches]
 
     def region(self, ranges: Sequence[tuple[int, int]]) -> DeviceRegion:
         """Where the tensors lie, whatever their views look like; they are kept alive."""
         return DeviceRegion.of_ranges(self._index, ranges, self._caches)
 
-    def fill_blocks(self, layer: int, blocks: Sequence[int], byte: int) -> bool:
-        cache = self._caches[layer]
-        ids = self._torch.tensor(blocks, dtype=self._torch.int64).pin_memory().to(cache.device, non_blocking=True)
-        cache.view(self._torch.uint8).index_fill_(0, ids, byte)
-        return True
+    def fill_blocks(self, rows: BlockRows, chosen: Sequence[int], byte: int) -> None:
+        """On the stream of the engine, so that it comes after the steps that still write there."""
+        storage = next(each for each in self._storages if each.data_ptr() <= rows.address < each.data_ptr() + each.nbytes())
+        flat = self._torch.empty(0, dtype=self._torch.uint8, device=storage.device)
+        flat.set_(storage, rows.address - storage.data_ptr(), (rows.blocks, rows.block_bytes), (rows.step_bytes, 1))
+        ids = self._torch.tensor(list(chosen), dtype=self._torch.int64).pin_memory().to(storage.device, non_blocking=True)
+        flat.index_fill_(0, ids, byte)
+        self.allocating()
 
     def mark(self) -> DeviceEvent:
         # Blocking: the thread that waits for it must not keep a core busy for the length of a prefill.

@@ -1,87 +1,212 @@
-"""One vLLM instance's agents put together in its worker process: transport, control sockets, driver, registration."""
+"""One vLLM instance's agents put together in its worker processes: transport, control sockets, driver, registration.
+
+The ranks of an instance describe their caches to each other before anything is opened; then the worker of rank 0 runs the
+coordinator and the registration, and every worker the agent of its own rank.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import ExitStack
+from functools import partial
 
+import msgspec
+
+from kvbaton.agent.channel import Channel, channel_pair
+from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.engine_port import HandoffPort
+from kvbaton.agent.rank import RankControls
+from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
-from kvbaton.core.handoff import BlockLists, Incarnation
+from kvbaton.core.card import RankCard
+from kvbaton.core.handoff import Incarnation
 from kvbaton.core.timeline import no_observer
 from kvbaton.engines.base import Role
-from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, new_incarnation, open_driver
+from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, instance_card, new_incarnation
+from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import GatedPort
+from kvbaton.engines.vllm.rank_links import (
+    FirstRankLinks,
+    OneRank,
+    RankExchange,
+    RankLinks,
+    StepCleared,
+    StepEnded,
+    check_one_host,
+)
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import ConnectorSettings
-from kvbaton.engines.vllm.tensors import RegisteredCache
-from kvbaton.engines.vllm.worker_half import WorkerHalf
+from kvbaton.engines.vllm.tensors import InstanceCaches, RankCaches, RegisteredCache, instance_caches
+from kvbaton.engines.vllm.worker_half import Finished, FollowerHalf, WorkerHalf
 from kvbaton.observe.handoffs_server import HandoffsServer
 from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 from kvbaton.transport.base import Region, Transport
+from kvbaton.transport.neighbour import this_process
 
 __all__ = ["WorkerInstance"]
 
+log = logging.getLogger(__name__)
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """What every rank states before anything is opened. The incarnation of rank 0 is that of the instance."""
+
+    incarnation: Incarnation
+    host: str
+    caches: RankCaches
+
 
 class WorkerInstance:
-    """Everything that the worker process of a vLLM instance owns of kvbaton. Made and closed by the connector.
+    """Everything that one worker process of a vLLM instance owns of kvbaton. Made and closed by the connector.
 
     `agent_limits`, `open_sockets` and `open_transport` may be overridden: so tests hold a hand-off up at a stage.
     """
 
-    def __init__(self, settings: ConnectorSettings, cache: RegisteredCache, model: ModelIdentity, role: Role) -> None:
-        incarnation = new_incarnation()
-        self._news = threading.Event()
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        cache: RegisteredCache,
+        model: ModelIdentity,
+        role: Role,
+        exchange: RankExchange | None = None,
+    ) -> None:
+        self._settings = settings
         self._cache = cache
-        region = cache.region
-        timelines = _timelines(settings, incarnation, role)
-        observe = no_observer if timelines is None else timelines.note
+        exchange = exchange or OneRank()
+        self._shape, self._rank = exchange.shape, exchange.rank
+        described = exchange.gather(_Described(new_incarnation(), this_process().host, cache.caches))
+        check_one_host([each.host for each in described])
+        cache.device.check_ranks(self._shape.ranks)
+        self._incarnation = described[0].incarnation
+        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described])
+        self.info = HandoffInfo(settings.control_address, self._incarnation)
+        self.driver: RanksDriver | None = None
+        self._loop: RankLoop | None = None
+        self._port: HandoffPort | None = None
+        self._links: FirstRankLinks | RankLinks | None = None
+        self._notes: HandoffsServer | None = None
+        self._announcer: LateAnnouncer | None = None
+        self.half: WorkerHalf | FollowerHalf
         with ExitStack() as opened:
-            sockets = self.open_sockets(settings, incarnation)
-            opened.callback(sockets.close)
-            transport = cache.device.ordered(self.open_transport(settings, incarnation, region))
+            opened.callback(self._close_agents)
+            if exchange.rank == 0 and self._shape.ranks > 1:
+                self._links = FirstRankLinks(self._incarnation, self._shape)
+            transport = cache.device.ordered(self.open_transport(settings, self._incarnation, cache.region))
             opened.callback(transport.close)
-            self._notes = (
-                None if timelines is None else HandoffsServer(timelines, settings.control_host, settings.handoffs_port)
-            )
-            if self._notes is not None:
-                opened.callback(self._notes.close)
-            self.driver = open_driver(
-                settings.agents(),
-                incarnation,
-                model,
-                cache.layout,
-                region,
-                self._news.set,
-                limits=self.agent_limits(settings),
-                sockets=sockets,
-                transport=transport,
-                observe=observe,
-            )
+            endpoints = exchange.gather(transport.endpoint())
+            cards = [RankCard(number, self.caches.layouts[number], (each,)) for number, each in enumerate(endpoints)]
+            if exchange.rank:
+                self._open_other_rank(transport)
+            else:
+                self._open_first_rank(transport, cards, model, role)
             opened.pop_all()
-        self.info = HandoffInfo(settings.control_address, incarnation)
-        poison = self._poison if settings.poison else None
-        layers = len(cache.layout.groups[0].layers)
-        self._port = cache.device.port(self.driver, self._news.set)
-        self.half = WorkerHalf(self._port, layers, self._news, settings.stop_timeout, poison, observe)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the worker of rank 0, which has the coordinator."""
+        return self._rank == 0
+
+    def _open_other_rank(self, transport: Transport) -> None:
+        self._links = links = RankLinks(self._incarnation, self._rank)
+        self._loop = self._rank_loop(transport, links.agent)
+        self.half = FollowerHalf(links, self.caches.layouts[self._rank].layers)
+
+    def _open_first_rank(self, transport: Transport, cards: list[RankCard], model: ModelIdentity, role: Role) -> None:
+        settings = self._settings
+        timelines = _timelines(settings, self._incarnation, role)
+        observe = no_observer if timelines is None else timelines.note
+        sockets = self.open_sockets(settings, self._incarnation)
+        with ExitStack() as opened:
+            opened.callback(sockets.close)
+            if timelines is not None:
+                self._notes = HandoffsServer(timelines, settings.control_host, settings.handoffs_port)
+            ranks = self._ranks(transport)
+            news = threading.Event()
+            card = instance_card(self._incarnation, model, settings.limits, cards, self._shape)
+            limits = self.agent_limits(settings)
+            self.driver = driver = RanksDriver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
+            opened.pop_all()
+        holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
+        self._port = port = self._cache.device.port(driver, news.set)
+        spans = ComputedSpans(port, holders, self.caches.lists)
+        self.half = WorkerHalf(
+            port,
+            spans,
+            self.caches.layouts[0].layers,
+            news,
+            settings.stop_timeout,
+            driver.poison if settings.poison else None,
+            observe,
+            self.caches.lists,
+            self._cleared,
+        )
+        if isinstance(self._links, FirstRankLinks):
+            self._links.start(lambda done: spans.computed(done.step, done.layers))
+        self._announcer = self._make_announcer(model, role)
+
+    def _ranks(self, transport: Transport) -> RankSet:
+        """This rank's agent, in the thread of the driver; or every rank's, each at the other end of a channel."""
+        settings = self._settings
+        if not isinstance(self._links, FirstRankLinks):
+            return LocalRanks(
+                self.caches.layouts[0],
+                transport,
+                self.agent_limits(settings).transfer_timeout,
+                self._cache.region.accessor(),
+                unfenced_writes=settings.unfenced_writes,
+                controls=self._controls(),
+            )
+        self._links.accept()
+        ours, theirs = channel_pair()
+        self._loop = self._rank_loop(transport, Channel(theirs, "the coordinator"))
+        channels = {0: Channel(ours, "the agent of rank 0"), **self._links.agents}
+        in_order = [channels[number] for number in range(self._shape.ranks)]
+        return RemoteRanks(in_order, transport.name, self._loop.agent.executor, self._lost)
+
+    def _rank_loop(self, transport: Transport, channel: Channel) -> RankLoop:
+        settings = self._settings
+        return RankLoop(
+            self._rank,
+            self.caches.layouts,
+            transport,
+            channel,
+            self.agent_limits(settings).transfer_timeout,
+            self._cache.region.view,
+            unfenced_writes=settings.unfenced_writes,
+            controls=self._controls(),
+        )
+
+    def _controls(self) -> RankControls:
+        layout = self.caches.layouts[self._rank]
+        poison = partial(self._cache.poison, layout) if self._settings.poison else None
+        return RankControls(poison, share_filter(self._settings.drop, self.caches))
+
+    def _make_announcer(self, model: ModelIdentity, role: Role) -> LateAnnouncer | None:
+        settings = self._settings
         announcer = announcer_of(
             role=role,
             http_address=settings.http_address,
             control_address=settings.control_address,
             mode=settings.mode,
-            incarnation=incarnation,
+            incarnation=self._incarnation,
             model=model,
             routers=settings.routers,
             is_used=self.is_used,
             cluster_key=settings.trust().key,
             handoffs_address=settings.handoffs_address,
             heartbeat_s=settings.heartbeat_s,
+            shape=self._shape,
         )
-        self._announcer = None if announcer is None else LateAnnouncer(announcer, settings.http_address)
+        return None if announcer is None else LateAnnouncer(announcer, settings.http_address)
 
     def is_used(self) -> bool:
         """Whether any request has ever asked it for a hand-off."""
+        if self.driver is None:
+            return False
         stats = self.driver.stats()
         return bool(stats.handshakes_total or stats.failures_total or any(stats.handoffs_live.values()))
 
@@ -99,25 +224,48 @@ class WorkerInstance:
 
     def start(self) -> None:
         """Start the agents, and register with the routers as soon as the API answers."""
-        self.driver.start()
+        if self._loop is not None:
+            self._loop.start()
+        if self.driver is not None:
+            self.driver.start()
         if self._notes is not None:
             self._notes.start()
         if self._announcer is not None:
             self._announcer.start()
 
+    def end_step(self) -> Finished:
+        """What this worker reports to vLLM after a step; the first rank sends it to the others."""
+        finished = self.half.end_step()
+        if isinstance(self._links, FirstRankLinks) and isinstance(self.half, WorkerHalf):
+            ids = (frozenset(each) for each in (finished.sending, finished.receiving, finished.failed))
+            self._links.send(StepEnded(self.half.step, *ids))
+        return finished
+
     def close(self) -> None:
         """Deregister, end every hand-off, and release everything. Idempotent."""
         if self._announcer is not None:
             self._announcer.stop()
+        self._close_agents()
+
+    def _close_agents(self) -> None:
         if self._notes is not None:
             self._notes.close()
         if isinstance(self._port, GatedPort):
             self._port.close()
-        self.driver.close()
+        if self.driver is not None:
+            self.driver.close()
+        if self._loop is not None:
+            self._loop.close()
+        if self._links is not None:
+            self._links.close()
 
-    def _poison(self, blocks: BlockLists, cached_tokens: int) -> None:
-        block_tokens = self._cache.layout.groups[0].block_tokens
-        self._cache.poison(blocks[0][cached_tokens // block_tokens :])
+    def _cleared(self, step: int) -> None:
+        if isinstance(self._links, FirstRankLinks):
+            self._links.send(StepCleared(step))
+
+    def _lost(self, reason: str) -> None:
+        """vLLM ends an instance that has lost a worker; until then its hand-offs make no progress, and its peers see that."""
+        log.error("%s; nothing can be handed over until this instance is restarted", reason)
 
 
 def _timelines(settings: ConnectorSettings, incarnation: Incarnation, role: Role) -> Timelines | None:

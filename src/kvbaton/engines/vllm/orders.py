@@ -140,13 +140,15 @@ class ComputedChunk:
 class StepOrders:
     """Everything for one step: what to do before the forward, and what the forward computes for hand-offs.
 
-    `first_steps` are hand-offs whose prefill begins with this step, or whose landed cache is first used in it.
+    `first_steps` are hand-offs whose prefill begins with this step, or whose landed cache is first used in it. Steps are
+    numbered: the ranks of an instance are not all in the same one.
     """
 
     orders: tuple[Order, ...] = ()
     chunks: tuple[ComputedChunk, ...] = ()
     has_forward: bool = True
     first_steps: tuple[HandoffKey, ...] = ()
+    number: int = 0
 
 
 @dataclass(slots=True)

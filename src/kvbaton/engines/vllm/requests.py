@@ -17,6 +17,7 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, 
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
     KVTransferParams,
+    SourceCheck,
     SourceParams,
     TargetParams,
     answer_params,
@@ -29,6 +30,7 @@ __all__ = [
     "AutomaticIds",
     "EngineRequest",
     "HandoffInfo",
+    "SourceCheck",
     "SourceParams",
     "RequestedHandoff",
     "answer_params",
@@ -37,6 +39,7 @@ __all__ = [
     "named",
     "prompt_digest",
     "read_handoff",
+    "shorten_prompt",
 ]
 
 _SAMPLE = re.compile(r"(\d{1,9})_(?=\D)")
@@ -116,8 +119,13 @@ class AutomaticIds:
         return given[0]
 
 
-def read_handoff(request: EngineRequest, mode: Mode, automatic: AutomaticIds) -> RequestedHandoff | None:
-    """What a request asks for; None for a plain one. Never raises: a client's mistake is a problem of its request."""
+def read_handoff(
+    request: EngineRequest, mode: Mode, automatic: AutomaticIds, sources: SourceCheck | None = None
+) -> RequestedHandoff | None:
+    """What a request asks for; None for a plain one. Never raises: a client's mistake is a problem of its request.
+
+    So is a source that `sources` does not let it dial.
+    """
     params = request.kv_transfer_params
     if not isinstance(params, Mapping) or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return None
@@ -131,6 +139,8 @@ def read_handoff(request: EngineRequest, mode: Mode, automatic: AutomaticIds) ->
         return None
     key = HandoffKey(asked.transfer_id, prompt, sample)
     problem = key_problem(key) or ("" if request.prompt_token_ids else "a prompt without token ids cannot be handed off")
+    if isinstance(asked, TargetParams) and sources is not None:
+        problem = problem or sources.refusal(asked) or ""
     if problem:
         return RequestedHandoff(None, problem=problem)
     if isinstance(asked, TargetParams):
@@ -173,11 +183,30 @@ def _parts(request_id: str) -> tuple[str, int, int]:
     return stem, int(prompt[1]) if prompt else 0, int(sample[1]) if sample else 0
 
 
+def shorten_prompt(request: Any, tokens: int) -> None:
+    """Have vLLM compute the first `tokens` tokens of a prompt, and sample one token behind them, which no client sees.
+
+    The state of a request is that after its last computed token. The target computes the last token of the prompt itself.
+    """
+    del request.prompt_token_ids[tokens:]
+    del request._all_token_ids[tokens:]  # noqa: SLF001
+    request.num_prompt_tokens = tokens
+    request.max_tokens = 1
+
+
 def prompt_digest(request: EngineRequest) -> str:
-    """What the prompt is, in short: both sides of a hand-off must have the same. Images and adapters belong to it."""
+    """What the prompt is, in short: both sides of a hand-off must have the same. Images, adapter and cache salt belong to it.
+
+    vLLM shares cached prefixes between requests of one salt only. A target that took the cache of another salt would enter it
+    into its own prefix cache under the wrong one, and one tenant would be served another's.
+    """
     digest = hashlib.blake2b(array("q", request.prompt_token_ids or ()).tobytes(), digest_size=16)
-    for feature in getattr(request, "mm_features", None) or ():
-        digest.update(f"|{feature.identifier}".encode())
+    parts = [f"image {feature.identifier}" for feature in getattr(request, "mm_features", None) or ()]
     if (adapter := getattr(request, "lora_request", None)) is not None:
-        digest.update(f"|lora {adapter.lora_name}".encode())
+        parts.append(f"lora {adapter.lora_name}")
+    if salt := getattr(request, "cache_salt", None):
+        parts.append(f"salt {salt}")
+    # With their lengths: clients choose the salt, and none may read as that of a request with another adapter or image.
+    for part in (part.encode("utf-8", "surrogatepass") for part in parts):
+        digest.update(b"|%d %b" % (len(part), part))
     return digest.hexdigest()

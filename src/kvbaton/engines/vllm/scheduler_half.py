@@ -48,13 +48,16 @@ from kvbaton.engines.vllm.requests import (
     EngineRequest,
     HandoffInfo,
     RequestedHandoff,
+    SourceCheck,
     SourceParams,
     answer_params,
     is_refused,
     named,
     prompt_digest,
     read_handoff,
+    shorten_prompt,
 )
+from kvbaton.engines.vllm.specs import TokenCounts
 
 __all__ = ["Computing", "Room", "SchedulerHalf"]
 
@@ -90,6 +93,8 @@ class _ScheduledSource:
     request: EngineRequest
     key: HandoffKey
     params: SourceParams
+    tokens: int
+    """How many tokens are handed over."""
     announced_tokens: int = 0
     is_granted: bool = False
     is_over: bool = False
@@ -121,12 +126,21 @@ class _ScheduledTarget:
 class SchedulerHalf:
     """One instance's part. It may be asked to be a source, a target, or both, as its role allows."""
 
-    def __init__(self, mode: Mode, block_tokens: int, is_source: bool, is_target: bool, room: Room | None = None) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        counts: TokenCounts,
+        is_source: bool,
+        is_target: bool,
+        room: Room | None = None,
+        sources: SourceCheck | None = None,
+    ) -> None:
         self._mode = mode
-        self._block_tokens = block_tokens
+        self._counts = counts
         self._is_source = is_source
         self._is_target = is_target
         self._room = room
+        self._source_check = sources
         self._info: HandoffInfo | None = None
         self._sources: dict[str, _ScheduledSource] = {}
         self._targets: dict[str, _ScheduledTarget] = {}
@@ -136,6 +150,7 @@ class SchedulerHalf:
         self._unmarked: list[EngineRequest] = []
         self._automatic = AutomaticIds()
         self._progress_at = 0.0
+        self._step = 0
 
     @property
     def live(self) -> int:
@@ -150,20 +165,24 @@ class SchedulerHalf:
 
     def begin(self, request: EngineRequest) -> None:
         """A request was admitted."""
-        requested = read_handoff(request, self._mode, self._automatic)
+        requested = read_handoff(request, self._mode, self._automatic, self._source_check)
         if requested is None:
             return
         problem = self._problem(requested)
         if not problem and requested.source is not None and requested.key is not None:
-            self._sources[request.request_id] = _ScheduledSource(request, requested.key, requested.source)
+            tokens = self._counts.handed(request.num_prompt_tokens)
+            self._sources[request.request_id] = _ScheduledSource(request, requested.key, requested.source, tokens)
             self._unstepped[request.request_id] = requested.key
             self._orders.append(SourceBegins(request.request_id, requested.key, prompt_digest(request)))
+            if self._counts.states and tokens and not request.skip_reading_prefix_cache:
+                shorten_prompt(request, tokens)
             return
         if requested.wanted is not None and is_refused(request):
             self._orders.append(TargetDeclines(request.request_id, replace(requested.wanted, prompt="")))
             return
         problem = problem and f"{named(request)}: {problem}"
-        target = _ScheduledTarget(request.num_prompt_tokens, None if problem else requested.wanted, problem)
+        tokens = request.num_prompt_tokens if problem else self._counts.handed(request.num_prompt_tokens)
+        target = _ScheduledTarget(tokens, None if problem else requested.wanted, problem)
         self._targets[request.request_id] = target
         if target.wanted is not None:
             self._orders.append(TargetBegins(request.request_id, target.wanted))
@@ -196,7 +215,7 @@ class SchedulerHalf:
         if not target.can_only_fail:
             return left
         self._take_mark(request)
-        return min(left, self._block_tokens)
+        return min(left, self._counts.chunk)
 
     def _take_mark(self, request: EngineRequest) -> None:
         """Have vLLM heed the answer."""
@@ -221,7 +240,7 @@ class SchedulerHalf:
         )
 
     def _blocks_of(self, source: _ScheduledSource) -> int:
-        return -(-source.request.num_prompt_tokens // self._block_tokens)
+        return self._counts.blocks(source.request.num_prompt_tokens)
 
     def _owed_blocks(self, but: _ScheduledSource, room: Room) -> int:
         """What prefills other than `but` will still take that have begun without a grant."""
@@ -296,12 +315,12 @@ class SchedulerHalf:
     def _finish_source(
         self, request: EngineRequest, source: _ScheduledSource, blocks: BlockLists
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_complete = request.num_computed_tokens >= request.num_prompt_tokens
+        is_complete = request.num_computed_tokens >= request.num_prompt_tokens and source.tokens
         if request.status.name not in _COMPLETE or not is_complete or self._info is None:
             self._orders.append(SourceCancels(request.request_id, source.key))
             return True, None
         first = next(iter(request.output_token_ids), 0)
-        offer = Offer(source.key, blocks, request.num_prompt_tokens, Aux(min(first, _MAX_TOKEN_ID), 0.0))
+        offer = Offer(source.key, blocks, source.tokens, Aux(min(first, _MAX_TOKEN_ID), 0.0))
         self._orders.append(SourceOffers(request.request_id, offer))
         return True, answer_params(source.params, self._info)
 
@@ -330,7 +349,8 @@ class SchedulerHalf:
         computing = tuple(computing)
         chunks = tuple(self._chunks(computing, block_ids)) if self._mode is Mode.PUSH and self._sources else ()
         orders, self._orders = tuple(self._orders), []
-        return StepOrders(orders, chunks, has_forward, self._first_steps(computing))
+        self._step += 1
+        return StepOrders(orders, chunks, has_forward, self._first_steps(computing), self._step)
 
     def _first_steps(self, computing: Iterable[Computing]) -> tuple[HandoffKey, ...]:
         if not self._unstepped:
@@ -349,9 +369,9 @@ class SchedulerHalf:
             source = self._sources.get(each.request_id)
             if source is None:
                 continue
-            end = min(each.computed_tokens + each.tokens, source.request.num_prompt_tokens)
-            if end < source.request.num_prompt_tokens:
-                end -= end % self._block_tokens
+            end = min(each.computed_tokens + each.tokens, source.tokens)
+            if each.computed_tokens + each.tokens < source.request.num_prompt_tokens:
+                end -= end % self._counts.chunk
             if end > source.announced_tokens:
                 blocks = tuple(tuple(ids) for ids in block_ids(each.request_id))
                 yield ComputedChunk(each.request_id, source.key, blocks, source.announced_tokens, end)

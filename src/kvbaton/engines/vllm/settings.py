@@ -17,6 +17,7 @@ from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
 from kvbaton.engines.instance import AgentSettings
+from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.errors import ConfigError
 from kvbaton.transport.choose import check_writes
 
@@ -68,10 +69,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     cluster_key_file: file that holds the key that all instances share
     allow:            addresses, networks or names that peers may have
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
-    drop_writes:      move no bytes; the control of `kvbaton verify`
+    drop:             what of every hand-off is not moved: writes (all), heads, layers, state, draft; controls of `verify`
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
-    The four limits are those of `kvbaton.config.Limits`.
+    The five limits are those of `kvbaton.config.Limits`.
     """
 
     control_port: int
@@ -88,10 +89,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     defer_timeout: float = Limits().defer_timeout
     stop_timeout: float = Limits().stop_timeout
     retry: float = Limits().retry
+    queue_timeout: float = Limits().queue_timeout
     cluster_key_file: str | None = None
     allow: tuple[str, ...] = ()
     poison: bool = False
-    drop_writes: bool = False
+    drop: str = ""
     unfenced_writes: bool = False
 
     @property
@@ -107,7 +109,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> Limits:
         """How long this instance waits for what."""
-        return parse_limits({name: getattr(self, name) for name in Limits.__struct_fields__})
+        return parse_limits({name: getattr(self, name) for name in Limits.__dataclass_fields__})
 
     @property
     def handoff(self) -> HandoffSettings:
@@ -124,7 +126,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
             limits=self.limits,
             handoff=self.handoff,
             trust=self.trust(),
-            drop_writes=self.drop_writes,
+            drop_writes=self.drop == "writes",
         )
 
     def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
@@ -143,7 +145,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
             raise ConfigError(f"{_WHERE}: unknown key {key!r}; {_hint(key)}")
     if "control_port" not in extra_config:
         raise ConfigError(f"{_WHERE}: control_port is missing; give a port on which other instances reach this one")
-    for key, choices in (("mode", tuple(Mode)), ("integrity", tuple(Integrity))):
+    for key, choices in (("mode", tuple(Mode)), ("integrity", tuple(Integrity)), ("drop", ("", *DROPS))):
         if key in extra_config and extra_config[key] not in choices:
             raise ConfigError(f"{_WHERE}: {key} is {extra_config[key]!r}; known are {', '.join(choices)}")
     try:

@@ -6,6 +6,10 @@ the scheduler half has offered or cancelled it (from then on vLLM keeps the bloc
 order; a receiving when blocks were allocated for it and the target side has ended. A receiving that did not land is reported
 as failed too, and vLLM's own policy decides what becomes of the request.
 
+An instance of several ranks has one `WorkerHalf`, in the worker of rank 0, where its coordinator runs. Every other worker
+has a `FollowerHalf`: it reports computed layers to the first rank, and to vLLM what the first rank reports, in the same step,
+because vLLM counts the workers that have reported an id. It decides nothing.
+
 Belongs to vLLM's worker thread; the agents' thread only sets `news`.
 """
 
@@ -14,8 +18,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvbaton.agent.engine_port import (
@@ -26,12 +30,12 @@ from kvbaton.agent.engine_port import (
     HandoffStats,
     Landed,
     SourceEnded,
-    SpansReady,
     TargetEnded,
 )
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import shown_seconds
+from kvbaton.engines.vllm.computed_spans import ComputedSpans
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     ComputedChunk,
@@ -49,15 +53,19 @@ from kvbaton.engines.vllm.orders import (
     TargetCancels,
     TargetDeclines,
 )
+from kvbaton.engines.vllm.rank_links import LayersDone, RankLinks, StepCleared, StepEnded
 from kvbaton.errors import KVBatonError
 
-__all__ = ["Finished", "WorkerHalf"]
+__all__ = ["Finished", "FollowerHalf", "WorkerHalf"]
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.02
 """How long a step without a forward waits for news. vLLM steps all the time while a request waits for its cache; short
 waits would keep the worker busy, long ones would keep a new request waiting that comes meanwhile."""
+
+_FOLLOW_S = 60.0
+"""How long another rank waits for what the first one has to report of a step. What comes later is reported later."""
 
 
 @dataclass(slots=True)
@@ -77,7 +85,6 @@ class Finished:
 class _WorkerSource:
     request_id: str
     begun_at: float
-    spans: int = 0
     is_kept: bool = False
     has_ended: bool = False
 
@@ -92,22 +99,31 @@ class _WorkerTarget:
 
 
 class WorkerHalf:
-    """One rank's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are granted.
+    """An instance's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are granted.
 
-    `observe` gets what vLLM does; the agents have an observer of their own.
+    `layers` are those of this rank; `lists` turns vLLM's block lists into those of the layout, as `spans` does too. `observe`
+    gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when what was
+    retracted before it is drained.
     """
 
     def __init__(
         self,
         port: HandoffPort,
-        layers: int,
+        spans: ComputedSpans,
+        layers: Sequence[int],
         news: threading.Event,
         drain_s: float,
         poison: Callable[[BlockLists, int], None] | None = None,
         observe: Observer = no_observer,
+        lists: Callable[[BlockLists], BlockLists] = lambda given: given,
+        cleared: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._port = port
-        self._layers = layers
+        self._spans = spans
+        self._layers = tuple(layers)
+        self._lists = lists
+        self._cleared = cleared
+        self._step = 0
         self._news = news
         self._drain_s = drain_s
         self._poison = poison
@@ -122,6 +138,11 @@ class WorkerHalf:
         self.counts = Counts()
 
     @property
+    def step(self) -> int:
+        """The number of the step that was begun last."""
+        return self._step
+
+    @property
     def live(self) -> int:
         """Hand-offs that have not ended, or whose end was not reported to vLLM yet."""
         return len(self._sources) + len(self._targets)
@@ -129,9 +150,12 @@ class WorkerHalf:
     def begin_step(self, orders: StepOrders) -> None:
         """Carry the orders out; returns when nothing that the forward may overwrite is announced any more."""
         self._chunks = orders.chunks
+        self._step = orders.number
         self._has_forward = orders.has_forward
         self._announced.clear()
+        retracts = False
         for order in orders.orders:
+            retracts |= isinstance(order, SourceRetracts)
             try:
                 self._carry_out(order)
             except KVBatonError:
@@ -139,6 +163,9 @@ class WorkerHalf:
                 self._refused(order)
         if self._undrained:
             self._wait_drained()
+        if retracts:
+            self._cleared(self._step)
+        self._spans.begin(self._step, self._live_chunks())
         for key in orders.first_steps:
             if (source := self._sources.get(key)) is not None:
                 self.counts.queued(Side.SOURCE, self._note(key, Side.SOURCE, Stage.STARTED) - source.begun_at)
@@ -149,16 +176,22 @@ class WorkerHalf:
         """This step's keys and values of one layer are in the cache: announce them while the next layer computes."""
         if self._chunks and layer not in self._announced:
             self._announced.add(layer)
-            self._announce_spans(((layer, layer + 1),))
+            self._spans.computed(self._step, (layer,))
 
     def forward_done(self) -> None:
         """The forward is over: announce the layers that had no hook."""
-        missing = [layer for layer in range(self._layers) if layer not in self._announced]
+        missing = [layer for layer in self._layers if layer not in self._announced]
         if self._chunks and missing:
-            self._announce_spans(_ranges(missing))
+            self._spans.computed(self._step, missing)
         for chunk in self._chunks:
-            self._note(chunk.key, Side.SOURCE, Stage.COMPUTED, Span(0, chunk.first_token, chunk.end_token, 0, self._layers))
+            self._note(
+                chunk.key, Side.SOURCE, Stage.COMPUTED, Span(0, chunk.first_token, chunk.end_token, 0, len(self._layers))
+            )
         self._chunks = ()
+
+    def _live_chunks(self) -> list[ComputedChunk]:
+        sources = [(chunk, self._source(chunk.key, chunk.request_id)) for chunk in self._chunks]
+        return [chunk for chunk, source in sources if source is not None and not source.has_ended]
 
     def end_step(self) -> Finished:
         """What has finished since the last call; a step without a forward waits a moment for it."""
@@ -183,6 +216,7 @@ class WorkerHalf:
             case SourceWithdraws():
                 if self._source(order.key, order.request_id) is not None:
                     del self._sources[order.key]
+                    self._spans.forget(order.key)
                     self._port.cancel(order.key, Side.SOURCE)
             case TargetBegins():
                 self._begin_target(order)
@@ -222,16 +256,17 @@ class WorkerHalf:
 
     def _retract(self, order: SourceRetracts) -> None:
         source = self._source(order.key, order.request_id)
-        if source is None or source.has_ended or not source.spans:
+        if source is None or source.has_ended or not self._spans.has_announced(order.key):
             return
-        source.spans = 0
+        self._spans.forget(order.key)
         self._undrained.add(order.key)
         self._port.retract(order.key)
 
     def _offer(self, order: SourceOffers) -> None:
         key = order.offer.key
         if self._keep(order.request_id, key):
-            self._port.offer(order.offer)
+            self._spans.complete(key)
+            self._port.offer(replace(order.offer, blocks=self._lists(order.offer.blocks)))
 
     def _keep(self, request_id: str, key: HandoffKey) -> bool:
         """vLLM keeps the blocks from now on; whether there is still a hand-off to keep them for."""
@@ -242,22 +277,6 @@ class WorkerHalf:
         source.is_kept = True
         self._settle_source(key, source)
         return not source.has_ended
-
-    def _announce_spans(self, layers: tuple[tuple[int, int], ...]) -> None:
-        """Announce these layers of every chunk of the step, in one call."""
-        ready = []
-        for chunk in self._chunks:
-            source = self._source(chunk.key, chunk.request_id)
-            if source is not None and not source.has_ended:
-                ready.append(SpansReady(chunk.key, chunk.blocks, _spans(chunk, layers, source.spans)))
-                source.spans += len(layers)
-        if not ready:
-            return
-        try:
-            self._port.spans_ready_all(ready)
-        except KVBatonError:
-            keys = ", ".join(str(each.key) for each in ready)
-            log.exception("computed layers could not be announced: hand-offs %s", keys)
 
     def _wait_drained(self) -> None:
         """Wait until retracted blocks may be written. The agents answer at once; one that is stuck confirms nothing either."""
@@ -293,9 +312,10 @@ class WorkerHalf:
         target.is_allocated = True
         self.counts.queued(Side.TARGET, self._note(key, Side.TARGET, Stage.ALLOCATED) - target.begun_at)
         if target.end is None:
+            allocation = replace(order.allocation, blocks=self._lists(order.allocation.blocks))
             if self._poison is not None:
-                self._poison(order.allocation.blocks, order.allocation.cached_tokens)
-            self._port.allocated(order.allocation)
+                self._poison(allocation.blocks, allocation.cached_tokens)
+            self._port.allocated(allocation)
         self._settle_target(key, target)
 
     def _cancel_target(self, order: TargetCancels) -> None:
@@ -340,6 +360,7 @@ class WorkerHalf:
     def _end_source(self, key: HandoffKey) -> None:
         if (source := self._sources.get(key)) is not None:
             source.has_ended = True
+            self._spans.forget(key)
             if not source.is_kept:
                 self._finished.report.ended.add(source.request_id)
             self._settle_source(key, source)
@@ -405,18 +426,60 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
     }
 
 
-def _spans(chunk: ComputedChunk, layers: tuple[tuple[int, int], ...], number: int) -> tuple[Span, ...]:
-    return tuple(
-        Span(number + index, chunk.first_token, chunk.end_token, first, end) for index, (first, end) in enumerate(layers)
-    )
+class FollowerHalf:
+    """The part of a rank other than the first: reports what it has computed, and to vLLM what the first rank reports."""
 
+    def __init__(self, links: RankLinks, layers: Sequence[int]) -> None:
+        self._links = links
+        self._layers = tuple(layers)
+        self._step = 0
+        self._has_chunks = False
+        self._done: set[int] = set()
+        self._cleared = -1
+        self._ended = -1
+        self._finished = Finished()
 
-def _ranges(layers: list[int]) -> tuple[tuple[int, int], ...]:
-    """Runs of neighbours, as (first, end)."""
-    ranges: list[tuple[int, int]] = []
-    for layer in layers:
-        if ranges and ranges[-1][1] == layer:
-            ranges[-1] = (ranges[-1][0], layer + 1)
-        else:
-            ranges.append((layer, layer + 1))
-    return tuple(ranges)
+    def begin_step(self, orders: StepOrders) -> None:
+        """Returns when nothing that the forward may overwrite is announced any more."""
+        self._step, self._has_chunks = orders.number, bool(orders.chunks)
+        self._done.clear()
+        if any(isinstance(order, SourceRetracts) for order in orders.orders):
+            self._wait(lambda: self._cleared >= self._step, "is drained")
+
+    def layer_computed(self, layer: int) -> None:
+        """This step's keys and values of one layer are in the cache of this rank."""
+        if self._has_chunks and layer not in self._done:
+            self._done.add(layer)
+            self._links.send(LayersDone(self._step, (layer,)))
+
+    def forward_done(self) -> None:
+        """The forward is over: report the layers that had no hook."""
+        missing = tuple(layer for layer in self._layers if layer not in self._done)
+        if self._has_chunks and missing:
+            self._links.send(LayersDone(self._step, missing))
+        self._has_chunks = False
+
+    def end_step(self) -> Finished:
+        """What the first rank reports to vLLM in this step."""
+        self._wait(lambda: self._ended >= self._step, "has ended")
+        finished, self._finished = self._finished, Finished()
+        return finished
+
+    def _wait(self, is_there: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + _FOLLOW_S
+        while not is_there() and not self._links.is_lost:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                log.error("the first rank has not reported for %g s that step %d %s", _FOLLOW_S, self._step, what)
+                return
+            self._take(self._links.receive(left_s))
+
+    def _take(self, message: StepCleared | StepEnded | None) -> None:
+        match message:
+            case StepCleared():
+                self._cleared = message.step
+            case StepEnded():
+                self._ended = message.step
+                self._finished.sending |= message.sending
+                self._finished.receiving |= message.receiving
+                self._finished.failed |= message.failed

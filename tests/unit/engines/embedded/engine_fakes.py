@@ -32,7 +32,7 @@ from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
 from kvbaton.engines.embedded.model import TokenSpan, Written
-from kvbaton.engines.embedded.request import FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
+from kvbaton.engines.embedded.request import ApiCall, FromSource, GenerationRequest, Sampling, TokenOutput, ToTarget
 from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import LoadedModel
 
@@ -166,14 +166,20 @@ class Bench:
         self._names = 0
 
     def submit(
-        self, prompt: Sequence[int], name: str = "", handoff: ToTarget | FromSource | None = None, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        name: str = "",
+        handoff: ToTarget | FromSource | None = None,
+        call: ApiCall | None = None,
+        **sampling: Any,
     ) -> Answer:
         self._names += 1
         answer = Answer()
         sampling.setdefault("max_tokens", 8)
         sampling.setdefault("ignore_eos", True)
         request_id = RequestId(name or f"request-{self._names}")
-        self.engine.submit(GenerationRequest(request_id, tuple(prompt), Sampling(**sampling), handoff), answer)
+        request = GenerationRequest(request_id, tuple(prompt), Sampling(**sampling), handoff, call=call or ApiCall())
+        self.engine.submit(request, answer)
         return answer
 
     def cancel(self, name: str) -> None:

@@ -10,7 +10,7 @@ from kvbaton.config import parse_trust
 from kvbaton.core.handoff import Incarnation
 from kvbaton.engines import instance
 from kvbaton.engines.embedded.cache import RegionCache
-from kvbaton.engines.embedded.shaped import rank_transport
+from kvbaton.engines.embedded.shaped import rank_messages
 from kvbaton.engines.embedded.shaped.rank_messages import RankTransport
 from kvbaton.engines.instance import AgentSettings
 from kvbaton.transport.base import Region, TransportSettings
@@ -49,10 +49,10 @@ def test_an_instance_of_one_rank_exchanges_data_with_allowed_addresses_only(monk
 
 def test_a_rank_process_exchanges_data_with_allowed_addresses_only(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = _Opened()
-    monkeypatch.setattr(rank_transport, "open_transport", opened)
-    monkeypatch.setattr(rank_transport, "dropping", lambda transport, *_: transport)
+    monkeypatch.setattr(rank_messages, "open_transport", opened)
+    monkeypatch.setattr(rank_messages, "dropping", lambda transport, *_: transport)
 
     settings = RankTransport("tcp", Incarnation("here"), 1.0, "127.0.0.1", "127.0.0.1", allow=(f"{_ALLOWED}/32",))
-    rank_transport.open_rank_transport(settings, cast(RegionCache, _Cache()), b"")
+    rank_messages.open_rank_transport(settings, cast(RegionCache, _Cache()), b"")
     assert opened.admits(_ALLOWED)
     assert not opened.admits(_OTHER)

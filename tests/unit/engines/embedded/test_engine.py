@@ -121,7 +121,7 @@ def test_statistics_count() -> None:
     assert (stats.blocks_in_use, stats.blocks_held, stats.blocks_free) == (2, 0, 62)
     bench.run(first, second)
     stats = bench.engine.stats()
-    assert stats.requests_total == {"stop": 0, "length": 2, "cancelled": 0, "error": 0}
+    assert stats.requests_total == {"stop": 0, "length": 2, "cancelled": 0, "crowded_out": 0, "error": 0}
     assert (stats.prompt_tokens_total, stats.generated_tokens_total, stats.steps_total) == (6, 6, 6)
 
 

@@ -256,7 +256,7 @@ def test_a_retraction_without_waiting_would_be_noticed(monkeypatch: pytest.Monke
         self._leave(sequence)
         self.pool.release(sequence.blocks)
         sequence.preempted()
-        self._waiting.appendleft(sequence)
+        self._waiting.add_first(sequence)
 
     monkeypatch.setattr(Scheduler, "_preempt", too_early)
     with pytest.raises(AssertionError, match=r"r01/0\.0"):

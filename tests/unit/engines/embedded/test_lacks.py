@@ -6,9 +6,8 @@ import pytest
 
 from kvbaton.core.card import RankCard
 from kvbaton.core.topology import Shape, instance_problem
-from kvbaton.engines.embedded.lacks import check_lacks, without
-from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
-from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Cut
+from kvbaton.engines.embedded.shaped.drops import check_lacks, without
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError
 

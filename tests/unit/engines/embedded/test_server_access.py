@@ -11,6 +11,8 @@ import pytest
 from served import INFO, Client, Reply, ScriptedEngine, alphabet, run, serving
 
 from kvbaton.config import HTTP_KEY_HEADER, Trust, http_token, parse_trust
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.auth import AddressProof
 from kvbaton.core.handoff import Incarnation, RequestId
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sampling, TokenOutput
 from kvbaton.engines.embedded.settings import HttpSettings
@@ -96,6 +98,30 @@ def test_an_address_on_the_allow_list_needs_no_token() -> None:
             return [(await client.complete(kv_transfer_params=FROM_SOURCE | {"remote_host": host})).status for host in hosts]
 
     assert run(work()) == [200, 401]
+
+
+SOURCE = ControlAddress.of("10.0.0.9", 6301)
+PROVED = {"address_proof": AddressProof(KEY, SOURCE, INFO.control_address).of("t")}
+FORGED = {"address_proof": AddressProof(b"the key of another cluster", SOURCE, INFO.control_address).of("t")}
+
+
+@pytest.mark.parametrize(
+    ("params", "status"),
+    [(PROVED, 200), (FORGED, 401), ({**PROVED, "remote_port": 22}, 401), ({**PROVED, "transfer_id": "u"}, 401)],
+    ids=["proved", "forged", "another port", "another transfer"],
+)
+@pytest.mark.parametrize("wrong", [{}, {"max_tokens": 0}], ids=["good", "declined"])
+def test_a_source_is_dialled_with_the_proof_of_a_router(params: dict[str, Any], status: int, wrong: dict[str, Any]) -> None:
+    """As vLLM's connector requires it, which sees no headers; `kvbaton bench` is its own router, and proves this way."""
+
+    async def work() -> int:
+        async with serving(engine, trust=KEYED) as client:
+            return (await client.complete(kv_transfer_params=FROM_SOURCE | params, **wrong)).status
+
+    engine = ScriptedEngine()
+    got = run(work())
+    assert got == (400 if wrong and status == 200 else status)
+    assert (len(engine.submitted), len(engine.declined)) == ((0, 0) if status == 401 else (not wrong, len(wrong)))
 
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"prompt": 5}], ids=str)

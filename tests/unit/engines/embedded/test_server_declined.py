@@ -99,9 +99,9 @@ def test_without_a_source_nothing_is_declined(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"kv_transfer_params": 7}', b"[" * 100_000])
 def test_what_is_no_body_stands_for_nothing(raw: bytes) -> None:
-    assert declined_requests(raw, None, 256) == []
+    assert declined_requests(raw, None, 256, lambda _: True) == []
 
 
 def test_no_body_stands_for_too_many() -> None:
     body = {"prompt": ["x"] * 2000, "n": 10**9, "kv_transfer_params": PARAMS}
-    assert len(declined_requests(orjson.dumps(body), None, 256)) == 256
+    assert len(declined_requests(orjson.dumps(body), None, 256, lambda _: True)) == 256

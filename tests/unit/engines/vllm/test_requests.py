@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm_rig import EXTERNAL_ID, Request, source_params, target_params
+from vllm_rig import EXTERNAL_ID, Request, Rig, source_params, target_params
 
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.vllm.requests import AutomaticIds, indices, named, prompt_digest, read_handoff
@@ -54,6 +56,34 @@ def test_the_digest_sees_tokens_images_and_adapters() -> None:
     adapter.lora_request = SimpleNamespace(lora_name="poet")  # type: ignore[attr-defined]
     assert len({prompt_digest(request) for request in (plain, other, image, adapter)}) == 4
     assert prompt_digest(plain) == prompt_digest(Request(None))
+
+
+SALTS = (None, "a", "b", "ab", "a|6 salt b", "poet", "\0", "\ud800")
+
+
+def test_the_digest_sees_the_cache_salt() -> None:
+    """Two tenants who send the same prompt never get each other's cache; without a salt nothing changes."""
+    salted = [Request(None) for _ in SALTS]
+    for request, salt in zip(salted, SALTS, strict=True):
+        request.cache_salt = salt  # type: ignore[attr-defined]
+    adapter = Request(None)
+    adapter.lora_request = SimpleNamespace(lora_name="poet")  # type: ignore[attr-defined]
+    assert len({prompt_digest(request) for request in (*salted, adapter)}) == len(SALTS) + 1
+    assert prompt_digest(salted[0]) == prompt_digest(Request(None))
+
+
+@pytest.mark.parametrize("side", [source_params, target_params])
+def test_both_sides_send_the_digest_with_the_salt(side: Callable[[], dict[str, Any]]) -> None:
+    """The source compares it with that of its own request and refuses another one; tests/unit/agent has that."""
+    digests = []
+    for salt in ("a", "b"):
+        rig, request = Rig(), Request(side())
+        request.cache_salt = salt  # type: ignore[attr-defined]
+        rig.scheduler.begin(request)
+        rig.step()
+        ((name, argument),) = rig.port.calls
+        digests.append(argument[1] if name == "expect_target" else argument.prompt)
+    assert len(set(digests)) == 2
 
 
 def test_a_prompt_without_token_ids_cannot_be_handed_off() -> None:

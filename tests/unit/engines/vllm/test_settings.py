@@ -98,7 +98,7 @@ def test_mistakes_are_named_by_their_key(name: str) -> None:
 
 
 def test_the_limits_are_those_of_every_instance() -> None:
-    assert set(Limits.__struct_fields__) <= set(ConnectorSettings.__struct_fields__)
+    assert set(Limits.__dataclass_fields__) <= set(ConnectorSettings.__struct_fields__)
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

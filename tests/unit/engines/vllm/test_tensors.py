@@ -9,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.plan import pair_layouts, plan_runs
+from kvbaton.core.topology import Shape
 from kvbaton.engines.vllm.device import device_of
-from kvbaton.engines.vllm.tensors import CacheSpec, CacheTensor, RegisteredCache, read_tensors
+from kvbaton.engines.vllm.tensors import CacheTensor, LayerSpec, RegisteredCache, instance_caches, read_tensors
 from kvbaton.errors import ConfigError
 
 HEADS, BLOCK_TOKENS, CHANNELS, BLOCKS = 3, 4, 6, 5
-SPEC = CacheSpec(BLOCK_TOKENS, HEADS, HEADS)
+SPEC = LayerSpec(BLOCK_TOKENS, (HeadRange(0, HEADS),), HEADS)
 Array = npt.NDArray[np.float32]
 
 
@@ -52,8 +54,13 @@ def own_storages(layers: int = 2) -> list[Array]:
     return [storage[2 * layer] for layer in reversed(range(layers))]
 
 
-def registered(arrays: list[Array], spec: CacheSpec = SPEC) -> RegisteredCache:
-    return RegisteredCache(read_tensors({f"layer.{index}": Tensor(array) for index, array in enumerate(arrays)}), spec)
+def registered(arrays: list[Array], spec: LayerSpec = SPEC) -> RegisteredCache:
+    tensors = read_tensors({f"layer.{index}": Tensor(array) for index, array in enumerate(arrays)})
+    return RegisteredCache(tensors, {tensor.layer: spec for tensor in tensors})
+
+
+def layout_of(cache: RegisteredCache) -> Layout:
+    return instance_caches(Shape(), [cache.caches]).layouts[0]
 
 
 KINDS = {"one storage": one_storage, "blocks outside": blocks_outside, "own storages": own_storages}
@@ -67,7 +74,7 @@ def test_blocks_arrive_whole_whatever_lies_where(source_kind: str, target_kind: 
     for array in sources:
         array[:] = rng.random(array.shape)
     source, target = registered(sources), registered(targets)
-    runs = plan_runs(pair_layouts(source.layout, target.layout), ((4, 1),), ((0, 3),), 0, 6)
+    runs = plan_runs(pair_layouts(layout_of(source), layout_of(target)), ((4, 1),), ((0, 3),), 0, 6)
     there, here = source.region.view, target.region.view
     for source_at, target_at, count in runs.tolist():
         here[target_at : target_at + count] = there[source_at : source_at + count]
@@ -78,7 +85,8 @@ def test_blocks_arrive_whole_whatever_lies_where(source_kind: str, target_kind: 
 
 def test_only_the_named_blocks_are_poisoned() -> None:
     arrays = blocks_outside()
-    registered(arrays).poison([1, 3])
+    cache = registered(arrays)
+    cache.poison(layout_of(cache), ((0, 1, 3),), BLOCK_TOKENS)
     for array in arrays:
         assert (array[[1, 3]].view(np.uint8) == 0x4B).all()
         assert not array[[0, 2, 4]].any()
@@ -86,27 +94,27 @@ def test_only_the_named_blocks_are_poisoned() -> None:
 
 def test_the_description() -> None:
     cache = registered(one_storage(3))
-    (group,) = cache.layout.groups
+    (group,) = layout_of(cache).groups
     (plane,) = group.planes
     assert (group.blocks, group.block_tokens, plane.head_count, plane.head_size) == (BLOCKS, BLOCK_TOKENS, HEADS, CHANNELS)
     assert (plane.dtype, group.whole_blocks, group.layers) == ("float32", True, (0, 1, 2))
-    assert cache.layer_index == {"layer.0": 0, "layer.1": 1, "layer.2": 2}
-    assert cache.layout.problem() == ""
+    assert instance_caches(Shape(), [cache.caches]).numbers == {"layer.0": 0, "layer.1": 1, "layer.2": 2}
+    assert layout_of(cache).problem() == ""
 
 
 def test_what_lies_outside_the_tensors_is_not_described() -> None:
     storage = np.zeros((BLOCKS + 2, HEADS, BLOCK_TOKENS, CHANNELS), np.float32)
     cache = registered([storage[1:-1]])
-    assert cache.layout.region_bytes == storage[1:-1].nbytes
+    assert layout_of(cache).region_bytes == storage[1:-1].nbytes
     assert cache.address == storage[1:].ctypes.data
 
 
-REFUSED: dict[str, tuple[list[Array], CacheSpec, str]] = {
+REFUSED: dict[str, tuple[list[Array], LayerSpec, str]] = {
     "none": ([], SPEC, "registered no KV cache"),
-    "other heads": (one_storage(), CacheSpec(BLOCK_TOKENS, HEADS + 1, HEADS + 1), "has the shape"),
-    "kernel blocks": (one_storage(), CacheSpec(BLOCK_TOKENS * 2, HEADS, HEADS), "has the shape"),
+    "other heads": (one_storage(), LayerSpec(BLOCK_TOKENS, (HeadRange(0, HEADS + 1),), HEADS + 1), "has the shape"),
+    "kernel blocks": (one_storage(), LayerSpec(BLOCK_TOKENS * 2, (HeadRange(0, HEADS),), HEADS), "has the shape"),
     "five axes": ([np.zeros((2, BLOCKS, HEADS, BLOCK_TOKENS, CHANNELS), np.float32)], SPEC, "has the shape"),
-    "unlike layers": ([one_storage(1)[0], np.zeros((9, HEADS, BLOCK_TOKENS, CHANNELS), np.float32)], SPEC, "differ in shape"),
+    "unlike layers": ([one_storage(1)[0], np.zeros((9, HEADS, BLOCK_TOKENS, CHANNELS), np.float32)], SPEC, "differ in blocks"),
     "in pieces": ([np.zeros((BLOCKS, 2 * HEADS, BLOCK_TOKENS, CHANNELS), np.float32)[:, ::2]], SPEC, "in pieces"),
     "aliases": ([one_storage(1)[0]] * 2, SPEC, "share memory"),
 }
@@ -116,7 +124,7 @@ REFUSED: dict[str, tuple[list[Array], CacheSpec, str]] = {
 def test_what_is_not_understood_is_refused_by_name(name: str) -> None:
     arrays, spec, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words):
-        registered(arrays, spec)
+        layout_of(registered(arrays, spec))
 
 
 def test_layers_that_share_some_bytes_are_refused() -> None:
@@ -141,7 +149,7 @@ def test_what_is_no_tensor_is_refused_by_name() -> None:
 
 
 def test_blocks_of_another_size_do_not_fit_together() -> None:
-    layout = registered(one_storage()).layout
+    layout = layout_of(registered(one_storage()))
     other = msgspec.structs.replace(layout.groups[0], block_tokens=8)
     with pytest.raises(Exception, match="block_tokens"):
         pair_layouts(layout, msgspec.structs.replace(layout, groups=(other,)))

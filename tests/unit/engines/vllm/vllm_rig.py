@@ -12,8 +12,10 @@ from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceRequ
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
 from kvbaton.core.timeline import Note, Side
-from kvbaton.engines.vllm.requests import HandoffInfo
+from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
+from kvbaton.engines.vllm.specs import TokenCounts
 from kvbaton.engines.vllm.worker_half import Finished, WorkerHalf
 from kvbaton.errors import LocalError
 
@@ -26,6 +28,7 @@ __all__ = [
     "ScriptedPort",
     "Status",
     "key_of",
+    "one_rank",
     "source_params",
     "target_params",
 ]
@@ -159,6 +162,11 @@ class ScriptedPort:
         return taken
 
 
+def one_rank(port: ScriptedPort) -> ComputedSpans:
+    """The layers of an instance that is not cut."""
+    return ComputedSpans(port, dict.fromkeys(range(LAYERS), 1), lambda given: given)
+
+
 class Rig:
     """Both halves of one instance over a scripted port, stepped as vLLM steps them."""
 
@@ -170,14 +178,17 @@ class Rig:
         is_target: bool = True,
         drain_s: float = 5.0,
         room: Room | None = None,
+        sources: SourceCheck | None = None,
     ) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
         self.notes: list[Note] = []
-        self.scheduler = SchedulerHalf(mode, BLOCK_TOKENS, is_source, is_target, room)
+        self.scheduler = SchedulerHalf(mode, TokenCounts((BLOCK_TOKENS,)), is_source, is_target, room, sources)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
-        self.worker = WorkerHalf(self.port, LAYERS, self.port.news, drain_s, poison, self.notes.append)
+        self.worker = WorkerHalf(
+            self.port, one_rank(self.port), range(LAYERS), self.port.news, drain_s, poison, self.notes.append
+        )
         self.blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def step(self, *computing: Computing, preempted: Sequence[str] = (), hooks: Sequence[int] = range(LAYERS)) -> Finished:

@@ -1,15 +1,19 @@
-"""The small models with random weights: which kinds of layers each has, and in which dimensions."""
+"""The small models with random weights: which kinds of layers each has, in which dimensions, and which part one rank holds:
+layers by its pipeline stage, heads and channels by its tensor-parallel rank.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
+from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.errors import ModelError
+from kvbaton.core.topology import Shape
+from kvbaton.errors import ConfigError, ModelError
 
-__all__ = ["BLUEPRINTS", "SIZES", "Blueprint", "Kind", "find_blueprint", "is_blueprint"]
+__all__ = ["BLUEPRINTS", "Blueprint", "Cut", "Kind", "SIZES", "WHOLE", "check_cut", "find_blueprint", "is_blueprint"]
 
 
 class Kind(enum.StrEnum):
@@ -117,3 +121,67 @@ def _sizes(model: str, text: str) -> dict[str, int]:
             raise ModelError(f"model {model!r}: {size} is {number!r}; give an even number from 2 to {most}")
         sizes[size] = int(number)
     return sizes | ({"state_size": sizes["head_size"]} if "head_size" in sizes else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One rank of a model that is cut into `pp_size` stages of `tp_size` ranks each."""
+
+    pp_rank: int = 0
+    pp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in its instance: stage after stage."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    def all(self) -> tuple[Cut, ...]:
+        """Every rank of this instance, by its number."""
+        ranks = ((pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
+        return tuple(Cut(pp, self.pp_size, tp, self.tp_size) for pp, tp in ranks)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    def layers(self, total: int) -> range:
+        """The layers of this stage."""
+        return range(total * self.pp_rank // self.pp_size, total * (self.pp_rank + 1) // self.pp_size)
+
+    def share(self, total: int) -> range:
+        """The heads or channels of this rank; where there are more ranks than heads, neighbours hold the same one."""
+        if total >= self.tp_size:
+            return range(total * self.tp_rank // self.tp_size, total * (self.tp_rank + 1) // self.tp_size)
+        one = self.tp_rank * total // self.tp_size
+        return range(one, one + 1)
+
+
+WHOLE = Cut()
+"""A model that is not cut at all."""
+
+
+def check_cut(blueprint: Blueprint, shape: Shape) -> None:
+    """Raise ConfigError, with the numbers, for a model that cannot be cut so."""
+    name, pp_size, tp_size = blueprint.name, shape.pp, shape.tp
+    if shape.dp > 1 or shape.cp > 1:
+        raise ConfigError(f"shape {shape}: the embedded engine has dp1 and cp1 only; choose pp and tp")
+    if not 1 <= pp_size <= blueprint.layers:
+        raise ConfigError(f"{name} has {blueprint.layers} layers and pp is {pp_size}; choose pp from 1 to {blueprint.layers}")
+    heads = {"heads": blueprint.heads, "feed-forward channels": blueprint.ffn_size}
+    if blueprint.layers_of(Kind.MAMBA):
+        heads["Mamba heads"] = blueprint.mamba_heads
+    for what, count in heads.items():
+        if tp_size < 1 or count % tp_size:
+            raise ConfigError(f"{name} has {count} {what} and tp is {tp_size}; choose a tp that divides {count}")
+    shared = {"KV heads": blueprint.kv_heads}
+    if blueprint.layers_of(Kind.MAMBA):
+        shared["Mamba groups"] = blueprint.mamba_groups
+    for what, count in shared.items():
+        if count % tp_size and tp_size % count:
+            raise ConfigError(
+                f"{name} has {count} {what} and tp is {tp_size}: they neither divide nor replicate; choose a tp that divides "
+                f"{count}, or a multiple of it"
+            )

@@ -1,27 +1,28 @@
-"""Controls: the reading side leaves one thing out of every hand-off, and reports it as moved all the same.
+"""Controls: the reading side leaves one thing out of every hand-off, and reports it as moved all the same; or a card leaves out
+something which its instance has, so that every peer must refuse it.
 
-What is left out is named `KIND` (conv, ssm, sliding, index, mla, full), `layer:N`, `head:N` or `all`. A target whose blocks
+A hand-off goes without a `KIND` (conv, ssm, sliding, index, mla, full), `layer:N`, `head:N` or `all`. A target whose blocks
 were poisoned must then give a wrong answer; if it does not, `kvbaton verify` proves nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.core.card import RankCard
 from kvbaton.core.plan import Runs
 from kvbaton.engines.embedded.cache import RegionCache
-from kvbaton.engines.embedded.shaped.blueprint import Blueprint
-from kvbaton.engines.embedded.shaped.cut import WHOLE
-from kvbaton.engines.embedded.shaped.groups import GroupSpec, PlaneSpec, group_specs
-from kvbaton.engines.embedded.shaped.memory import ShapedCache
+from kvbaton.engines.embedded.shaped.blueprint import WHOLE, Blueprint
+from kvbaton.engines.embedded.shaped.memory import GroupSpec, PlaneSpec, ShapedCache, group_specs
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 
-__all__ = ["check_drop", "check_has", "drop_filter", "dropping"]
+__all__ = ["check_drop", "check_has", "check_lacks", "drop_filter", "dropping", "without"]
 
 _KINDS = ("full", "sliding", "mla", "index", "conv", "ssm")
 
@@ -91,3 +92,30 @@ def _kept(left_out: npt.NDArray[np.bool_], unit: int, source: int, target: int, 
     edges = np.diff(kept)
     starts, ends = np.flatnonzero(edges == 1) * unit, np.flatnonzero(edges == -1) * unit
     return np.stack([source + starts, target + starts, ends - starts], axis=1).astype(np.uint64)
+
+
+def check_lacks(lacks: str) -> None:
+    """Raise ConfigError unless `lacks` names something that a card can leave out."""
+    what, _, number = lacks.partition(":")
+    if lacks and not (what in ("layer", "rank") and number.isascii() and number.isdigit()):
+        raise ConfigError(f"--lacks {lacks!r} names nothing that a card can leave out; give layer:N or rank:N")
+
+
+def without(cards: Sequence[RankCard], lacks: str) -> tuple[RankCard, ...]:
+    """`cards` without the layer or rank that `lacks` names; unchanged when `lacks` is empty."""
+    check_lacks(lacks)
+    what, _, number = lacks.partition(":")
+    if what == "rank":
+        return tuple(card for card in cards if card.rank != int(number))
+    return tuple(_without_layer(card, int(number)) for card in cards) if lacks else tuple(cards)
+
+
+def _without_layer(card: RankCard, layer: int) -> RankCard:
+    replace = msgspec.structs.replace
+    groups = []
+    for group in card.layout.groups:
+        kept = [place for place, each in enumerate(group.layers) if each != layer]
+        planes = [replace(plane, layer_offsets=tuple(plane.layer_offsets[place] for place in kept)) for plane in group.planes]
+        layers = tuple(group.layers[place] for place in kept)
+        groups.append(replace(group, layers=layers, planes=tuple(planes)))
+    return replace(card, layout=replace(card.layout, groups=tuple(groups)))

@@ -11,11 +11,9 @@ import numpy.typing as npt
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.seams import StepModel
-from kvbaton.engines.embedded.shaped.blueprint import Blueprint, Kind, find_blueprint
-from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
-from kvbaton.engines.embedded.shaped.mamba import Mamba
+from kvbaton.engines.embedded.shaped.blueprint import WHOLE, Blueprint, Cut, Kind, find_blueprint
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
-from kvbaton.engines.embedded.shaped.mixing import Attention, Mixer, Mla, Place, rms_normed, rows_of, silu
+from kvbaton.engines.embedded.shaped.mixing import Attention, Mamba, Mixer, Mla, Place, rms_normed, rows_of, silu
 from kvbaton.engines.embedded.shaped.weights import Array, ShapedWeights, make_weights, weights_fingerprint
 from kvbaton.engines.embedded.tiny import byte_tokenizer
 from kvbaton.engines.embedded.tokenizer import Tokenizer

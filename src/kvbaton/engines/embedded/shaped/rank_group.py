@@ -22,10 +22,8 @@ import numpy.typing as npt
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck, channel_pair
 from kvbaton.core.handoff import BlockLists
 from kvbaton.engines.embedded.model import TokenSpan, Written
-from kvbaton.engines.embedded.shaped.blueprint import Blueprint
-from kvbaton.engines.embedded.shaped.cut import WHOLE, Cut
-from kvbaton.engines.embedded.shaped.groups import group_specs
-from kvbaton.engines.embedded.shaped.memory import lists_of
+from kvbaton.engines.embedded.shaped.blueprint import WHOLE, Blueprint, Cut
+from kvbaton.engines.embedded.shaped.memory import group_specs, lists_of
 from kvbaton.engines.embedded.shaped.rank_messages import (
     GroupSettings,
     LayerWritten,
@@ -222,7 +220,7 @@ class _StepReplies:
         match reply:
             case LayerWritten():
                 self._writers[reply.layer] += 1
-                if self._written is not None and self._writers[reply.layer] == self._settings.tp_size:
+                if self._written is not None and self._writers[reply.layer] == self._settings.shape.tp:
                     self._written(reply.layer)
                 return False
             case StepDone():

@@ -1,16 +1,22 @@
-"""What the leader of an instance and its rank processes exchange: the setup of a rank, orders to it, and its replies."""
+"""What the leader of an instance and its rank processes exchange: the setup of a rank, its transport, orders and replies."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
+from kvbaton.config import parse_trust
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Executor, Incarnation
 from kvbaton.core.layout import Layout
+from kvbaton.core.topology import Shape
+from kvbaton.engines.embedded.cache import RegionCache
 from kvbaton.engines.embedded.model import TokenSpan
-from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.blueprint import Cut
+from kvbaton.engines.embedded.shaped.drops import dropping
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
+from kvbaton.transport.base import Transport, TransportSettings
+from kvbaton.transport.choose import open_transport
 
 __all__ = [
     "GroupSettings",
@@ -30,6 +36,7 @@ __all__ = [
     "decode_order",
     "decode_reply",
     "from_wire",
+    "open_rank_transport",
     "rank_name",
     "to_wire",
 ]
@@ -70,8 +77,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
     """What all ranks of an instance have in common."""
 
     model: str
-    pp_size: int
-    tp_size: int
+    shape: Shape
     blocks: int
     block_tokens: int
     transport: RankTransport
@@ -81,7 +87,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
     @property
     def cuts(self) -> tuple[Cut, ...]:
         """Every rank, by its number."""
-        return Cut(0, self.pp_size, 0, self.tp_size).all()
+        return Cut(0, self.shape.pp, 0, self.shape.tp).all()
 
 
 class RankSetup(msgspec.Struct, frozen=True):
@@ -176,3 +182,17 @@ def to_wire(span: TokenSpan) -> WireSpan:
 def from_wire(span: WireSpan) -> TokenSpan:
     """A span from the wire."""
     return TokenSpan(np.array(span.token_ids, np.int32), span.start, np.array(span.blocks, np.int32))
+
+
+def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key: bytes) -> Transport:
+    """Open it; it moves nothing of what `settings.drop` names."""
+    transport_settings = TransportSettings(
+        incarnation=settings.incarnation,
+        timeout_s=settings.timeout_s,
+        host=settings.host,
+        advertise_host=settings.advertise_host,
+        cluster_key=cluster_key,
+        unfenced_writes=settings.unfenced_writes,
+        admits=parse_trust(allow=settings.allow).accepts_from,
+    )
+    return dropping(open_transport(settings.name, cache.region, transport_settings), cache, settings.drop)

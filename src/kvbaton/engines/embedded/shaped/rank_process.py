@@ -1,7 +1,9 @@
 """One rank of an instance, in a process of its own: runs its part of every step, and moves its part of every hand-off.
 
 It ends when its leader or a neighbour is gone, and when a step of its own fails: an instance with a missing rank cannot run
-a step.
+a step. Within a step the ranks of a stage exchange sums, and stages pass rows on. The first rank of a stage adds the parts in
+the order of the ranks and sends the sum to the others. Floating-point addition depends on the order: in one fixed order all
+ranks of a stage continue with the same bits, and a run can be repeated.
 """
 
 from __future__ import annotations
@@ -15,12 +17,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvbaton.agent.channel import Channel, ChannelClosed
+from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
 from kvbaton.agent.rank_sets import RankLoop
 from kvbaton.core.layout import Layout
-from kvbaton.engines.embedded.shaped.blueprint import find_blueprint
-from kvbaton.engines.embedded.shaped.collectives import RankCollectives
-from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.blueprint import Cut, find_blueprint
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.engines.embedded.shaped.model import ShapedModel
 from kvbaton.engines.embedded.shaped.rank_messages import (
@@ -37,12 +37,64 @@ from kvbaton.engines.embedded.shaped.rank_messages import (
     StepFailed,
     decode_order,
     from_wire,
+    open_rank_transport,
     rank_name,
 )
-from kvbaton.engines.embedded.shaped.rank_transport import open_rank_transport
-from kvbaton.engines.embedded.shaped.weights import make_weights, weights_fingerprint
+from kvbaton.engines.embedded.shaped.weights import Array, make_weights, weights_fingerprint
 
-__all__ = ["RankWorker", "main"]
+__all__ = ["RankCollectives", "RankWorker", "main"]
+
+
+class RankCollectives:
+    """The links of one rank. The first rank of a stage has one to each of the others, `stage`; the others have one, to it."""
+
+    def __init__(
+        self,
+        stage: Sequence[Channel],
+        *,
+        adds_up: bool,
+        before: Channel | None = None,
+        after: Channel | None = None,
+        timeout_s: float,
+    ) -> None:
+        self._stage = stage
+        self._adds_up = adds_up
+        self._before = before
+        self._after = after
+        self._timeout_s = timeout_s
+
+    def reduce(self, part: Array) -> Array:
+        """The sum of this part and those of all other ranks of the stage."""
+        if not self._stage:
+            return part
+        if not self._adds_up:
+            self._send(self._stage[0], part)
+            return self._receive(self._stage[0], part.shape)
+        total = part
+        for peer in self._stage:
+            total = total + self._receive(peer, part.shape)
+        for peer in self._stage:
+            self._send(peer, total)
+        return total
+
+    def receive_rows(self, shape: tuple[int, ...]) -> Array | None:
+        """The rows that the stage before has computed; None for the first stage."""
+        return None if self._before is None else self._receive(self._before, shape)
+
+    def send_rows(self, rows: Array) -> None:
+        """Send the rows to the stage after, if there is one."""
+        if self._after is not None:
+            self._send(self._after, rows)
+
+    def _send(self, peer: Channel, rows: Array) -> None:
+        peer.send(np.ascontiguousarray(rows).data.cast("B"), self._timeout_s)
+
+    def _receive(self, peer: Channel, shape: tuple[int, ...]) -> Array:
+        frame = peer.receive(self._timeout_s)
+        if frame is None:
+            raise ChannelStuck(f"{peer.peer} has sent nothing of a step for {self._timeout_s:g} s")
+        return np.frombuffer(frame, np.float64).reshape(shape)
+
 
 log = logging.getLogger(__name__)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.addresses import in_url
-from kvbaton.core.handoff import AuxWay
+from kvbaton.core.handoff import AuxChannel
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
@@ -48,7 +48,7 @@ class VllmPlugin(EnginePlugin):
     name = "vllm"
     title = "vLLM"
     support = Support(
-        aux_ways=(AuxWay.CONTROL,),
+        aux_channels=(AuxChannel.CONTROL,),
         devices=("cpu", "cuda"),
         connectors=tuple(CONNECTORS),
         cache_dtypes=("float32", "bfloat16"),
@@ -108,9 +108,9 @@ def _facts_of_directory(directory: Path) -> ModelFacts:
     Prompts are tokens: a hash of each word and its place in the text, spread over the vocabulary. Any model takes them.
     """
     try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes())
+        config = json.loads((directory / "config.json").read_text())
         vocabulary, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--model is {directory}; with --device cuda it is a directory of Hugging Face safetensors ({error})"
         ) from error
@@ -133,8 +133,8 @@ def _extra_config(request: CommandRequest) -> dict[str, Any]:
     if request.routers:
         http_address = f"{in_url(request.advertise_host or request.host)}:{request.port}"
         extra |= {"routers": list(request.routers), "http_address": http_address}
-    defaults = msgspec.structs.asdict(Limits())
-    extra |= {name: value for name, value in msgspec.structs.asdict(request.limits).items() if value != defaults[name]}
+    defaults = asdict(Limits())
+    extra |= {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
     if request.cluster_key_file is not None:
         extra["cluster_key_file"] = str(request.cluster_key_file)
     return extra | ({"allow": list(request.allow)} if request.allow else {})

@@ -122,7 +122,8 @@ def _with_kvbaton(
     options, controls = servers.options, servers.options.controls
     extra: dict[str, Any] = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"{_HOST}:{port}"}
     extra |= {"handoffs_port": ports.pick(), "routers": list(routers)}
-    extra |= {control: True for control in ("poison", "drop_writes") if getattr(controls, control)}
+    extra |= {"poison": True} if controls.poison else {}
+    extra |= {"drop": "writes"} if controls.drop_writes else {}
     extra |= servers.settings
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.engines.embedded.model import TokenSpan
-from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
-from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Cut
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.engines.embedded.shaped.model import LoadedShaped, ShapedModel, load_shaped
 from kvbaton.engines.embedded.shaped.weights import Array, make_weights

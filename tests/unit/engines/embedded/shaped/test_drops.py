@@ -8,8 +8,7 @@ from shaped_rig import BLOCK_TOKENS, BLOCKS
 
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
-from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS
-from kvbaton.engines.embedded.shaped.cut import Cut
+from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Cut
 from kvbaton.engines.embedded.shaped.drops import check_drop, check_has, drop_filter
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.errors import ConfigError

@@ -39,7 +39,7 @@ def lost() -> Lost:
 @pytest.fixture
 def group(lost: Lost) -> Iterator[RankGroup]:
     transport = RankTransport("local", Incarnation("leader"), 5.0, "127.0.0.1", "127.0.0.1")
-    made = RankGroup(GroupSettings("tiny-mamba", 2, 2, BLOCKS, BLOCK_TOKENS, transport, step_s=WAIT_S), lost)
+    made = RankGroup(GroupSettings("tiny-mamba", Shape(pp=2, tp=2), BLOCKS, BLOCK_TOKENS, transport, step_s=WAIT_S), lost)
     yield made
     made.close()
     assert all(rank.process.poll() is not None for rank in made.ranks)
@@ -96,7 +96,7 @@ def test_a_rank_that_fails_in_a_step_is_named(group: RankGroup, lost: Lost) -> N
 def test_every_rank_asks_readers_for_the_cluster_key_and_no_command_line_shows_it(lost: Lost) -> None:
     settings = RankTransport("tcp", Incarnation("leader"), 5.0, "127.0.0.1", "127.0.0.1")
     key = b"0123456789abcdef"
-    group = RankGroup(GroupSettings("tiny-mamba", 1, 2, BLOCKS, BLOCK_TOKENS, settings, step_s=WAIT_S), lost, key)
+    group = RankGroup(GroupSettings("tiny-mamba", Shape(tp=2), BLOCKS, BLOCK_TOKENS, settings, step_s=WAIT_S), lost, key)
     try:
         for rank, ready in zip(group.ranks, group.ready, strict=True):
             assert "kvbaton" in command_line(rank.process.pid)

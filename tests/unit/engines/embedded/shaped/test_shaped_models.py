@@ -10,8 +10,7 @@ from shaped_rig import BLOCK_TOKENS, BLOCKS, PROMPT, TABLE, Ranks, decode, fresh
 
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.cache import POISON_BYTE
-from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Kind, find_blueprint
-from kvbaton.engines.embedded.shaped.cut import check_cut
+from kvbaton.engines.embedded.shaped.blueprint import BLUEPRINTS, Kind, check_cut, find_blueprint
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES, ShapedCache
 from kvbaton.engines.embedded.shaped.model import load_shaped
 from kvbaton.errors import ConfigError, ModelError
