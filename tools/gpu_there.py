@@ -172,6 +172,7 @@ def main() -> int:
     parser.add_argument("--archives", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stop", action="store_true", help="stop at the first step that does not end as it should")
     parser.add_argument("--command", help="run this instead of steps, with the same environment")
     parser.add_argument("steps", nargs="*", metavar="STEP")
     options = parser.parse_args()
@@ -188,7 +189,11 @@ def main() -> int:
     for model in sorted(wanted):
         command = [sys.executable, str(HERE / "gpu_model.py"), str(work / "models" / model)]
         subprocess.run(command, check=True, env=environment(work))
-    results = [run_step(name, STEPS[name], work, out) for name in options.steps]
+    results: list[bool] = []
+    for name in options.steps:
+        results.append(run_step(name, STEPS[name], work, out))
+        if options.stop and not results[-1]:
+            break
     subprocess.run(["tar", "czf", str(out / "logs.tgz"), "-C", str(work), "logs"], check=False)
     return 0 if all(results) else 1
 
