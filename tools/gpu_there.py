@@ -23,14 +23,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src"
 
-GRAPHS = (
+FULL_GRAPHS = (
     "--no-enforce-eager --compilation-config "
-    '{"mode":0,"cudagraph_mode":"FULL_AND_PIECEWISE","cudagraph_capture_sizes":[1,2,4,8,16,32,64]}'
+    '{"mode":0,"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1,2,4,8,16]}'
 )
-FULL_GRAPHS = GRAPHS.replace("FULL_AND_PIECEWISE", "FULL")
-PIECES = (
-    "--no-enforce-eager --compilation-config " + '{"cudagraph_mode":"PIECEWISE","cudagraph_capture_sizes":[1,2,4,8,16,32,64]}'
-)
+COMPILED = "--no-enforce-eager --compilation-config " + '{"cudagraph_capture_sizes":[1,2,4,8,16]}'
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Step:
     script: bool = False
 
 
-def verify(more: str, *, model: str = "m8b", requests: int = 16, fails: bool = False, seconds: int = 300) -> Step:
+def verify(more: str, *, model: str = "m8b", requests: int = 12, fails: bool = False, seconds: int = 300) -> Step:
     """A verification on the GPU."""
     common = f"verify --engine vllm --device cuda --model {{models}}/{model} --requests {requests} --json"
     lengths = "--shortest-prompt 16 --longest-prompt 8192 --max-tokens 16"
@@ -66,19 +63,18 @@ STEPS: dict[str, Step] = {
         "--transport cuda --mode push --concurrency 4 --engine-arguments=--enable-cumem-allocator", model="tiny", seconds=240
     ),
     "tiny-drop": verify("--transport cuda --mode push --drop-writes", model="tiny", requests=8, fails=True, seconds=240),
-    "push-eager": verify("--transport cuda --mode push --concurrency 4"),
-    "pull-eager": verify("--transport cuda --mode pull --concurrency 4"),
-    "push-graphs": verify(f"--transport cuda --mode push --concurrency 4 --engine-arguments {shlex.quote(GRAPHS)}"),
-    "pull-graphs": verify(f"--transport auto --mode pull --concurrency 4 --engine-arguments {shlex.quote(GRAPHS)}"),
-    "push-full-graphs": verify(f"--transport cuda --mode push --concurrency 4 --engine-arguments {shlex.quote(FULL_GRAPHS)}"),
-    "push-compiled": verify(f"--transport cuda --mode push --concurrency 4 --engine-arguments {shlex.quote(PIECES)}"),
-    "drop-writes": verify("--transport cuda --mode push --drop-writes", requests=6, fails=True),
+    "push-eager": verify("--transport cuda --mode push --concurrency 1"),
+    "pull-eager": verify("--transport cuda --mode pull --concurrency 1"),
+    "push-graphs": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "pull-graphs": verify(f"--transport auto --mode pull --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "push-compiled": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(COMPILED)}"),
+    "drop-writes": verify("--transport cuda --mode push --drop-writes", requests=4, fails=True),
     "storm-push": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode push", 420, script=True),
     "storm-pull": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode pull --no-kills", 200, script=True),
     "storm-8b": Step(f"{HERE}/gpu_storm.py {{models}}/m8b --mode push --no-kills", 300, script=True),
     "bench-push": bench("--mode push --peer nixl"),
     "bench-pull": bench("--mode pull --peer nixl"),
-    "bench-graphs": bench(f"--mode push --engine-arguments {shlex.quote(GRAPHS)}"),
+    "bench-graphs": bench(f"--mode push --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
     "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
     "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
     "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),
