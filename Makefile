@@ -10,7 +10,8 @@ PIP = -m pip install --disable-pip-version-check --progress-bar on
 IBVERBS = libibverbs1 libnl-3-200 libnl-route-3-200
 MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspath $(VENV))-movers/system/usr/lib/* 2>/dev/null | \
 	paste -sd:) $(VENV)-movers/bin
-QUICK = "not e2e and not sim and not vllm and not vllm_full and not compat and not matrix"
+QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes and not sglang and not sglang_full and not compat \
+	and not matrix"
 PURE = tests/sim tests/unit/core
 BENCH ?= engine handoff serve
 
@@ -27,8 +28,8 @@ define full
 		benchmarks/$(1)/$(shell uname -m)-$(shell nproc)core.json
 endef
 
-.PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sim-full test-e2e-full test-matrix-full \
-	test-vllm-full peers check format bench bench-wire diagrams clean
+.PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full peers check format bench bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,10 +43,13 @@ help:
 	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape: a sample, about a minute"
 	@echo "make test-compat  the real vllm-router, and transports over NIXL and Mooncake (the first time: 600 MB to install)"
 	@echo "make test-vllm    real vLLM servers on CPUs (the first time: 3 GB to install)"
-	@echo "make peers        install what test-compat and test-vllm run against, ahead of time"
+	@echo "make test-sglang  real SGLang servers on CPUs (the first time: 2.5 GB to install)"
+	@echo "make peers        install what test-compat, test-vllm and test-sglang run against, ahead of time"
 	@echo
-	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full"
+	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
+	@echo "make test-vllm-shapes"
+	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
 	@echo
 	@echo "make bench        kvbaton bench engine, handoff and serve, one after another; BENCH=serve runs one of them"
 	@echo "make bench-wire   every transport beside its peers (NIXL, Mooncake, memcpy, a socket): five minutes on two cores"
@@ -96,6 +100,9 @@ test-matrix: $(VENV)/.installed-dev
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m vllm $(call marked,vllm) -rs --timeout 1800 $(ARGS)
 
+test-sglang: $(VENV)/.installed-dev
+	$(BIN)/pytest --sample -m sglang $(call marked,sglang) -rs --timeout 1800 $(ARGS)
+
 $(VENV)-movers/.installed: $(VENV)/.installed-dev
 	@echo "== installing NIXL and Mooncake into $(VENV)-movers (torch first, or it brings CUDA along)"
 	@$(PYTHON) -m venv $(VENV)-movers
@@ -130,6 +137,12 @@ test-matrix-full: $(VENV)/.installed-dev
 
 test-vllm-full: $(VENV)/.installed-dev
 	$(call full,vllm-full,"vllm or vllm_full",$(call marked,vllm|vllm_full),3600)
+
+test-sglang-full: $(VENV)/.installed-dev
+	$(call full,sglang-full,"sglang or sglang_full",$(call marked,sglang|sglang_full),3600)
+
+test-vllm-shapes: $(VENV)/.installed-dev
+	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests tools

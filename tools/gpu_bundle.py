@@ -25,7 +25,7 @@ from pathlib import Path
 VLLM, NIXL = "0.32.0", "1.5.1"
 PYTHON, ARCHITECTURE, FAT_BINARY = "3.12", 90, 0xBA55ED50
 HERE = Path(__file__).resolve().parent
-OWN = ("cyclopts", "rich_rst", "docutils", "orjson", "gguf", "pytest", "pluggy", "iniconfig", "pytest-timeout", "hypothesis")
+OWN: tuple[str, ...] = ("cyclopts", "rich_rst", "docutils", "orjson", "gguf", "pytest", "pluggy", "iniconfig", "pytest-timeout", "hypothesis")
 OWN += ("sortedcontainers",)
 LIBRARIES = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so", "vllm_flash_attn/_vllm_fa3_C.abi3.so")
 KEPT_LIBRARIES = {"spinloop.abi3.so", "cumem_allocator.abi3.so", "fs_io_C.abi3.so"}

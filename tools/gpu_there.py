@@ -24,8 +24,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src"
 
 FULL_GRAPHS = (
-    "--no-enforce-eager --compilation-config "
-    '{"mode":0,"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1,2,4,8,16]}'
+    '--no-enforce-eager --compilation-config {"mode":0,"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1,2,4,8,16]}'
 )
 COMPILED = "--no-enforce-eager --compilation-config " + '{"cudagraph_capture_sizes":[1,2,4,8,16]}'
 

@@ -20,6 +20,7 @@ import msgspec
 
 import kvbaton
 from kvbaton.bench.report import describe_hardware
+from kvbaton.engines.sglang.setup.environment import SGLANG_VERSION
 from kvbaton.engines.vllm.setup.environment import VLLM_VERSION
 
 __all__ = ["log_of", "main"]
@@ -46,6 +47,7 @@ def log_of(suite: str, junits: list[str], expected: list[str], notes: list[str])
         "counts": {**counts, "not run": len(not_run)},
         "version": kvbaton.__version__,
         "vllm": VLLM_VERSION,
+        "sglang": SGLANG_VERSION,
         "hardware": describe_hardware(),
         "notes": notes,
         "parts": parts,

@@ -187,6 +187,8 @@ def play(script: Script, bugs: Bugs | None = None, *, prepare: Prepare | None = 
 
 
 def _watch(run: Run, out: set[str], back_at: dict[str, float]) -> None:
+    if run.probes:
+        return
     for address, instance in run.cluster.instances.items():
         engine = instance.engine
         count = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from scenario import (
     BOTH_DELIVERED,
@@ -22,6 +23,7 @@ from scenario import (
     at_every_event,
     every_flow,
     every_push,
+    every_read,
     every_write,
     first_broken,
     make,
@@ -43,6 +45,9 @@ LONG_S = 9.0
 
 GIVE_UP_S = LIMITS.transfer_timeout
 HOLD_S = LIMITS.defer_timeout
+BEAT_S = LIMITS.beat_s
+STOPPED_S = 36.0
+"""How long an engine stands still: longer than anything may wait for it."""
 
 
 @dataclass(slots=True)
@@ -272,6 +277,70 @@ def test_clock_jumps_ahead(flow: Flow, who: str) -> None:
     assert max(long.met.values()) < NORMAL_S
     assert long.back["p0"] < NORMAL_S
     assert long.back["d0"] < NORMAL_S + (GIVE_UP_S if who == "p0" and flow.mode is Mode.PUSH else 0)
+
+
+@every_flow
+def test_source_engine_hangs(flow: Flow) -> None:
+    """Its agents beat all the time, and vouch for nothing: the target gives up as if they were silent."""
+    hangs = Fault(FaultKind.SILENT_ENGINE, who="p0", for_s=STOPPED_S)
+    worst = _worst(flow, hangs)
+    assert worst.met["p0"] < STOPPED_S + NORMAL_S, "its blocks are with the engine that hangs"
+    assert worst.back["p0"] < STOPPED_S + HOLD_S + NORMAL_S
+    if flow.mode is Mode.PULL:
+        # Either nothing is left for its engine to do, or no target has the request: then it has waited for too long here.
+        assert worst.ends == {BOTH_DELIVERED, (Outcome.EXPIRED, None)}
+    else:
+        assert worst.back["d0"] < GIVE_UP_S + BEAT_S + NORMAL_S
+        assert first_broken(at_every_event(make(flow), hangs), PLANTS["target-trusts-agents"].bugs) == {"silent engine"}
+
+
+@every_flow
+def test_target_engine_hangs(flow: Flow) -> None:
+    """Sources that wait until it has memory for them release theirs, as if it were silent."""
+    hangs = Fault(FaultKind.SILENT_ENGINE, who="d0", for_s=STOPPED_S)
+    worst = _worst(flow, hangs)
+    assert worst.back["p0"] < HOLD_S + BEAT_S + NORMAL_S
+    assert worst.met["d0"] < STOPPED_S + NORMAL_S
+    assert worst.back["d0"] < STOPPED_S + GIVE_UP_S + NORMAL_S
+
+
+@every_read
+def test_target_engine_hangs_would_keep_source_blocks_if_its_agents_counted(flow: Flow) -> None:
+    """Its memory is full when it hangs, so that a source is held for it."""
+    first, second = request(flow), request(flow, at_s=0.01)
+    script = make(flow, first, second, decode_blocks=3, decode_s=0.2)
+    hangs = msgspec.structs.replace(script, faults=(Fault(FaultKind.SILENT_ENGINE, 0.1, who="d0", for_s=STOPPED_S),))
+    story = play(hangs)
+    assert not story.rules
+    assert story.back("p0") < HOLD_S + BEAT_S + NORMAL_S
+    assert play(hangs, PLANTS["source-trusts-agents"].bugs).rules == {"silent engine"}
+
+
+@every_flow
+def test_engine_is_stuck(flow: Flow) -> None:
+    """It takes its steps and never gets to the request: the cap ends what it holds of its peers."""
+    source = _worst(flow, Fault(FaultKind.STUCK_ENGINE, who="p0", for_s=STOPPED_S))
+    assert source.back["d0"] < LIMITS.hold_cap + NORMAL_S
+    target = _worst(flow, Fault(FaultKind.STUCK_ENGINE, who="d0", for_s=STOPPED_S))
+    assert target.back["p0"] < LIMITS.queue_timeout + NORMAL_S
+
+
+@every_flow
+def test_bad_grant_numbers(flow: Flow) -> None:
+    """The two sides agree on a number again after a round trip each."""
+    worst = _worst(flow, Fault(FaultKind.BAD_GRANT, who="d0", number=3), step=1)
+    assert worst.ends == {BOTH_DELIVERED}
+    assert max(worst.back.values()) < 4 * LIMITS.retry + NORMAL_S
+
+
+@every_flow
+def test_frames_replayed(flow: Flow) -> None:
+    """What was recorded starts nothing, ends nothing and frees nothing a second time."""
+    links = (("p0", "d0"), ("d0", "p0"))
+    replays = (Fault(FaultKind.REPLAY, who=who, other=other, for_s=1.0, number=30) for who, other in links)
+    worst = _worst(flow, *replays)
+    assert worst.ends == {BOTH_DELIVERED}
+    assert max(worst.back.values()) < 2 * NORMAL_S
 
 
 @every_flow

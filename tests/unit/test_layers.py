@@ -39,7 +39,7 @@ def test_the_command_line_offers_exactly_the_roles_there_are() -> None:
 
 def test_router_offers_exactly_the_modes_there_are() -> None:
     offered = typing.get_args(typing.get_type_hints(router)["transfer_mode"])
-    assert set(offered) == {*TransferMode, "auto"}
+    assert set(offered) == {*TransferMode, "auto", "first"}
 
 
 def test_defaults_of_router_are_those_of_its_settings() -> None:

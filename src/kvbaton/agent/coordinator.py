@@ -141,6 +141,8 @@ class Coordinator:
         self._ranks = ranks
         self._peers = Peers()
         self._beaten_at = clock()
+        self.stepped_at = clock()
+        """When the engine took its last step. Set by the driver, on the engine's thread."""
         self._shortest_timeout = math.inf
         """The shortest `transfer_timeout` of the targets that wait for this instance: they give up after that much silence."""
         self._gone_check_at = clock() + _GONE_CHECK_S
@@ -321,9 +323,13 @@ class Coordinator:
         sides = (self.source.next_deadline(), self.target.next_deadline())
         return min(self._gone_check_at, *(when for when in sides if when is not None), self._beat_at())
 
+    @property
+    def beat_interval_s(self) -> float:
+        """How often heartbeats are due: several times within our own timeout, and within that of every target of ours."""
+        return min(self._limits.beat_s, max(self._shortest_timeout / 6, _MIN_BEAT_S))
+
     def _beat_at(self) -> float:
-        """When heartbeats are due: several times within our own timeout, and within that of every target that waits for us."""
-        return self._beaten_at + min(self._limits.beat_s, max(self._shortest_timeout / 6, _MIN_BEAT_S))
+        return self._beaten_at + self.beat_interval_s
 
     def beat(self) -> None:
         """Send the heartbeats that are due."""
@@ -333,11 +339,12 @@ class Coordinator:
         self._beaten_at = now
         waiting = [self._peers.card(target) for target in self.source.peers()]
         self._shortest_timeout = min((card.transfer_timeout for card in waiting if card is not None), default=math.inf)
+        step_age_s = max(0.0, now - self.stepped_at)
         for beats in (self.source.beat(), self.target.beat()):
             for peer, heartbeat in beats.items():
                 for first in range(0, len(heartbeat.live), _BEAT_ENTRIES):
                     part = heartbeat.live[first : first + _BEAT_ENTRIES]
-                    self._control.send(peer, Heartbeat(from_source=heartbeat.from_source, live=part))
+                    self._control.send(peer, Heartbeat(heartbeat.from_source, part, step_age_s))
 
     def _drop_all_dead(self) -> None:
         for incarnation in sorted(self.source.peers() | self.target.peers()):

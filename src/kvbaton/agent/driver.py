@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -127,6 +128,10 @@ class RanksDriver(HandoffPort):
     def allocated(self, allocation: Allocation) -> None:
         self._submit(partial(self._coordinator.allocated, allocation))
 
+    def engine_is_busy(self, is_busy: bool) -> None:
+        """The engine begins or ends a step, in which it takes no request: grants for requests that it has not seen may wait."""
+        self._coordinator.source.busy_since = time.monotonic() if is_busy else math.inf
+
     def poison(self, blocks: BlockLists, cached_tokens: int) -> None:
         """Have every rank spoil blocks before they are granted: to be called before `allocated`."""
         self._submit(partial(self._ranks.send_all, PoisonBlocks(blocks, cached_tokens)))
@@ -138,6 +143,7 @@ class RanksDriver(HandoffPort):
         self._submit(partial(self._coordinator.cancel, key, side))
 
     def events(self) -> list[EngineEvent]:
+        self._note_step()
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> AgentStats:
@@ -171,8 +177,13 @@ class RanksDriver(HandoffPort):
             raise LocalError("the agents have stopped")
         if len(self._commands) >= _MAX_COMMANDS:
             raise LocalError(f"the agent has {_MAX_COMMANDS} commands waiting; it is stuck or far too slow")
+        self._note_step()
         self._commands.append(command)
         self._wakeup.set()
+
+    def _note_step(self) -> None:
+        """The engine is at work. Peers learn how long ago that was: an engine may hang while this thread goes on beating."""
+        self._coordinator.stepped_at = time.monotonic()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -219,8 +230,12 @@ class RanksDriver(HandoffPort):
         self._note_frames(frames, time.monotonic())
         self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, time.monotonic())))
         self._take_reports()
-        if self._events:
+        if self._events or self._seems_idle():
             self._news()
+
+    def _seems_idle(self) -> bool:
+        """Whether the engine may be asleep: then it is woken, so that the next heartbeat shows that it does not hang."""
+        return time.monotonic() - self._coordinator.stepped_at > self._coordinator.beat_interval_s / 2
 
     def _note_frames(self, frames: int, now: float) -> None:
         """Note when every frame that had arrived was read: then the last turn was not full."""

@@ -1,7 +1,9 @@
 """The port between an engine and its agents: what an engine asks for, and what it is notified of.
 
-An engine calls the methods of `HandoffPort` from its own thread; none of them waits. It drains `events` once per step;
-`EngineEvent`s are facts that the coordinator has decided, in order, each reported exactly once.
+An engine calls the methods of `HandoffPort` from its own thread; none of them waits. It drains `events` once per step, and
+when it is notified that there may be some; `EngineEvent`s are facts that the coordinator has decided, in order, each reported
+exactly once. Every call shows that the engine is at work. One that makes none for `transfer_timeout` (as a target:
+`defer_timeout`) hangs, and its peers end the hand-offs that wait for it.
 
 A source calls `expect_target`, then in push `spans_ready` for what it has computed and `retract` when it preempts the prefill,
 and at last `offer`. A target calls `expect_source` while the request waits for memory, then `allocated` (in pull and push
@@ -110,9 +112,13 @@ class SourceEnded:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A target has blocks ready for this prefill: it may take the last free blocks here."""
+    """A target has blocks ready for this prefill: it may take the last free blocks here.
+
+    The target has the first `cached_tokens` tokens already. An engine whose lists of state begin behind them has to know that.
+    """
 
     key: HandoffKey
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

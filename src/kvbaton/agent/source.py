@@ -12,16 +12,21 @@ numbers and quarantine are explained from the other end in agent/target.py. What
 (PARKED), after it (QUEUED, then STREAMING), or after the whole prefill (HELD, then SERVING). A hand-off belongs to the first
 target that shows up for it with the same prompt; a transfer id alone proves nothing, because clients choose it.
 
+A grant that is PARKED gets no heartbeats: its request may never come. Except while the engine is busy with the step in which
+the grant came (`busy_since`): it takes requests between steps only, and on a loaded machine one step can take longer than a
+target waits.
+
 **The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
 do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
-confirms nothing. There is no lease while a request is QUEUED: it has no grant, and computes at the engine's own pace, within
-`queue_timeout`.
+confirms nothing. A heartbeat vouches for the target's engine, not for the thread that sends it: it states how long ago that
+engine took its last step, and silence is counted from then. There is no lease while a request is QUEUED: it has no grant, and
+computes at the engine's own pace, within `queue_timeout`.
 
 **The cap.** Messages of the target renew the lease; they cannot renew it for ever. A hand-off that gets no further than it was
-for `Limits.hold_cap` ends although its target is alive: that target, or the engine here, has stopped working and only its
-heartbeats go on. Only getting *further than ever before* (a later state, more spans computed, moved or summed) counts from
-anew: a hand-off that is preempted again and again, and never gets beyond where it was, ends too. STOPPING has no deadline: only
-copies of our own are waited for, and memory that they still read cannot go back.
+for `Limits.hold_cap` ends although its target is alive and its engine works: one of the two engines may have lost the request.
+Only getting *further than ever before* (a later state, more spans computed, moved or summed) counts from anew: a hand-off that
+is preempted again and again, and never gets beyond where it was, ends too. STOPPING has no deadline: only copies of our own
+are waited for, and memory that they still read cannot go back.
 
 **Retraction.** The engine preempts a prefill by `retract`. STREAMING becomes RETRACTING: the copies that this side executes
 are stopped, spans and sums are forgotten, a new generation number is taken, and `Retracted` is sent. When no copy of ours is
@@ -37,6 +42,7 @@ every span is summed: a sum that is taken later could be of other bytes.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -141,6 +147,7 @@ class SourceRecord:
     prompt: str = ""
     is_expected: bool = True
     """Whether the engine has asked for it; false while a grant is parked."""
+    parked_at: float = -math.inf
     blocks: BlockLists = ()
     spans: list[Span] = field(default_factory=list)
     announced: int = 0
@@ -218,6 +225,8 @@ class SourceSide:
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
         self._parked = 0
+        self.busy_since = math.inf
+        """When the engine began a step, in which it takes no requests; never, for one that always does."""
         self.late_total: Counter[str] = Counter()
         self.failures_total: Counter[str] = Counter()
         self.aux_fallbacks_total: Counter[str] = Counter()
@@ -281,14 +290,15 @@ class SourceSide:
 
     # The effects of the table.
 
-    def extend_lease(self, record: SourceRecord) -> None:
-        """The target is alive: count its silence from now."""
-        record.lease_until = self._clock() + self._limits.defer_timeout
+    def extend_lease(self, record: SourceRecord, step_age_s: float = 0.0) -> None:
+        """The target is alive: count its silence from now, or from when its engine took its last step."""
+        seen_at = self._clock() - step_age_s
+        record.lease_until = max(record.lease_until, seen_at + self._limits.defer_timeout)
 
     def notify_granted(self, record: SourceRecord) -> None:
         """The engine may start it now, however full its pool is (`may_start_prefill`)."""
         self._note(record, Stage.GRANTED)
-        self._engine(Granted(record.key))
+        self._engine(Granted(record.key, 0 if record.grant is None else record.grant.cached_tokens))
 
     def announce(self, record: SourceRecord) -> None:
         """Announce what is new, have our ranks move it if the copy is ours to execute, and sum it if the grant asks for that.
@@ -546,6 +556,7 @@ class SourceSide:
         elif record.state is SourceState.SERVING and not self._is_summed(record):
             record.is_asked = True
             self.step(record, SourceEvent.PEER_ALIVE)
+            self.extend_lease(record)
         elif not record.writes or self._is_moved(record):
             self.step(record, SourceEvent.CONFIRM_ASKED)
 
@@ -612,12 +623,16 @@ class SourceSide:
         self._control.send(sender, Stopped(stop.key, 0))
 
     def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
-        """A target is alive; what it waits for lives on, and about what is over here it is notified again."""
+        """A target is alive; what it waits for lives on, and about what is over here it is notified again.
+
+        Its engine need not be: one that hangs allocates nothing, and blocks that are held for it are missing here.
+        """
         for key, grant in heartbeat.live:
             record = self.live.get(key)
             if record is not None and record.target in (None, sender) and self._is_about(record, grant):
                 record.target = sender
                 self.step(record, SourceEvent.PEER_ALIVE)
+                self.extend_lease(record, heartbeat.step_age_s)
             elif record is None and self._declined.withdraw(key):
                 # The engine has not asked for it yet; how an earlier hand-off of this key ended is no answer to this one.
                 continue
@@ -678,7 +693,8 @@ class SourceSide:
         """The heartbeats that are due to targets that wait for something of ours."""
         lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
         for record in self.live.values():
-            if record.target is not None and record.state not in (SourceState.PARKED, SourceState.STOPPING):
+            is_waited_for = record.state is not SourceState.PARKED or record.parked_at >= self.busy_since
+            if record.target is not None and is_waited_for and record.state is not SourceState.STOPPING:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
@@ -785,7 +801,7 @@ class SourceSide:
         else:
             record = self._new_record(grant.key, SourceState.PARKED)
             record.target, record.grant, record.prompt = sender, grant, grant.prompt
-            record.is_expected = False
+            record.is_expected, record.parked_at = False, self._clock()
             self.live[grant.key] = record
             self._parked += 1
             self._watch(record)

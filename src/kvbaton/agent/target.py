@@ -63,11 +63,12 @@ memory anew, which ends the rights of every peer. Time leads from one to the nex
 Deadlines
 ---------
 QUEUED ends after `queue_timeout`. From then on `give_up_at` measures the silence of the source; its heartbeats renew that
-where the source is what we wait for (not in CLEARING and CONFIRMING). Heartbeats cannot do so for ever: a hand-off that gets no
-further than it was for `Limits.hold_cap` ends although its source is alive, because an engine may hang while its agent goes on.
-Only getting *further than ever before* (a later state, more spans moved or summed) counts from anew, so that a source which
-retracts again and again does not keep our blocks. The states of the quarantine have deadlines that lead to stronger means, and
-no end but quiet.
+where the source is what we wait for (not in CLEARING and CONFIRMING). A heartbeat states how long ago the source's engine took
+its last step, and silence is counted from then: an engine may hang while its agents go on. Heartbeats of an engine that works
+cannot renew it for ever either: a hand-off that gets no further than it was for `Limits.hold_cap` ends, because the engine may
+have lost it. Only getting *further than ever before* (a later state, more spans moved or summed) counts from anew, so that a
+source which retracts again and again does not keep our blocks. The states of the quarantine have deadlines that lead to
+stronger means, and no end but quiet.
 
 Epoch
 -----
@@ -788,7 +789,9 @@ class TargetSide:
                 self.step(record, TargetEvent.PEER_ALIVE)
                 # Without our grant, however often it was sent, the source cannot make progress with this hand-off.
                 if record.state not in _NOT_RENEWED and grant == record.grant:
-                    record.give_up_at = self._clock() + self._limits.transfer_timeout
+                    # Nor while its engine hangs: then only the agents are alive, and nothing more will be computed.
+                    seen_at = self._clock() - heartbeat.step_age_s
+                    record.give_up_at = max(record.give_up_at, seen_at + self._limits.transfer_timeout)
             elif grant:
                 self._send_end_again(sender, key, grant)
 

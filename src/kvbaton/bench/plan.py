@@ -27,7 +27,7 @@ from kvbaton.core.plan import plan_runs
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import head_range
 from kvbaton.engines.base import Progress
-from kvbaton.engines.sglang.environment import ensure_sglang
+from kvbaton.engines.sglang.setup.environment import ensure_sglang
 from kvbaton.engines.vllm.setup.environment import ensure_environment
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.launch.installing import default_cache_dir
@@ -119,7 +119,7 @@ def _variables(python: Path) -> dict[str, str]:
 def ensure_plan_peers(progress: Progress) -> tuple[Path, Path]:
     """The interpreters that have vLLM and SGLang, installed first if need be. Raises LocalError."""
     directory = default_cache_dir()
-    return ensure_environment(directory, progress).python, ensure_sglang(directory, progress)
+    return ensure_environment(directory, progress).python, ensure_sglang(directory, progress).python
 
 
 def run_plan_bench(bench: PlanBench, progress: Progress) -> BenchReport:

@@ -44,7 +44,6 @@ SINGLE = "one server"
 
 _ASK_S = 10.0
 _SERVED = "bench"
-_TOKEN_IDS = range(1000, 40_000)
 _CACHE_BLOCKS = 64
 _SETTLE_S = 1.0
 _REQUEST_S = 300.0
@@ -75,23 +74,27 @@ class _Variant:
 class _Variants:
     """Starts variants of one engine, one after the other; each is paused as soon as it is up. `kept` ends them."""
 
-    def __init__(self, engine: EnginePlugin, options: EngineOptions, kept: ExitStack, progress: Progress) -> None:
+    def __init__(self, engine: EnginePlugin, sides: Sequence[EngineOptions], kept: ExitStack, progress: Progress) -> None:
         self._engine = engine
-        self._options = options
+        self._sides = sides
         self._kept = kept
         self._progress = progress
         self._ports = PortPicker()
 
     def single(self) -> _Variant:
         """One plain server."""
-        part = self._engine.prepare(self._options, self._progress).part("single", "both", self._ports)
+        options = replace(self._sides[0], shape="tp1")
+        part = self._engine.prepare(options, self._progress).part("single", "both", self._ports)
         return self._start(SINGLE, [part], Alone(part.base_url))
 
     def pair(self, name: str, mode: Mode, connector: str) -> _Variant:
         """A prefill and a decode server with this connector; ours has timelines, and in push both are asked at once."""
-        options = replace(self._options, handoff=HandoffSettings(mode=mode), connector=connector)
-        side = self._engine.prepare(options, self._progress)
-        prefill, decode = parts = [side.part(f"{connector}-{mode}-{role}", role, self._ports) for role in ("prefill", "decode")]
+        parts = []
+        for role, side in zip(("prefill", "decode"), self._sides, strict=True):
+            options = replace(side, handoff=HandoffSettings(mode=mode), connector=connector)
+            prepared = self._engine.prepare(options, self._progress)
+            parts.append(prepared.part(f"{connector}-{mode}-{role}", role, self._ports))
+        prefill, decode = parts
         asking: Asking = OneAfterTheOther(prefill.base_url, decode.base_url)
         if prefill.control_address and decode.control_address:
             source, target = (ControlAddress.parse(part.control_address) for part in parts)
@@ -137,6 +140,9 @@ class ServersBench:
     modes: tuple[Mode, ...] = (Mode.PUSH, Mode.PULL)
     peer: str = ""
     """Another connector of the engine to compare with."""
+    prefill_shape: str = "tp1"
+    decode_shape: str = "tp1"
+    """Of every pair; the single server has one rank."""
     lengths: tuple[int, ...] = (128, 512, 1500)
     rounds: int = 10
     max_tokens: int = 4
@@ -188,6 +194,8 @@ class ServersBench:
             "transport": self.transport,
             "modes": ",".join(self.modes),
             "peer": self.peer or "none",
+            "prefill_shape": self.prefill_shape,
+            "decode_shape": self.decode_shape,
             "lengths": ",".join(map(str, self.lengths)),
             "rounds": self.rounds,
             "max_tokens": self.max_tokens,
@@ -201,17 +209,20 @@ class ServersBench:
 def run_servers_bench(bench: ServersBench, progress: Progress) -> BenchReport:
     """Install, start, measure and stop. Raises LocalError when there is too little memory, KVBatonError when servers fail."""
     options = bench.options
-    bench.engine.check_support(options)
-    context = bench.engine.check(options, options, progress).context_tokens
+    sides = [replace(options, shape=shape) for shape in (bench.prefill_shape, bench.decode_shape)]
+    for side in sides:
+        bench.engine.check_support(side)
+    model = bench.engine.check(sides[0], sides[1], progress)
+    context = model.context_tokens
     if max(bench.lengths) > context - bench.max_tokens:
         raise ConfigError(f"--lengths is {bench.lengths}; from 1 to {context - bench.max_tokens} tokens are possible")
     _check_memory(bench)
     with ExitStack() as kept:
-        start = _Variants(bench.engine, options, kept, progress)
+        start = _Variants(bench.engine, sides, kept, progress)
         variants = [start.single(), *(start.pair(name, mode, OWN_CONNECTOR) for name, mode in bench.ours.items())]
         if bench.peer:
             variants.append(start.pair(bench.peer, Mode.PULL, bench.peer))
-        rounds, problems = asyncio.run(_Measurement(bench, variants, progress).run())
+        rounds, problems = asyncio.run(_Measurement(bench, variants, model.token_ids, progress).run())
     rows = list(rows_of(bench.lengths, bench.variants, rounds, bench.peer or SINGLE))
     return BenchReport(rows, _hardware(), rounds, problems)
 
@@ -230,9 +241,10 @@ def _hardware() -> dict[str, Setting]:
 
 
 class _Measurement:
-    def __init__(self, bench: ServersBench, variants: list[_Variant], progress: Progress) -> None:
+    def __init__(self, bench: ServersBench, variants: list[_Variant], token_ids: range, progress: Progress) -> None:
         self._bench = bench
         self._variants = variants
+        self._token_ids = token_ids
         self._progress = progress
         self._answers: dict[tuple[int, int, str], str] = {}
         self._problems: list[str] = []
@@ -316,7 +328,7 @@ class _Measurement:
 
     def _prompt(self, index: int, length: int) -> AskedPrompt:
         generator = random.Random(f"{index} {length}")
-        return AskedPrompt(_SERVED, tuple(generator.choices(_TOKEN_IDS, k=length)), self._bench.max_tokens)
+        return AskedPrompt(_SERVED, tuple(generator.choices(self._token_ids, k=length)), self._bench.max_tokens)
 
     def _line(self, taken: Round) -> str:
         parts = []

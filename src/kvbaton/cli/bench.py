@@ -175,6 +175,8 @@ def serve(
     chunk_tokens: int = 128,
     chunks: int = 5,
     mode: Literal["push", "pull", "both"] = "both",
+    prefill_shape: str = "tp1",
+    decode_shape: str = "tp1",
     lengths: str = "128,512,1500",
     rounds: int = 8,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -202,6 +204,10 @@ def serve(
         embedded: length, in such steps, of the prompts whose first token is measured; at least 4.
     mode
         other engines: which of kvbaton's modes to measure.
+    prefill_shape
+        other engines: how the prefill servers are cut into ranks: `tp2`, ...; those of the peer too.
+    decode_shape
+        other engines: how the decode servers are cut.
     lengths
         other engines: tokens of the prompts, with commas between them.
     rounds
@@ -235,6 +241,8 @@ def serve(
         transport,
         modes,
         peer,
+        prefill_shape,
+        decode_shape,
         _numbers(lengths, "--lengths"),
         rounds,
         device=device,

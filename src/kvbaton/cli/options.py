@@ -70,7 +70,13 @@ else:
     ]
 """How cache bytes travel: a name from the table of transports, those of other packages included."""
 
-ModelName = Annotated[str, Parameter(help="`smollm2`, `tiny`, a .gguf file, or a directory of Hugging Face safetensors.")]
+ModelName = Annotated[
+    str,
+    Parameter(
+        help="`smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of one engine: "
+        "`tiny-gqa8`, ... of the embedded one, `small-llama`, ... of vLLM."
+    ),
+]
 JsonOption = Annotated[bool, Parameter(negative=(), help="print one JSON object.")]
 
 

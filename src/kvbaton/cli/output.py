@@ -13,7 +13,6 @@ import os
 import queue
 import sys
 import threading
-from types import TracebackType
 
 __all__ = ["SafeOutput"]
 
@@ -24,7 +23,7 @@ _STDERR = 2
 _TOO_SLOW = "standard output takes no more, or is too slow"
 
 
-class SafeOutput:
+class SafeOutput(contextlib.AbstractContextManager["SafeOutput"]):
     """A text file for a `rich` console whose `write` never raises and never waits; leaving it writes what is queued.
 
     Without a descriptor (standard output was closed when the command was started) everything is lost.
@@ -42,10 +41,7 @@ class SafeOutput:
         self._writer = threading.Thread(target=self._run, name="output", daemon=True)
         self._writer.start()
 
-    def __enter__(self) -> SafeOutput:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def isatty(self) -> bool:

@@ -25,7 +25,8 @@ def router(
     port: int = 8000,
     discovery_host: str | None = None,
     discovery_port: int = 8001,
-    transfer_mode: Literal["READ", "WRITE", "auto"] = "auto",
+    transfer_mode: Literal["READ", "WRITE", "auto", "first"] = "auto",
+    p2p_mode: Literal["READ", "WRITE"] | None = None,
     instances_file: Path | None = None,
     processes: int = 1,
     cluster_key_file: Path | None = None,
@@ -51,7 +52,10 @@ def router(
     discovery_port
         port on which instances register.
     transfer_mode
-        `READ` takes pull instances only, `WRITE` push instances only; `auto` takes both, and pairs those of the same mode.
+        `READ` takes pull instances only, `WRITE` push instances only; `auto` takes both, and pairs those of the same mode;
+        with `first`, the first instance decides for all.
+    p2p_mode
+        also take instances of vLLM's P2pNcclConnector, whose registrations state no mode: this one.
     instances_file
         JSON list of instances that do not register by themselves; read again when it changes.
     processes
@@ -85,7 +89,9 @@ def router(
         port=port,
         discovery_host=discovery_host or host,
         discovery_port=discovery_port,
-        transfer_mode=None if transfer_mode == "auto" else TransferMode(transfer_mode),
+        transfer_mode=None if transfer_mode in ("auto", "first") else TransferMode(transfer_mode),
+        first_fixes_mode=transfer_mode == "first",
+        p2p_mode=None if p2p_mode is None else TransferMode(p2p_mode),
         instances_file=instances_file,
         processes=processes,
         api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),

@@ -45,6 +45,7 @@ def serve(
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
     drop: Annotated[str, Parameter(show=False)] = "",
     cache_dtype: str = "float32",
+    model_id: str = "",
     lacks: Annotated[str, Parameter(show=False)] = "",
     handoff: HandoffOptions = DEFAULT_HANDOFF,
     limits: LimitOptions = DEFAULT_LIMITS,
@@ -91,6 +92,9 @@ def serve(
         into how many ranks the model is cut, each a process: `tp2`, `pp2,tp2`, ...; for the small models only.
     cache_dtype
         type of the numbers in the cache: `float32`, or `float16` for the small models.
+    model_id
+        stands for the model where instances of another engine serve the same one (SGLang's setting `fingerprint`); with it,
+        caches can be handed over between the two.
     verbose
         log more.
     """
@@ -134,6 +138,7 @@ def serve(
         drop=drop,
         cache_dtype=cache_dtype,
         lacks=lacks,
+        model_id=model_id,
         http=replace(http, show_details=_shows_details() if http.show_details is None else http.show_details),
     )
     log = logging.getLogger("kvbaton")

@@ -35,6 +35,8 @@ def up(
     prefill: int = 1,
     decode: int = 1,
     model: ModelName = "smollm2",
+    prefill_shape: str = "tp1",
+    decode_shape: str = "tp1",
     transport: TransportName = "local",
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -53,6 +55,10 @@ def up(
         how many prefill instances.
     decode
         how many decode instances.
+    prefill_shape
+        how the prefill instances are cut into ranks: `tp2`, `pp2,tp2`, ...; not every model and engine can be.
+    decode_shape
+        how the decode instances are cut.
     host
         where the router listens.
     port
@@ -82,12 +88,14 @@ def up(
     plugin = find_engine(engine)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
     options = EngineOptions(model, transport, prefill + decode, handoff, cluster_key=cluster_key)
-    plugin.check_support(options)
+    sides = [replace(options, shape=shape) for shape in (prefill_shape, decode_shape)]
+    for side in sides:
+        plugin.check_support(side)
     with SafeOutput() as output:
         console = Console(file=cast("IO[str]", output))
         progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
-        served = plugin.check(options, options, progress).name
-        side = plugin.prepare(replace(options, served_name=served), progress)
+        served = plugin.check(sides[0], sides[1], progress).name
+        prepared = [plugin.prepare(replace(side, served_name=served), progress) for side in sides]
         ports = PortPicker()
         discovery_port = ports.pick()
         end_like_ctrl_c()
@@ -97,7 +105,7 @@ def up(
         with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
             try:
                 fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key))
-                for part in pair_parts(side, side, (prefill, decode), ports, discovery_port):
+                for part in pair_parts(prepared[0], prepared[1], (prefill, decode), ports, discovery_port):
                     fleet.start(part)
                 fleet.wait_healthy(plugin.healthy_within_s, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))
                 _welcome(console, host, port, served, time.monotonic() - started)

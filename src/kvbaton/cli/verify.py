@@ -29,6 +29,8 @@ _FOUND = 1
 def verify(
     *,
     engine: EngineName = DEFAULT_ENGINE,
+    prefill_engine: str = "",
+    decode_engine: str = "",
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
     handoff: HandoffOptions = DEFAULT_HANDOFF,
@@ -37,10 +39,18 @@ def verify(
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
 
     Exits with 0 when all answers are equal and every one was handed off, with 1 when not, with 2 when it could not be run.
+
+    Parameters
+    ----------
+    prefill_engine
+        the engine of the prefill instances and of the single one, where it is not that of the decode instances.
+    decode_engine
+        the engine of the decode instances. Two engines compute with different kernels: answers are equal when their tokens
+        are, and their logprobs within 1e-3.
     """
     from kvbaton.verify.run import VerifiedPair
 
-    pair = VerifiedPair(engine, transport, handoff)
+    pair = VerifiedPair(prefill_engine or engine, transport, handoff, decode_engine or engine)
     end_like_ctrl_c()
     report = _run(pair, settings)
     if json:

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 __all__ = [
     "LEGAL_PAIRS",
+    "MAX_OPAQUE_BYTES",
     "MAX_TRANSFER_ID",
     "Aux",
     "AuxChannel",
@@ -25,6 +26,7 @@ __all__ = [
     "Span",
     "TransferId",
     "key_problem",
+    "room_transfer_id",
     "span_problem",
 ]
 
@@ -42,6 +44,9 @@ BlockLists = tuple[tuple[int, ...], ...]
 
 MAX_TRANSFER_ID = 256
 """Characters of a transfer id; longer ones are refused where they enter."""
+
+MAX_OPAQUE_BYTES = 1 << 20
+"""Bytes of an aux record that only the engines read; a frame has room for them."""
 
 
 class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -116,6 +121,11 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
     end_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
+def room_transfer_id(room: int) -> TransferId:
+    """The transfer id of a request that SGLang knows by its room: so other engines and routers name it alike."""
+    return TransferId(f"tx-{room:032x}")
+
+
 def key_problem(key: HandoffKey) -> str:
     """Why nothing can be handed off under this key; empty when it is valid."""
     length = len(key.transfer_id)
@@ -149,3 +159,5 @@ class Aux(msgspec.Struct, frozen=True):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    opaque: Annotated[bytes, Meta(max_length=MAX_OPAQUE_BYTES)] = b""
+    """What only the source's engine can read: SGLang's metadata row, with its logprobs, hidden states and draft tokens."""

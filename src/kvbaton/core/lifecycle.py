@@ -290,7 +290,8 @@ def _source() -> SourceTable:
     live = (state.PARKED, state.QUEUED, state.STREAMING, state.RETRACTING, state.HELD, state.SERVING)
     ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.COPY_FAILED)
     for each in live:
-        rows[each, event.PEER_ALIVE] = Row(each, (effect.EXTEND_LEASE,))
+        # No effect: a heartbeat extends the lease by what it reports of the target's engine, which no table knows.
+        rows[each, event.PEER_ALIVE] = Row(each)
         for end in ending:
             rows[each, end] = Row(state.STOPPING, (effect.STOP_COPY,))
     # The end is sent when our copies are quiet, not before: the target takes it as the promise that nothing more is written.

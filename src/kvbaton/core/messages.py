@@ -211,11 +211,13 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Either side: the sender is alive, and these hand-offs (with their grants) are live there.
 
-    `from_source` is whether the sender is their source.
+    `from_source` is whether the sender is their source. `step_age_s` is how long ago the sender's engine took its last step:
+    agents go on sending while their engine hangs, so a receiver counts silence from that step.
     """
 
     from_source: bool
     live: tuple[tuple[HandoffKey, Number], ...]
+    step_age_s: Seconds = 0.0
 
 
 HandoffMessage = (

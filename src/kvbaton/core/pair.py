@@ -138,9 +138,8 @@ def _check_group(index: int, source: Group, target: Group) -> None:
         _check_fields(f"{where}, whose blocks are moved whole,", source, target, _WHOLE_FIELDS)
         for theirs, ours in zip(source.planes, target.planes, strict=True):
             if common_heads(theirs.heads, ours.heads):
-                fields = _WHOLE_PLANE_FIELDS
-                if not (source.has_outer_heads(theirs) and target.has_outer_heads(ours)):
-                    fields += _INNER_HEAD_FIELDS
+                is_by_head = source.has_outer_heads(theirs) and target.has_outer_heads(ours)
+                fields = _WHOLE_PLANE_FIELDS if is_by_head else (*_WHOLE_PLANE_FIELDS, *_INNER_HEAD_FIELDS)
                 _check_fields(f"{where} plane {ours.name}, moved whole,", theirs, ours, fields)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 import msgspec
 import zmq
@@ -74,36 +73,15 @@ class _RouterAnswer(msgspec.Struct, frozen=True):
     nonce: bytes = b""
 
 
-class _Frames:
-    """The two messages of an instance, as frames."""
-
-    def __init__(self, announcement: Announcement) -> None:
-        self._seal = Seal(announcement.cluster_key)
-        self._hello = msgspec.structs.replace(announcement.registration, answer=True, bye=False)
-        self._goodbye = msgspec.structs.replace(announcement.registration, answer=False, bye=True)
-
-    @property
-    def are_sealed(self) -> bool:
-        """Whether a router may send a challenge."""
-        return self._seal.is_keyed
-
-    def hello(self, stamp: bytes) -> bytes:
-        """The registration; `stamp` shows that it is new."""
-        return encode_registration(self._hello, self._seal, stamp)
-
-    def goodbye(self, stamp: bytes) -> bytes:
-        """The message that the instance leaves."""
-        return encode_registration(self._goodbye, self._seal, stamp)
-
-
 class _Link:
     """One router: its socket, when the next message is due, and its last answer."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, frames: _Frames, now: float) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, announcement: Announcement, now: float) -> None:
         self.router = router
+        self._registration = announcement.registration
+        self._seal = Seal(announcement.cluster_key)
         self.due = now
         self.sent_at = now
-        self._frames = frames
         self._asked_at = -_RETRY_S
         self._nonce = b""
         self._count = 0
@@ -122,21 +100,14 @@ class _Link:
         self._socket.setsockopt(zmq.IPV6, int(router.startswith("[")))
         self._socket.connect(f"tcp://{router}")
 
-    def send(self, frame: bytes) -> bool:
-        """Hand one frame over; False when the router cannot be reached now."""
+    def send(self, *, bye: bool = False) -> bool:
+        """Register, send a heartbeat, or report that the instance leaves; False when the router cannot be reached now."""
+        message = msgspec.structs.replace(self._registration, answer=not bye, bye=bye)
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(encode_registration(message, self._seal, self._next_stamp()), zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
-
-    def send_hello(self) -> bool:
-        """Register, or send a heartbeat; False when the router cannot be reached now."""
-        return self.send(self._frames.hello(self._next_stamp()))
-
-    def send_goodbye(self) -> bool:
-        """Report that the instance leaves; False when the router cannot be reached now."""
-        return self.send(self._frames.goodbye(self._next_stamp()))
 
     def _next_stamp(self) -> bytes:
         """The nonce of the connection and the next count: the router takes each once."""
@@ -170,7 +141,7 @@ class _Link:
 
     def next_look(self, now: float) -> float:
         """When to look at it again: soon while a router that may send a challenge has not answered, else when a beat is due."""
-        is_eager = self._frames.are_sealed and self.answer is None and now - self.sent_at < _EAGER_S
+        is_eager = self._seal.is_keyed and self.answer is None and now - self.sent_at < _EAGER_S
         return min(self.due, now + _EAGER_LOOK_S) if is_eager else self.due
 
     def close(self) -> None:
@@ -178,20 +149,16 @@ class _Link:
         self._socket.close()
 
 
-class Heartbeats:
+class Heartbeats(AbstractContextManager["Heartbeats"]):
     """Sends the hello of `announcement` to each of its routers whenever it is due; `report` receives what changes."""
 
     def __init__(self, announcement: Announcement, report: Callable[[RouterEvent], None], now: float) -> None:
         self._announcement = announcement
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        frames = _Frames(announcement)
-        self._links = [_Link(self._context, router, frames, now) for router in announcement.routers]
+        self._links = [_Link(self._context, router, announcement, now) for router in announcement.routers]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for link in self._links:
             link.close()
         self._context.term()
@@ -209,11 +176,11 @@ class Heartbeats:
     def send_goodbye(self, now: float) -> None:
         """Send every router that can be reached a goodbye; the next turn after this registers anew."""
         for link in self._links:
-            link.send_goodbye()
+            link.send(bye=True)
             link.due, link.away_since, link.answer = now, now, None
 
     def _beat(self, link: _Link, now: float) -> None:
-        if link.send_hello():
+        if link.send():
             link.due = now + self._announcement.heartbeat_s
             if link.away_since is not None:
                 link.sent_at = now

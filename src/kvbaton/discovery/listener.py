@@ -22,14 +22,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from kvbaton.core.auth import NONCE_BYTES, Seal
 from kvbaton.discovery.heartbeats import AnswerKind
-from kvbaton.discovery.messages import Cause, Freshness, InstanceType, Malformed, Registration, decode_registration
+from kvbaton.discovery.messages import (
+    Cause,
+    Freshness,
+    InstanceType,
+    Malformed,
+    Registration,
+    TransferMode,
+    decode_registration,
+)
 from kvbaton.discovery.registry import Left, Outcome, Refreshed, Registered, RegistrationRefused, Registry, Replaced
 from kvbaton.errors import Bug, ConfigError
 from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
@@ -89,7 +96,10 @@ class _Sender:
 
 
 class Listener:
-    """Binds `host:port` when entered and feeds `registry` until it is left; with `cluster_key`, only sealed messages count."""
+    """Binds `host:port` when entered and feeds `registry` until it is left; with `cluster_key`, only sealed messages count.
+
+    `p2p_mode` is the mode of instances of P2pNcclConnector, which register without one; without it they are skipped.
+    """
 
     def __init__(
         self,
@@ -99,7 +109,9 @@ class Listener:
         clock: Callable[[], float] = time.monotonic,
         cluster_key: bytes | None = None,
         max_connections: int | None = None,
+        p2p_mode: TransferMode | None = None,
     ) -> None:
+        self._p2p_mode = p2p_mode
         self._registry = registry
         self._host = host
         self._port = port
@@ -163,7 +175,7 @@ class Listener:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _listen(self, bound: socket.socket) -> None:
@@ -221,7 +233,8 @@ class Listener:
         if len(frames) != _FRAMES:
             detail = f"{len(frames) - 1} frames instead of one; send one msgpack map from a DEALER socket"
             return self._skip(Malformed(Cause.FRAMES, "", detail), source, now)
-        message = decode_registration(frames[1], self._seal, None if sender is None else sender.freshness)
+        freshness = None if sender is None else sender.freshness
+        message = decode_registration(frames[1], self._seal, freshness, self._p2p_mode)
         if isinstance(message, Malformed):
             return self._skip(message, source, now)
         if sender is not None and not sender.take_instance(message, now):

@@ -31,6 +31,8 @@ __all__ = [
     "check_http_address",
     "decode_registration",
     "encode_registration",
+    "is_p2p_address",
+    "peer_address",
     "read_registration",
 ]
 
@@ -179,10 +181,13 @@ def encode_registration(registration: Registration, seal: Seal | None = None, no
     return msgspec.msgpack.encode(fields)
 
 
-def decode_registration(frame: bytes, seal: Seal | None = None, freshness: Freshness | None = None) -> Registration | Malformed:
+def decode_registration(
+    frame: bytes, seal: Seal | None = None, freshness: Freshness | None = None, p2p_mode: TransferMode | None = None
+) -> Registration | Malformed:
     """Read one frame; never raises, whatever the bytes are. Unknown keys are ignored.
 
-    With a key, only frames that are sealed, and new by the `freshness` of their connection, are read.
+    With a key, only frames that are sealed, and new by the `freshness` of their connection, are read. `p2p_mode` is the mode of
+    instances of P2pNcclConnector, whose registrations have none; without it they are not read.
     """
     if len(frame) > _MAX_FRAME_BYTES:
         return Malformed(Cause.TOO_LONG, "", f"{len(frame)} bytes; the limit is {_MAX_FRAME_BYTES}")
@@ -200,13 +205,25 @@ def decode_registration(frame: bytes, seal: Seal | None = None, freshness: Fresh
         if freshness is not None and not freshness.take(raw.get("nonce")):
             detail = "is not the one that this connection was given, with a count that grows; send that one"
             return Malformed(Cause.NOT_FRESH, "nonce", detail)
-    return read_registration(raw)
+    return read_registration(raw, p2p_mode, needs_sizes=True)
 
 
-def read_registration(raw: dict[str, Any]) -> Registration | Malformed:
-    """Check the fields of a registration, as a message or a list of instances holds them; never raises."""
+def read_registration(
+    raw: dict[str, Any], p2p_mode: TransferMode | None = None, *, needs_sizes: bool = False
+) -> Registration | Malformed:
+    """Check the fields of a registration, as a message or a list of instances holds them; never raises.
+
+    MoRIIO instances state `dp_size` and `tp_size`, and a router that guessed them would address ranks that do not exist: with
+    `needs_sizes` such a message without them is not read. A list of instances may leave them out.
+    """
     try:
-        return _checked(raw)
+        if is_p2p_address(raw.get("zmq_address")):
+            return _checked(_with_p2p_mode(raw, p2p_mode))
+        registration = _checked(raw)
+        missing = next((name for name in ("dp_size", "tp_size") if needs_sizes and name not in raw), None)
+        if missing is not None and not registration.bye:
+            raise _FieldError(Cause.MISSING_FIELD, missing, "is missing; state the true size of the instance")
+        return registration
     except _FieldError as error:
         return error.malformed
 
@@ -229,6 +246,29 @@ def check_http_address(address: str) -> str | None:
     if is_bracketed != (":" in bare) or "%" in bare or not is_host(bare):
         return f"host {host!r} is not a host name or address"
     return None
+
+
+def is_p2p_address(address: object) -> bool:
+    """Whether this is the control address of P2pNcclConnector: `host:port` alone."""
+    return isinstance(address, str) and check_http_address(address) is None
+
+
+def peer_address(zmq_address: str) -> ControlAddress:
+    """Where the control plane of an instance listens, in either form. Raises AddressError."""
+    if is_p2p_address(zmq_address):
+        host, _, port = zmq_address.rpartition(":")
+        return ControlAddress.of(host.strip("[]"), int(port))
+    return ControlAddress.parse(zmq_address)
+
+
+def _with_p2p_mode(raw: dict[str, Any], p2p_mode: TransferMode | None) -> dict[str, Any]:
+    if p2p_mode is None and "transfer_mode" not in raw:
+        raise _FieldError(
+            Cause.MISSING_FIELD,
+            "transfer_mode",
+            "is missing, and the control address is one of P2pNcclConnector, which has none; start the router with --p2p-mode",
+        )
+    return {"transfer_mode": p2p_mode, **raw}
 
 
 class _FieldError(Exception):
@@ -278,7 +318,7 @@ def _check_zmq_address(address: str) -> str | None:
     if not _is_plain(address):
         return "holds characters other than printable ASCII without spaces"
     try:
-        ControlAddress.parse(address)
+        peer_address(address)
     except AddressError as error:
         return f"is no control address ({error})"
     return check_embeddable(address)

@@ -15,9 +15,10 @@ Time is an argument; every table is bounded; any thread may call. A heartbeat co
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 
 __all__ = [
@@ -158,7 +159,8 @@ Outcome = Registered | Refreshed | Replaced | RegistrationRefused | Left
 class Registry:
     """The instances that were seen within `expire_after_s`, at most `max_instances` of them.
 
-    Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side.
+    Those of another mode than `transfer_mode` are refused; with None, instances of both modes may be live side by side,
+    unless `first_fixes_mode`: then the first that is admitted decides, for as long as the registry lives.
     `is_keyed` when every message was authenticated with the cluster key. `notices_pauses` when `expire` is called several
     times a second: a longer gap then means that this process stood still, and is not held against the instances.
     """
@@ -172,20 +174,21 @@ class Registry:
         *,
         is_keyed: bool = False,
         notices_pauses: bool = False,
+        first_fixes_mode: bool = False,
     ) -> None:
+        self._first_fixes_mode = first_fixes_mode
         self._is_keyed = is_keyed
         self._notices_pauses = notices_pauses
         self._looked_at: float | None = None
         self.transfer_mode = transfer_mode
         self.expire_after_s = expire_after_s
         self._max_instances = max_instances
-        self._max_refused = max_refused
-        self._live: OrderedDict[_Key, Instance] = OrderedDict()
+        self._live: dict[_Key, Instance] = {}
         self._models = _Models()
-        self._refused: OrderedDict[_Key, RefusedInstance] = OrderedDict()
-        self._superseded: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._left: OrderedDict[tuple[str, str, str], float] = OrderedDict()
-        self._comings: OrderedDict[_Key, tuple[int, float]] = OrderedDict()
+        self._refused: BoundedMap[_Key, RefusedInstance] = BoundedMap(max_refused)
+        self._superseded: BoundedMap[tuple[str, str], float] = BoundedMap(max_instances)
+        self._left: BoundedMap[tuple[str, str, str], float] = BoundedMap(max_instances)
+        self._comings: BoundedMap[_Key, tuple[int, float]] = BoundedMap(max_instances)
         self._expired: deque[Instance] = deque(maxlen=max_instances)
         self._next_sweep = _NEVER
         self._never_expires = False
@@ -341,8 +344,6 @@ class Registry:
         key = _key(message)
         self._forgive(message)
         self._left[_process(message)] = now
-        while len(self._left) > self._max_instances:
-            self._left.popitem(last=False)
         known = self._live.get(key)
         if known is None or not _is_same_process(known.registration, message):
             return Left(None)
@@ -388,8 +389,6 @@ class Registry:
                 self._superseded[instance.http_address, incarnation] = now
         if message.incarnation:
             self._superseded.pop((message.http_address, message.incarnation), None)
-        while len(self._superseded) > self._max_instances:
-            self._superseded.popitem(last=False)
         return earlier
 
     def _objection(self, message: Registration) -> str | None:
@@ -408,12 +407,10 @@ class Registry:
     def _refuse(self, message: Registration, now: float, reason: str) -> RegistrationRefused:
         key = _key(message)
         self._drop_live_process(message)
-        before = self._refused.pop(key, None)
+        before = self._refused.get(key)
         is_new = before is None or before.reason != reason
         since = now if before is None else before.since
         self._refused[key] = RefusedInstance(message, reason, since, now)
-        while len(self._refused) > self._max_refused:
-            self._refused.popitem(last=False)
         return RegistrationRefused(reason, is_new, message.answer)
 
     def _forgive(self, message: Registration) -> None:
@@ -438,6 +435,8 @@ class Registry:
         strikes, aside_until = self._damp(key, now)
         self._live[key] = Instance(message, now, now, strikes, aside_until, beat_at=beat_at)
         self._models.add(message)
+        if self._first_fixes_mode and self.transfer_mode is None:
+            self.transfer_mode = message.transfer_mode
         return Replaced(self._live[key], earlier) if earlier else Registered(self._live[key])
 
     def _refresh(self, known: Instance, message: Registration, now: float, beat_at: float) -> Instance:
@@ -453,11 +452,9 @@ class Registry:
 
     def _damp(self, key: _Key, now: float) -> tuple[int, float]:
         """An instance that keeps coming is put aside, longer each time; a calm minute makes it new again."""
-        count, last = self._comings.pop(key, (0, now))
+        count, last = self._comings.get(key, (0, now))
         count = 1 if now - last >= _CALM_S else count + 1
         self._comings[key] = (count, now)
-        while len(self._comings) > self._max_instances:
-            self._comings.popitem(last=False)
         strikes = min(max(0, count - _COMINGS_FORGIVEN), _MOST_STRIKES)
         return strikes, now + _aside_s(strikes - 1) if strikes else _NEVER
 

@@ -85,8 +85,12 @@ class EngineOptions:
     served_name: str = ""
     """How clients call the model, where the engine can be given a name for it."""
     controls: Controls = Controls()
+    model_id: str = ""
+    """Stands for the model where the two sides are different engines: then they cannot compare what they have loaded."""
     arguments: tuple[str, ...] = ()
     """More arguments for the engine's own command line."""
+    counts_directory: str = ""
+    """Where engines count the bytes that another connector's library has stored; one that is ours reports them itself."""
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
     """Admits the instances of a set-up to each other. Travels in the environment: every user can read command lines."""
 
@@ -98,6 +102,8 @@ class ModelFacts:
     name: str
     context_tokens: int
     encode: Callable[[str], Sequence[int]]
+    token_ids: range = range(1000, 40_000)
+    """Ids of ordinary tokens, for prompts that are drawn at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,8 @@ class Support:
     devices: tuple[str, ...] = ("cpu",)
     connectors: tuple[str, ...] = (OWN_CONNECTOR,)
     controls: tuple[str, ...] = ("drop_writes",)
+    crosses: bool = False
+    """Whether its instances can hand over to and from those of another engine, under one `model_id`."""
     shapes: bool = False
     """Whether an instance can consist of more than one rank."""
     cache_dtypes: tuple[str, ...] = ("float32",)
@@ -181,6 +189,14 @@ class EnginePlugin(ABC):
         del connector
         return {}
 
+    def accepted_drafts(self, base_url: str) -> int | None:
+        """How many drafted tokens an instance has accepted so far; None for one that drafts none, or does not count them.
+
+        A draft changes no answer, so a cache of the draft that was lost on the way shows here alone.
+        """
+        del base_url
+        return None
+
     def check_support(self, options: EngineOptions) -> None:
         """Raise ConfigError, with the option, for what `support` does not have."""
         support, handoff, controls = self.support, options.handoff, options.controls
@@ -193,6 +209,8 @@ class EnginePlugin(ABC):
         ):
             if asked not in known:
                 raise ConfigError(f"{option} is {asked}; with {self.title} it is {' or '.join(known)}, leave it out")
+        if options.model_id and not support.crosses:
+            raise ConfigError(f"{self.title} cannot hand over to or from another engine so far; use one engine for both sides")
         if not support.shapes and Shape.parse(options.shape) != Shape():
             raise ConfigError(f"a shape is {options.shape}; instances of {self.title} have one rank here, leave it out")
         for option, control in (("--drop-writes", "drop_writes"), ("--drop", "drop"), ("--decode-lacks", "lacks")):

@@ -41,7 +41,10 @@ class HandoffInfo:
     """What an instance states about itself in its answers, so that a target finds it."""
 
     control_address: ControlAddress
+    """Of its first data-parallel rank; each other one listens so many ports behind it."""
     incarnation: Incarnation
+    tp_size: int = 1
+    dp_rank: int = 0
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
@@ -164,8 +167,8 @@ def answer_params(params: SourceParams, info: HandoffInfo) -> dict[str, object]:
         "remote_host": info.control_address.host,
         "remote_port": info.control_address.handshake,
         "remote_block_ids": None,
-        "tp_size": 1,
-        "remote_dp_rank": 0,
+        "tp_size": info.tp_size,
+        "remote_dp_rank": info.dp_rank,
     }
 
 

@@ -25,7 +25,7 @@ from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.advertise import numeric_host
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, Announcer
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.messages import Dispatch, InstanceType, Registration, TransferMode
 from kvbaton.launch.fleet import answers_ok
 from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
@@ -167,6 +167,8 @@ def announcer_of(
     handoffs_address: str = "",
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     shape: Shape = ONE_RANK,
+    dispatch: Dispatch = Dispatch.HANDOFF,
+    bootstrap_port: int = 0,
 ) -> Announcer | None:
     """What registers an instance; None where it registers with no router: role `both` answers clients by itself.
 
@@ -186,6 +188,8 @@ def announcer_of(
         model=model.name,
         fingerprint=model.fingerprint,
         handoffs_address=handoffs_address,
+        dispatch=dispatch,
+        bootstrap_port=bootstrap_port,
     )
     return Announcer(registration, routers, heartbeat_s, is_used=is_used, cluster_key=cluster_key)
 

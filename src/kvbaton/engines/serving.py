@@ -20,6 +20,7 @@ from kvbaton.agent.driver import RanksDriver
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
+from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine, Role
 from kvbaton.engines.embedded.server import make_app, start_server
 from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
@@ -160,6 +161,7 @@ async def serve_engine(
         routers=routers,
         is_used=lambda: engine.stats().prompt_tokens_total > 0,
         cluster_key=trust.key,
+        shape=Shape.parse(card.shape),
     )
     if announcer is not None:
         announcer.start()

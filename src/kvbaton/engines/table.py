@@ -25,6 +25,7 @@ GROUP = "kvbaton.engines"
 OWN_ENGINES = {
     "embedded": "kvbaton.engines.embedded.plugin:EmbeddedPlugin",
     "vllm": "kvbaton.engines.vllm.setup.plugin:VllmPlugin",
+    "sglang": "kvbaton.engines.sglang.setup.plugin:SglangPlugin",
 }
 """The engines of this package, and where their plugins are."""
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from kvbaton.errors import LocalError
 
@@ -75,7 +74,7 @@ class Death:
         return f"{self.name} (pid {self.pid}) {how}"
 
 
-class Fleet:
+class Fleet(contextlib.AbstractContextManager["Fleet"]):
     """Starts parts, detects when they are healthy or dead, and ends them all on exit. `on_line` gets each line they print."""
 
     def __init__(self, on_line: Callable[[str, str], None] | None = None) -> None:
@@ -83,10 +82,7 @@ class Fleet:
         self._running: list[_Running] = []
         self.log_directory = Path(tempfile.mkdtemp(prefix="kvbaton-", dir=os.environ.get(KEPT_LOGS_VARIABLE)))
 
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self, part: FleetPart) -> None:

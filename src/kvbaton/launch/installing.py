@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvbaton.errors import LocalError
@@ -50,12 +50,24 @@ def alone(lock: Path, what: str, limit_s: float) -> Iterator[None]:
         yield
 
 
-def run_logged(command: Sequence[str], log: Path, what: str, limit_s: float) -> None:
-    """Run a command, its output added to `log`. Raises LocalError with the last lines when it fails or takes too long."""
+def run_logged(
+    command: Sequence[str], log: Path, what: str, limit_s: float, variables: Mapping[str, str] | None = None
+) -> None:
+    """Run a command, its output added to `log`; `variables` are added to its environment.
+
+    Raises LocalError with the last lines when it fails or takes too long.
+    """
+    environment = {**os.environ, **(variables or {})}
     with log.open("ab") as output:
         try:
             code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s, check=False
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
+                env=environment,
             ).returncode
         except subprocess.TimeoutExpired:
             raise LocalError(f"{what} has not ended after {limit_s:g} s; the log is {log}") from None

@@ -22,12 +22,13 @@ class PortPicker:
         self._given: set[int] = set()
         self._random = random.Random()
 
-    def pick(self) -> int:
-        """A port that no process listens on, on any address, and that was not handed out before."""
+    def pick(self, count: int = 1) -> int:
+        """A port that no process listens on, on any address, and that was not handed out before; the first of `count`."""
         for _ in range(_TRIES):
-            port = self._random.randint(_FIRST, _LAST)
-            if port not in self._given and _is_free(port):
-                self._given.add(port)
+            port = self._random.randint(_FIRST, _LAST - count + 1)
+            ports = range(port, port + count)
+            if self._given.isdisjoint(ports) and all(map(_is_free, ports)):
+                self._given.update(ports)
                 return port
         raise ConfigError(f"no free port between {_FIRST} and {_LAST}; end some servers and try again")
 

@@ -55,10 +55,13 @@ def vllm_router_part(
     return FleetPart("vllm-router", command, f"http://127.0.0.1:{port}/health")
 
 
-def sglang_router_part(peers: Path, port: int, prefill_port: int, decode_port: int, metrics_port: int) -> FleetPart:
-    """A real sglang-router in front of two instances of this machine."""
+def sglang_router_part(
+    peers: Path, port: int, prefill_port: int, decode_port: int, metrics_port: int, bootstrap_port: int | None = None
+) -> FleetPart:
+    """A real sglang-router in front of two instances of this machine; `bootstrap_port` is that of the prefill instance."""
+    bootstrap = "none" if bootstrap_port is None else str(bootstrap_port)
     command = [str(peers / "bin" / "python"), "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prefill", f"http://127.0.0.1:{prefill_port}", "none", "--decode", f"http://127.0.0.1:{decode_port}"]
+    command += ["--prefill", f"http://127.0.0.1:{prefill_port}", bootstrap, "--decode", f"http://127.0.0.1:{decode_port}"]
     command += ["--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(metrics_port)]
     return FleetPart("sglang-router", command, f"http://127.0.0.1:{port}/readiness")

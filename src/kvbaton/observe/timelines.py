@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import HandoffKey, Outcome
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.errors import ConfigError
@@ -69,10 +70,9 @@ class Timelines:
         self._max_notes = min(max_notes, max_notes_total)
         self._max_spans = self._max_notes - self._max_notes // 4
         self._max_total = max_notes_total
-        self._max_forgotten = _FORGOTTEN_PER_TRANSFER * max_transfers
         self._lock = threading.Lock()
         self._transfers: OrderedDict[str, _Transfer] = OrderedDict()
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: BoundedMap[str, None] = BoundedMap(_FORGOTTEN_PER_TRANSFER * max_transfers)
         self._total = 0
 
     def note(self, note: Note) -> None:
@@ -137,8 +137,6 @@ class Timelines:
         transfer_id, transfer = self._transfers.popitem(last=False)
         self._total -= transfer.count
         self._forgotten[transfer_id] = None
-        if len(self._forgotten) > self._max_forgotten:
-            self._forgotten.popitem(last=False)
 
 
 def _side_record(side: _SideKey, notes: tuple[Note, ...], first: float) -> SideRecord:

@@ -85,8 +85,18 @@ def new_board(processes: int) -> Board:
 def new_registry(settings: RouterSettings) -> Registry:
     """The registry of a router with these settings."""
     return Registry(
-        settings.transfer_mode, settings.expire_after_s, is_keyed=settings.cluster_key is not None, notices_pauses=True
+        settings.transfer_mode,
+        settings.expire_after_s,
+        is_keyed=settings.cluster_key is not None,
+        notices_pauses=True,
+        first_fixes_mode=settings.first_fixes_mode,
     )
+
+
+def listener_of(settings: RouterSettings, registry: Registry) -> Listener:
+    """What feeds the registry of a router with these settings."""
+    place = settings.discovery_host, settings.discovery_port
+    return Listener(registry, *place, cluster_key=settings.cluster_key, p2p_mode=settings.p2p_mode)
 
 
 async def serve_router(settings: RouterSettings, ready: Callable[[], None] | None = None) -> None:
@@ -94,7 +104,7 @@ async def serve_router(settings: RouterSettings, ready: Callable[[], None] | Non
     registry = new_registry(settings)
     core = RouterCore(settings, registry, new_board(1), Rings(1))
     static = None if settings.instances_file is None else StaticInstances(settings.instances_file, registry)
-    with Listener(registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key) as listener:
+    with listener_of(settings, registry) as listener:
         await core.server.open()
         if ready is not None:
             ready()

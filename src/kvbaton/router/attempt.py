@@ -92,8 +92,9 @@ class Attempt(Caller):
         if job.pair.prefill is None:
             self._call_decode(job.local_payload())
         elif job.pair.is_bootstrap:
-            self._call_prefill(job.bootstrap_payload(job.pair.prefill))
-            self._call_decode(job.bootstrap_payload(job.pair.decode))
+            to_prefill, to_decode = job.at_once_payloads()
+            self._call_prefill(to_prefill)
+            self._call_decode(to_decode)
         elif job.pair.transfer_mode is TransferMode.WRITE:
             self._may_hold = True
             self._call_prefill(job.prefill_payload())
@@ -211,7 +212,7 @@ class Attempt(Caller):
             instance,
             payload,
             deadline=self._upstream.clock() + self._settings.prefill_timeout_s,
-            may_stream=self._pair_request.pair.is_bootstrap,
+            may_stream=self._pair_request.pair.prefill_bootstraps,
             max_bytes=self._settings.max_answer_bytes,
         )
         self._upstream.start(self._prefill)

@@ -9,8 +9,9 @@ is suspected, nothing is computed per request.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable
+
+from kvbaton.core.bounded import BoundedMap
 
 __all__ = ["MOST_DEATHS", "DeathBook"]
 
@@ -30,7 +31,7 @@ class DeathBook:
 
     def __init__(self, report: Callable[[bytes], None] | None = None) -> None:
         self.report = report
-        self.bodies: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self.bodies: BoundedMap[bytes, tuple[int, float]] = BoundedMap(_MOST_BODIES)
         """How many deaths each digest was counted for, and when the last was; the oldest first."""
 
     def note(self, path: str, body: bytes, now: float) -> int:
@@ -45,9 +46,6 @@ class DeathBook:
         """Count one death for a digest, which another process may have computed; how many there are."""
         count = self._count(digest, now) + 1
         self.bodies[digest] = (count, now)
-        self.bodies.move_to_end(digest)
-        if len(self.bodies) > _MOST_BODIES:
-            self.bodies.popitem(last=False)
         return count
 
     def count(self, path: str, body: bytes, now: float) -> int:

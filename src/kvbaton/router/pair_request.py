@@ -7,6 +7,8 @@ import secrets
 
 import msgspec
 
+from kvbaton.core.addresses import ControlAddress, in_url
+from kvbaton.core.handoff import room_transfer_id
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.bodies import ClientBody, bootstrap_body, decode_body, plain_body, prefill_body, transfer_params
 from kvbaton.router.policy import InstancePair
@@ -62,6 +64,8 @@ class PairRequest(msgspec.Struct, frozen=True):
     def pull_payload(self, answer: bytes) -> bytes:
         """To the decode instance, with what prefill has answered. Raises ProtocolError when that names no hand-off."""
         template = self.pair.template
+        if template.source_is_p2p:  # it answers with no parameters: its connector finds the peer in the request id alone
+            return self.push_payload()
         params = transfer_params(answer, template.source_dp_size, template.address_proof(self.transfer_id))
         return self._payload(template.decode_head, decode_body(self.body, params))
 
@@ -70,12 +74,23 @@ class PairRequest(msgspec.Struct, frozen=True):
         return self._payload(self.pair.template.decode_head, plain_body(self.body))
 
     def bootstrap_payload(self, instance: Instance) -> bytes:
-        """To either SGLang instance."""
+        """To an SGLang instance, whose peer may be one of another engine."""
         source, template = self.pair.prefill, self.pair.template
         assert source is not None  # noqa: S101
-        host = source.http_address.rpartition(":")[0]
-        content = bootstrap_body(self.body, host, source.registration.bootstrap_port or None, self.rooms)
+        if self.pair.prefill_bootstraps:
+            host, port = source.http_address.rpartition(":")[0], source.registration.bootstrap_port or None
+        else:
+            address = ControlAddress.parse(source.zmq_address)
+            host, port = in_url(address.host), address.handshake
+        content = bootstrap_body(self.body, host, port, self.rooms)
         return self._payload(template.prefill_head if instance is source else template.decode_head, content)
+
+    def at_once_payloads(self) -> tuple[bytes, bytes]:
+        """To prefill and to decode, where one of them or both are SGLang's."""
+        pair = self.pair
+        assert pair.prefill is not None  # noqa: S101
+        to_prefill = self.bootstrap_payload(pair.prefill) if pair.prefill_bootstraps else self.prefill_payload()
+        return to_prefill, self.bootstrap_payload(pair.decode) if pair.decode_bootstraps else self.push_payload()
 
     def answer_lines(self, request_id: str, shows_details: bool) -> bytes:
         """The headers that show the client how its request was routed; `request_id` is its own, or new."""
@@ -95,5 +110,12 @@ def new_pair_request(path: str, body: ClientBody, pair: InstancePair, forwarded:
     rooms: list[int] | int = 0
     if pair.is_bootstrap:
         batch = body.batch_size()
-        rooms = secrets.randbits(_ROOM_BITS) if batch is None else [secrets.randbits(_ROOM_BITS) for _ in range(batch)]
-    return PairRequest(path, body, pair, f"tx-{digits.take()}", lines, rooms)
+        rooms = _new_room() if batch is None else [_new_room() for _ in range(batch)]
+    # SGLang's instances know a request by its room alone, so its transfer id is made of that.
+    transfer_id = room_transfer_id(rooms) if isinstance(rooms, int) and rooms else f"tx-{digits.take()}"
+    return PairRequest(path, body, pair, transfer_id, lines, rooms)
+
+
+def _new_room() -> int:
+    """Never 0: SGLang takes that as no room."""
+    return secrets.randbits(_ROOM_BITS) or 1

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, http_token
-from kvbaton.core.addresses import ControlAddress, make_request_id
+from kvbaton.core.addresses import make_request_id
 from kvbaton.core.auth import AddressProof
-from kvbaton.discovery.messages import TransferMode
+from kvbaton.discovery.messages import TransferMode, is_p2p_address, peer_address
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.http.messages import head_lines
 from kvbaton.router.settings import RouterSettings
@@ -46,7 +46,7 @@ class PairTemplate:
 
     __slots__ = (
         "_proof", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params",
-        "source_dp_size",
+        "source_dp_size", "source_is_p2p",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class PairTemplate:
         self.prefill_head = b""
         self.prefill_params = self.push_params = Params(b"")
         self.source_dp_size = 1
+        self.source_is_p2p = False
         self.id_prefix = b""
         self._proof: AddressProof | None = None
         if prefill is not None:
@@ -70,9 +71,10 @@ class PairTemplate:
             self.prefill_params = Params.of(_peer_params(_DECODES_ELSEWHERE, decode, prefill_rank, with_tp_size=in_push))
             self.push_params = Params.of(_source_params(prefill, prefill_rank))
             self.source_dp_size = prefill.registration.dp_size
+            self.source_is_p2p = is_p2p_address(prefill.zmq_address)
             self.id_prefix = make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
             if cluster_key is not None:
-                ends = (ControlAddress.parse(each.zmq_address) for each in (prefill, decode))
+                ends = (peer_address(each.zmq_address) for each in (prefill, decode))
                 self._proof = AddressProof(cluster_key, *ends)
 
     def address_proof(self, transfer_id: str) -> str:
@@ -115,7 +117,7 @@ def _answer_lines(prefill: Instance | None, decode: Instance) -> bytes:
 
 def _source_params(prefill: Instance, prefill_rank: int | None) -> dict[str, Any]:
     """What decode is params of its source in push: also where it listens, for engines that forget the request id."""
-    address = ControlAddress.parse(prefill.zmq_address)
+    address = peer_address(prefill.zmq_address)
     params = _peer_params(_PREFILLS_ELSEWHERE, prefill, prefill_rank, with_tp_size=True)
     return {**params, "remote_host": address.host, "remote_port": address.handshake}
 

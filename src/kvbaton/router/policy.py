@@ -6,6 +6,7 @@ load of each candidate: the requests of all processes of this router there.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import OrderedDict
@@ -72,8 +73,10 @@ class InstancePair:
         self.decode_dp_rank = decode_dp_rank
         self._cluster_key = cluster_key
         self.transfer_mode = decode.transfer_mode
-        self.is_bootstrap = decode.registration.dispatch is Dispatch.BOOTSTRAP
-        """Whether the two find each other by SGLang's bootstrap fields."""
+        self.prefill_bootstraps = prefill is not None and prefill.registration.dispatch is Dispatch.BOOTSTRAP
+        """Whether it finds its peer by SGLang's bootstrap fields; the same of decode below."""
+        self.decode_bootstraps = decode.registration.dispatch is Dispatch.BOOTSTRAP
+        self.is_bootstrap = prefill is not None and (self.prefill_bootstraps or self.decode_bootstraps)
 
     @cached_property
     def template(self) -> PairTemplate:
@@ -223,6 +226,24 @@ def pools_of(live: Sequence[Instance]) -> list[Pool]:
             prefills, decodes = (_of(live, kind, mode, dispatch) for kind in InstanceType)
             if prefills and decodes:
                 pools.append(Pool(mode, dispatch, prefills, decodes, math.lcm(len(prefills), len(decodes))))
+    return pools or _mixed_pools(live)
+
+
+def _mixed_pools(live: Sequence[Instance]) -> list[Pool]:
+    """Instances of two engines, where nothing else can be paired: SGLang's with another one's that state the same model.
+
+    In push alone: SGLang's instances get their request at the same time as their peer, and answer when the cache is delivered.
+    """
+    pools = []
+    for prefill_dispatch, decode_dispatch in itertools.permutations(Dispatch):
+        for model in sorted({each.registration.fingerprint for each in live} - {""}):
+            same = [each for each in live if each.registration.fingerprint == model]
+            prefills = _of(same, InstanceType.PREFILL, TransferMode.WRITE, prefill_dispatch)
+            decodes = _of(same, InstanceType.DECODE, TransferMode.WRITE, decode_dispatch)
+            if prefills and decodes:
+                period = math.lcm(len(prefills), len(decodes))
+                # Its requests come on the paths that every engine serves, so it counts as one of those.
+                pools.append(Pool(TransferMode.WRITE, Dispatch.HANDOFF, prefills, decodes, period))
     return pools
 
 

@@ -31,7 +31,7 @@ from kvbaton.discovery.messages import Registration, decode_registration, encode
 from kvbaton.discovery.registry import Instance, Outcome, Refreshed, RegistrationRefused, Registry, Standing
 from kvbaton.discovery.static import StaticInstances
 from kvbaton.errors import ConfigError
-from kvbaton.router.app import MAX_SLOTS, RouterCore, new_board
+from kvbaton.router.app import MAX_SLOTS, RouterCore, listener_of, new_board
 from kvbaton.router.board import Board, Loads
 from kvbaton.router.metrics import COLUMNS, GAUGES, write_messages
 from kvbaton.router.routed import Rings
@@ -90,7 +90,13 @@ class _PublishingRegistry(Registry):
 
     def __init__(self, settings: RouterSettings, publish: Callable[[Registration, Outcome, float], None]) -> None:
         is_keyed = settings.cluster_key is not None
-        super().__init__(settings.transfer_mode, settings.expire_after_s, is_keyed=is_keyed, notices_pauses=True)
+        super().__init__(
+            settings.transfer_mode,
+            settings.expire_after_s,
+            is_keyed=is_keyed,
+            notices_pauses=True,
+            first_fixes_mode=settings.first_fixes_mode,
+        )
         self._publish = publish
 
     def register(self, message: Registration, now: float, *, is_listed: bool = False, is_decided: bool = False) -> Outcome:
@@ -151,10 +157,7 @@ class _Head:
         self._workers = [self._start(row) for row in range(self._settings.processes)]
         try:
             self._await_ready()
-            settings = self._settings
-            with Listener(
-                registry, settings.discovery_host, settings.discovery_port, cluster_key=settings.cluster_key
-            ) as listener:
+            with listener_of(self._settings, registry) as listener:
                 if ready is not None:
                     ready()
                 while not self._stopping:

@@ -103,6 +103,8 @@ class RouterSettings(RouterOptions):
     """Where the router listens, what it takes and how it chooses and waits. Raises ConfigError for a value that cannot work.
 
     transfer_mode:          instances of the other mode are refused; None takes both, and pairs instances of the same mode
+    first_fixes_mode:       the first instance that is admitted fixes `transfer_mode`, if that is None
+    p2p_mode:               the mode of instances that register as P2pNcclConnector does, without one; None skips them
     instances_file:         a JSON list of instances that do not register by themselves; read again when it changes
     processes:              how many processes serve the port together
     max_sequences:          requests of more sequences are answered 400
@@ -132,6 +134,8 @@ class RouterSettings(RouterOptions):
     discovery_host: str = "127.0.0.1"
     discovery_port: int = 8001
     transfer_mode: TransferMode | None = None
+    first_fixes_mode: bool = False
+    p2p_mode: TransferMode | None = None
     instances_file: Path | None = None
     processes: int = 1
     max_sequences: int = 4096

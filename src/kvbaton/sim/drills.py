@@ -78,8 +78,8 @@ def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:
 
 def _source_releases_unnoticed(rng: random.Random) -> Script:
     """The source frees what is being read, and its target is not notified for a while."""
-    request = _request(rng, rng.choice(list(Mode)), cancels_other=False)
-    script = _stage(rng, writes=False, request=request)
+    request = _request(rng, rng.choice(list(Mode)))
+    script = msgspec.structs.replace(_stage(rng, writes=False, request=request), router_cancels=0.0)
     at_s = rng.uniform(*_moving(script))
     faults = (
         Fault(FaultKind.CUT, at_s, who="p0", other="d0", for_s=rng.uniform(0.2, 1.8)),
@@ -132,14 +132,36 @@ def _long_queue(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, requests=requests, decode_blocks=8, move_s=0.002, decode_s=2.0)
 
 
-def _engine_hangs(rng: random.Random) -> Script:
-    """The engine of one side computes and starts nothing for longer than anything waits, and its agent beats all the time."""
-    mode = rng.choice(list(Mode))
-    request = _request(rng, mode, decode_delay_s=rng.choice((0.0, 0.005)))
-    script = _stage(rng, writes=rng.random() < 0.5, request=request)
-    who = rng.choice(("p0", "d0"))
-    at_s = rng.uniform(0.0, _moving(script)[1]) if who == "p0" else 0.0
-    return msgspec.structs.replace(script, faults=(Fault(FaultKind.SILENT_ENGINE, at_s, who=who, for_s=9.0),))
+_STOPPED = (FaultKind.SILENT_ENGINE, FaultKind.STUCK_ENGINE)
+
+
+def _source_engine_stops(rng: random.Random) -> Script:
+    """A prefill engine does nothing for longer than anything waits for it, most often in mid-prefill. Its agents beat."""
+    request = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), decode_delay_s=rng.choice((0.0, 0.005)))
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), step_s=0.05)
+    fault = Fault(rng.choice(_STOPPED), rng.uniform(0.0, 0.2), who="p0", for_s=36.0)
+    return msgspec.structs.replace(script, faults=(fault,), router_cancels=0.3)
+
+
+def _target_engine_stops(rng: random.Random) -> Script:
+    """A decode engine does nothing for as long, while its memory is full and finished prefills are held for it."""
+    requests = tuple(_request(rng, rng.choice(list(Mode)), tokens=4, at_s=0.01 * number) for number in range(3))
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    fault = Fault(rng.choice(_STOPPED), rng.uniform(0.0, 1.0), who="d0", for_s=36.0)
+    return msgspec.structs.replace(
+        script, requests=requests, decode_blocks=4, move_s=0.002, decode_s=2.0, faults=(fault,), router_cancels=0.3
+    )
+
+
+def _replayed(rng: random.Random) -> Script:
+    """Frames of earlier attempts arrive again while the same transfer id is tried anew."""
+    request = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), retries=3, reuse_id=True, retry_after_s=0.1)
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.7, request=request), step_s=rng.choice((0.01, 0.05)))
+    at_s = rng.uniform(*_moving(script))
+    ended = Fault(rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET)), at_s, number=0)
+    links = (("p0", "d0"), ("d0", "p0"))
+    replays = (Fault(FaultKind.REPLAY, at_s, who=who, other=other, for_s=2.0, number=40) for who, other in links)
+    return msgspec.structs.replace(script, faults=(ended, *replays))
 
 
 def _bad_grants(rng: random.Random) -> Script:
@@ -157,7 +179,9 @@ DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _restart_with_mail,
     _long_queue,
     _corrupted,
-    _engine_hangs,
+    _source_engine_stops,
+    _target_engine_stops,
     _bad_grants,
+    _replayed,
 )
 """All drills."""

@@ -66,8 +66,11 @@ class _SimEngine:
     is_checked: bool = False
     """Whether checksums guard every byte, so that not even a corrupt one may be served."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    silent_since: float = 0.0
     silent_until: float = 0.0
-    """Until when it starts and computes nothing, while its agent goes on."""
+    """Until when it hangs: it takes no step, no request and no event."""
+    stuck_until: float = 0.0
+    """Until when it takes its steps, and starts and computes nothing in them."""
     _allocations: int = 0
 
     @property
@@ -75,14 +78,14 @@ class _SimEngine:
         """Whether it hangs."""
         return self.world.now < self.silent_until
 
+    @property
+    def idle_until(self) -> float:
+        """When it starts and computes something again; in the past while it works."""
+        return max(self.silent_until, self.stuck_until)
+
     def schedule(self) -> None:
         """Start what fits."""
         raise NotImplementedError
-
-    def hang(self, until: float) -> None:
-        """Start and compute nothing until then."""
-        self.silent_until = until
-        self.world.at(until, self.process, self.schedule)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +127,7 @@ class SourceEngine(_SimEngine):
 
     def schedule(self) -> None:
         """Start what fits; work without a grant never takes the last blocks."""
-        for request in [] if self.is_silent else list(self.waiting):
+        for request in [] if self.world.now < self.idle_until else list(self.waiting):
             if self.requests.get(request.prompt.key) is not request:
                 self.waiting.remove(request)
             elif self.may_start(request):
@@ -200,8 +203,8 @@ class SourceEngine(_SimEngine):
         """One layer of one chunk."""
         if not request.is_running or request.attempt != attempt:
             return
-        if self.is_silent:
-            self.world.at(self.silent_until, self.process, lambda: self._compute(request, attempt))
+        if self.world.now < self.idle_until:
+            self.world.at(self.idle_until, self.process, lambda: self._compute(request, attempt))
             return
         prompt = request.prompt
         end = min(request.computed + prompt.chunk, prompt.tokens)
@@ -282,7 +285,7 @@ class TargetEngine(_SimEngine):
 
     def schedule(self) -> None:
         """Grant blocks to what waits, first come first served."""
-        while self.waiting and not self.is_silent:
+        while self.waiting and self.world.now >= self.idle_until:
             request = self.waiting[0]
             if self.requests.get(request.prompt.key) is not request:
                 self.waiting.popleft()
@@ -375,6 +378,9 @@ class TargetEngine(_SimEngine):
                     attempts.add(cell.attempt)
 
     def _decoded(self, request: Fetch) -> None:
+        if self.world.now < self.idle_until:
+            self.world.at(self.idle_until, self.process, lambda: self._decoded(request))
+            return
         del self.requests[request.prompt.key]
         self._release(request)
         request.ended(request.prompt.key, Outcome.DELIVERED, "")

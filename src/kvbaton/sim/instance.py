@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -17,7 +18,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.grants import REACH
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, TransferId
-from kvbaton.core.messages import MAX_NUMBER, Confirmed, Grant, Message, Refused, Release, decode, encode
+from kvbaton.core.messages import MAX_NUMBER, Announced, Confirmed, Grant, Message, Refused, Release, decode, encode
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
@@ -135,6 +136,8 @@ class SimInstance:
         self.dialled: set[str] = set()
         self.routes: dict[Incarnation, str] = {}
         self.granted: dict[tuple[HandoffKey, int], int] = {}
+        self._sequences: dict[int, int] = {}
+        self._used_sequences: dict[Incarnation, int] = {}
         self.lose_revokes = 0
         self.bad_grants = 0
         self.dropped_total: Counter[str] = Counter()
@@ -207,6 +210,7 @@ class SimInstance:
         """Put one message on the wire."""
         if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
+            self._sequences[message.grant] = message.sequence
         elif isinstance(message, Confirmed):
             self.cluster.confirmed.add((recipient, message.key, message.grant))
         elif isinstance(message, Release) and (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
@@ -221,12 +225,16 @@ class SimInstance:
     def _send_bad_grant(self, address: str, recipient: str, grant: Grant) -> bool:
         """Send a grant in this instance's name that it never made; whether that one replaces the real one.
 
-        Either its sequence number was corrupted, far beyond all others, or it was forged, for a hand-off that no instance has.
+        Either its sequence number was corrupted: far beyond all others, or one that the source has used. Or it was forged, for
+        a hand-off that no instance has: with the number of the real one, or with others skipped.
         """
         random = self.cluster.world.random
         is_corrupted = random.random() < 0.5
         leaps = (REACH + 1, 1 << 40) if is_corrupted else (0, 1, 20_000, REACH, 1 << 40)
-        bad = structs.replace(grant, sequence=random.choice((MAX_NUMBER, *(grant.sequence + leap for leap in leaps))))
+        numbers = [MAX_NUMBER, *(grant.sequence + leap for leap in leaps)]
+        if is_corrupted and (used := self._used_sequences.get(Incarnation(recipient))) is not None:
+            numbers += [used, used]
+        bad = structs.replace(grant, sequence=random.choice(numbers))
         if not is_corrupted:
             bad = structs.replace(bad, key=HandoffKey(TransferId("forged")), grant=bad.sequence, mode=Mode.PULL)
         self.cluster.world.note(f"{self.process.name} -> {address}: BAD {bad}")
@@ -249,6 +257,8 @@ class SimInstance:
             self._not_understood(sender_address, str(error))
             return
         self.routes[envelope.sender] = sender_address
+        if isinstance(envelope.message, Announced) and envelope.message.grant in self._sequences:
+            self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
         via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
         self.guarded(lambda: self.coordinator.on_frame(envelope, via))
 
@@ -266,6 +276,29 @@ class SimInstance:
     def on_wake(self) -> None:
         """A transport has completed something."""
         self.guarded(self._poll)
+
+    def call_engine(self, work: Callable[[], object]) -> None:
+        """Have the engine do something at its next step, which a hanging one takes when it goes on."""
+        if self.engine.is_silent:
+            self.cluster.world.at(self.engine.silent_until, self.process, lambda: self.call_engine(work))
+        else:
+            self.guarded(work)
+
+    def stop_engine(self, until: float, *, hangs: bool) -> None:
+        """Let the engine do nothing until then: it hangs, or it takes its steps all the same. The agents go on."""
+        if hangs:
+            if not self.engine.is_silent:
+                self._note_step()
+                self.engine.silent_since = self.cluster.world.now
+            self.engine.silent_until = max(until, self.engine.silent_until)
+        else:
+            self.engine.stuck_until = max(until, self.engine.stuck_until)
+        self.cluster.world.at(until, self.process, lambda: self.call_engine(self.engine.schedule))
+
+    def _note_step(self) -> None:
+        """An engine that does not hang takes a step when the driver wakes it, and that is before every heartbeat."""
+        if not self.engine.is_silent:
+            self.coordinator.stepped_at = self.local_now()
 
     def guarded(self, work: object) -> None:
         """Do something in this process; what follows from it is done too. An error of ours is a violation."""
@@ -289,6 +322,7 @@ class SimInstance:
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
         self.process.is_alive = False
+        self.cluster.network.forget(self.address)
         self.cluster.world.note(f"{self.process.name} dies")
         if self.cluster.instances.get(self.address) is self:
             del self.cluster.instances[self.address]
@@ -303,10 +337,10 @@ class SimInstance:
 
     def _drain(self) -> None:
         """What the driver of production does after each turn: reports to the coordinator, events to the engine, the timer."""
-        while self._reports or self._events:
+        while self._reports or (self._events and not self.engine.is_silent):
             while self._reports:
                 self.coordinator.on_rank(self._reports.popleft())
-            while self._events:
+            while self._events and not self.engine.is_silent:
                 event = self._events.popleft()
                 self.cluster.world.note(f"{self.process.name}: {event}")
                 self.engine.on_event(event)
@@ -333,4 +367,5 @@ class SimInstance:
 
     def _turn(self) -> None:
         self._poll()
+        self._note_step()
         self.coordinator.tick()

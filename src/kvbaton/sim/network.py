@@ -1,13 +1,17 @@
-"""A network that delays, loses, doubles and reorders frames, and can be cut in one direction or clogged."""
+"""A network that delays, loses, doubles, reorders and replays frames, and can be cut in one direction or clogged."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvbaton.core.messages import decode
 from kvbaton.sim.world import World
 
 __all__ = ["LinkFaults", "Network"]
+
+_RECORDED = 64
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class Network:
     arrive: Callable[[str, bytes, str], None]
     delay_s: float = 0.001
     faults: dict[tuple[str, str], LinkFaults] = field(default_factory=dict)
+    recorded: dict[tuple[str, str], deque[bytes]] = field(default_factory=dict)
+    """The last frames of each direction, which may be replayed."""
 
     def link(self, source: str, target: str) -> LinkFaults:
         """The faults of the direction from `source` to `target`."""
@@ -43,6 +49,7 @@ class Network:
         """Send one frame; it may arrive late, twice, out of order, or not at all."""
         faults = self.link(source, target)
         random = self.world.random
+        self.recorded.setdefault((source, target), deque(maxlen=_RECORDED)).append(frame)
         self.world.use(f"frame {source} {target}")
         if faults.lose_next > 0 or faults.cut_until > self.world.now or random.random() < faults.loss:
             faults.lose_next = max(0, faults.lose_next - 1)
@@ -53,6 +60,23 @@ class Network:
             copies = 2
         for _ in range(copies):
             self._deliver(faults, source, target, frame)
+
+    def replay(self, source: str, target: str) -> None:
+        """Let any of the last frames of this direction arrive once more."""
+        if frames := self.recorded.get((source, target)):
+            frame = self.world.random.choice(frames)
+            self.world.note(f"REPLAY {source} -> {target}: {decode(frame).message}")
+            self._deliver(self.link(source, target), source, target, frame)
+
+    def forget(self, source: str) -> None:
+        """The process at an address is gone, and its connections with it: what it has sent does not count on another one."""
+        for link in [link for link in self.recorded if link[0] == source]:
+            del self.recorded[link]
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether no bytes pass between two addresses: a transport needs both directions."""
+        links = (self.faults.get((one, other)), self.faults.get((other, one)))
+        return any(link is not None and link.cut_until > self.world.now for link in links)
 
     def _deliver(self, faults: LinkFaults, source: str, target: str, frame: bytes) -> None:
         random = self.world.random

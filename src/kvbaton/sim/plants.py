@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
 from kvbaton.agent.rank_orders import CopyFailed, CopyReport, SpanMoved
@@ -145,11 +147,32 @@ class _TargetRenewedForEver(TargetSide):
         return super()._deadline(record) if record.state is TargetState.QUEUED else record.give_up_at
 
 
-class _QueuedForEver(TargetSide):
+class _TargetQueuedForEver(TargetSide):
     """Lets a request wait for memory without an end."""
 
     def _has_deadline(self, record: TargetRecord) -> bool:
         return record.state is not TargetState.QUEUED and super()._has_deadline(record)
+
+
+class _SourceQueuedForEver(SourceSide):
+    """Lets a request wait for its target without an end."""
+
+    def _has_deadline(self, record: SourceRecord) -> bool:
+        return record.state is not SourceState.QUEUED and super()._has_deadline(record)
+
+
+class _TargetTrustsAgents(TargetSide):
+    """Takes a heartbeat for a sign of the source's engine, although only its agents go on."""
+
+    def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
+        super().on_heartbeat(sender, structs.replace(heartbeat, step_age_s=0.0))
+
+
+class _SourceTrustsAgents(SourceSide):
+    """Takes a heartbeat for a sign of the target's engine, although only its agents go on."""
+
+    def on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
+        super().on_heartbeat(sender, structs.replace(heartbeat, step_age_s=0.0))
 
 
 class _CompletionCountedTwice(TargetSide):
@@ -285,7 +308,10 @@ def _plants() -> Iterator[tuple[str, str, Bugs]]:
     yield "deferred-for-ever", "deferred push never expiring", _sides(source=_DeferredForEver)
     renewed = _sides(source=_SourceRenewedForEver, target=_TargetRenewedForEver)
     yield "renewed-for-ever", "hand-off kept alive by heartbeats alone", renewed
-    yield "queued-for-ever", "no deadline while queued", _sides(target=_QueuedForEver)
+    yield "target-queued-for-ever", "no deadline while queued for memory", _sides(target=_TargetQueuedForEver)
+    yield "source-queued-for-ever", "no deadline while queued for a grant", _sides(source=_SourceQueuedForEver)
+    yield "target-trusts-agents", "hung engine of a source not noticed", _sides(target=_TargetTrustsAgents)
+    yield "source-trusts-agents", "hung engine of a target not noticed", _sides(source=_SourceTrustsAgents)
     yield "completion-counted-twice", "duplicate completion counted twice", _sides(target=_CompletionCountedTwice)
     yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
     yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)

@@ -27,11 +27,14 @@ LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry
 _MAX_EVENTS = 200_000
 _SETTLE_S = 60.0
 _PROBE_AFTER_S = 30.0
-_SILENT_TIMES = 4
-"""How much longer than other faults an engine is silent: longer than anything may wait for it."""
-
 _HARD_END_SLACK = 1.05, 1.0
 """Factor (clocks drift) and seconds (a step of the engine, a message) by which a wait may exceed its cap."""
+
+_DELAYED_S = 10.0
+"""How long faults may hold a heartbeat up that was sent before an engine stopped."""
+
+_PROBED = frozenset({FaultKind.BAD_GRANT, FaultKind.REPLAY, FaultKind.SILENT_ENGINE, FaultKind.STUCK_ENGINE})
+"""Faults after which every pair has to serve one more request."""
 
 _QUARANTINE = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 """States in which time alone ends nothing: copies that may still use the memory are waited for."""
@@ -71,7 +74,7 @@ class Run:
         self.world = World(script.seed)
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
-        fabric = Fabric(self.world, script.late_writes, script.move_s)
+        fabric = Fabric(self.world, network, script.late_writes, script.move_s)
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
             self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
@@ -80,7 +83,7 @@ class Run:
         self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
-        self._probes: list[_Client] = []
+        self.probes: list[_Client] = []
         self._stands: dict[str, dict[int, tuple[tuple[object, ...], float]]] = {}
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
@@ -99,7 +102,7 @@ class Run:
         for fault in self.script.faults:
             if fault.at_event < 0:
                 self.world.at(fault.at_s, None, partial(self._strike, fault))
-        if any(fault.kind is FaultKind.BAD_GRANT for fault in self.script.faults):
+        if any(fault.kind in _PROBED for fault in self.script.faults):
             self.world.at(self._quiet_at() + _PROBE_AFTER_S, None, self._probe)
         self.world.on_event.append(self._after_event)
         self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
@@ -169,7 +172,7 @@ class Run:
                 self._attempt_failed(client, prompt, instance)
 
         submit = lambda: engine.submit(prompt, answer, ended)  # noqa: E731
-        self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
+        self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
 
     def _to_decode(self, client: _Client, prompt: SimPrompt, incarnation: Incarnation | None) -> None:
         instance = self.cluster.instances.get(f"d{client.script.decode}")
@@ -189,7 +192,7 @@ class Run:
                 self._attempt_failed(client, prompt, instance)
 
         submit = lambda: engine.submit(prompt, source, incarnation, ended)  # noqa: E731
-        self.world.at(self.world.now, instance.process, lambda: instance.guarded(submit))
+        self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
 
     def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None) -> None:
         """The router learns of a failure: it cancels the other side and tries again, as often as it may."""
@@ -199,7 +202,7 @@ class Run:
             return
         for side in self.prompts[prompt.number]:
             if side is not None and side is not by and self.world.random.random() < self.script.router_cancels:
-                self.world.after(0.001, side.process, partial(side.guarded, partial(side.engine.cancel, prompt.key)))
+                self.world.after(0.001, side.process, partial(side.call_engine, partial(side.engine.cancel, prompt.key)))
         if client.attempts <= client.script.retries:
             client.is_over = False
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
@@ -239,6 +242,10 @@ class Run:
             case FaultKind.LOSSY:
                 link.loss, link.double, link.reorder = 0.1, 0.1, 0.2
                 self.world.at(until, None, lambda: self._heal(fault))
+            case FaultKind.REPLAY:
+                for number in range(fault.number):
+                    replay = partial(self.cluster.network.replay, fault.who, fault.other)
+                    self.world.after(fault.for_s * number / fault.number, None, replay)
             case FaultKind.CANCEL_SOURCE | FaultKind.CANCEL_TARGET:
                 self._cancel(fault)
             case _ if instance is not None:
@@ -265,15 +272,15 @@ class Run:
                 instance.transports[fault.number % len(instance.transports)].stall_until = until
             case FaultKind.PREEMPT if isinstance(instance.engine, SourceEngine):
                 engine = instance.engine
-                self.world.at(self.world.now, instance.process, lambda: instance.guarded(engine.preempt))
+                self.world.at(self.world.now, instance.process, lambda: instance.call_engine(engine.preempt))
             case FaultKind.REFUSE if isinstance(instance.engine, TargetEngine):
                 instance.engine.refuse_next += 1
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
             case FaultKind.BAD_GRANT:
                 instance.bad_grants += fault.number
-            case FaultKind.SILENT_ENGINE:
-                instance.engine.hang(self.world.now + _SILENT_TIMES * fault.for_s)
+            case FaultKind.SILENT_ENGINE | FaultKind.STUCK_ENGINE:
+                instance.stop_engine(until, hangs=fault.kind is FaultKind.SILENT_ENGINE)
 
     def _restart(self, address: str) -> None:
         if address not in self.cluster.instances:
@@ -294,8 +301,8 @@ class Run:
         for prefill in range(self.script.prefills):
             for decode in range(self.script.decodes):
                 request = RequestScript(self.world.now, prefill, decode, tokens=1, chunk=1, mode=Mode.PUSH, retries=1)
-                client = _Client(request, len(self.clients) + len(self._probes))
-                self._probes.append(client)
+                client = _Client(request, len(self.clients) + len(self.probes))
+                self.probes.append(client)
                 self._attempt(client)
 
     def _cancel(self, fault: Fault) -> None:
@@ -304,7 +311,7 @@ class Run:
         instance = self.cluster.instances.get(address)
         if instance is not None and client.keys:
             key = client.keys[-1]
-            self.world.at(self.world.now, instance.process, lambda: instance.guarded(lambda: instance.engine.cancel(key)))
+            self.world.at(self.world.now, instance.process, lambda: instance.call_engine(lambda: instance.engine.cancel(key)))
 
     def _quiet_at(self) -> float:
         ends = [fault.at_s + fault.for_s for fault in self.script.faults]
@@ -348,6 +355,24 @@ class Run:
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
                 stands[id(record)] = (place, math.inf)
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
+            self._check_silent_peer(name, record, since)
+
+    def _check_silent_peer(self, name: str, record: SourceRecord | TargetRecord, since: float) -> None:
+        """What only the engine of the peer can bring forward ends soon after that engine hung, whatever its agents send."""
+        limits = self.cluster.limits
+        if isinstance(record, SourceRecord):
+            peer, limit = record.target, limits.defer_timeout
+            is_waiting = record.state is SourceState.HELD
+        else:
+            peer, limit = record.source, limits.transfer_timeout
+            is_waiting = record.state in (TargetState.GRANTED, TargetState.FILLING) and record.span_count is None
+        instance = next((each for each in self.all_instances if each.incarnation == peer), None)
+        if not is_waiting or instance is None or not instance.engine.is_silent:
+            return
+        waited_s = self.world.now - max(since, instance.engine.silent_since)
+        if waited_s > limit * _HARD_END_SLACK[0] + limits.beat_s + _DELAYED_S:
+            detail = f"{name}: {record.key} is {record.state} {waited_s:.1f} s after the engine of {peer} hung"
+            self.world.violate("silent engine", detail)
 
     def _check_end(self) -> None:
         """When faults have stopped, everything is terminal and every block is back."""
@@ -375,7 +400,7 @@ class Run:
 
     def _check_healed(self) -> None:
         """A fault that is over leaves no harm behind: every pair of instances can hand off again."""
-        for client in self._probes:
+        for client in self.probes:
             if not client.is_over:
                 pair = f"p{client.script.prefill} and d{client.script.decode}"
                 self.world.violate("heals", f"{pair} hand off nothing any more, although all faults are over")

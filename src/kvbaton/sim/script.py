@@ -39,6 +39,8 @@ class FaultKind(enum.StrEnum):
     QUEUE_FULL = "queue full"
     BAD_GRANT = "bad grant number"
     SILENT_ENGINE = "silent engine"
+    STUCK_ENGINE = "stuck engine"
+    REPLAY = "replay"
 
 
 class RequestScript(msgspec.Struct, frozen=True):
@@ -55,8 +57,6 @@ class RequestScript(msgspec.Struct, frozen=True):
     decode_delay_s: float = 0.0
     retries: int = 0
     retry_after_s: float = 0.05
-    cancels_other: bool = True
-    """Whether its router cancels the other side when one has failed."""
     reuse_id: bool = False
     steal_id: int = -1
     """Whose transfer id to use instead of an own one."""
@@ -116,6 +116,8 @@ class Script(msgspec.Struct, frozen=True):
 
 
 _DURATIONS = (0.05, 0.5, 2.0, 5.0, 9.0)
+_STOPPED_S = (0.5, 5.0, 36.0)
+"""How long an engine does nothing; also longer than anything may wait for it."""
 
 
 def make_script(seed: int, *, faults: bool = True) -> Script:
@@ -169,7 +171,6 @@ def _request(rng: random.Random, prefills: int, decodes: int, tiny: bool, count:
         decode_delay_s=rng.choice((0.0, 0.0, 0.005, 0.05, 0.5)),
         retries=rng.choice((0, 0, 1, 2)),
         retry_after_s=rng.choice((0.05, 0.05, 0.5)),
-        cancels_other=rng.random() < 0.5,
         reuse_id=rng.random() < 0.4,
         steal_id=rng.randrange(count) if rng.random() < 0.1 and faults else -1,
     )
@@ -255,6 +256,6 @@ def _fault(rng: random.Random, script: Script) -> Fault:
         at_s=rng.choice((rng.uniform(0.0, 0.7), rng.uniform(0.0, 3.0))),
         who=who,
         other=other,
-        for_s=rng.choice(_DURATIONS),
+        for_s=rng.choice(_STOPPED_S if kind in (FaultKind.SILENT_ENGINE, FaultKind.STUCK_ENGINE) else _DURATIONS),
         number=rng.randrange(max(1, len(script.requests))) if "cancel" in kind else rng.randint(1, 3),
     )

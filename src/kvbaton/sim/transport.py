@@ -11,10 +11,14 @@ from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.card import Endpoint
 from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
+from kvbaton.sim.network import Network
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
 __all__ = ["Fabric", "SimRank", "SimTransport"]
+
+_CUT_POLL_S = 0.02
+"""How often a batch looks whether its link is whole again, or it was cancelled."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class Fabric:
     """What connects the ranks of all processes: which rank is where, and how long a move takes."""
 
     world: World
+    network: Network
     late_writes: LateWrites
     move_s: float = 0.0005
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
@@ -54,7 +59,8 @@ class SimTransport:
         self._fabric = fabric
         self._process = process
         self._me = me
-        self._where = f"{process.name.partition('#')[0]} {me.rank}"
+        self.address = process.name.partition("#")[0]
+        self._where = f"{self.address} {me.rank}"
         self.memory = memory
         self._allow = allow
         self._wake = wake
@@ -132,6 +138,9 @@ class SimTransport:
         """Ask a batch to stop; the cell that is in flight still arrives, as a posted RDMA write would."""
         if (posted := self._posted.get(ticket)) is not None:
             posted.cancelled = True
+            if self._is_cut_from(self._fabric.ranks.get(posted.batch.peer)):
+                # Nothing is in flight: it need not wait until the link is looked at again.
+                self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
 
     def revoke(self, peer: PeerRank) -> None:
         """Close the session with `peer`, both ways: what it posted to us under it never lands, what we posted to it fails."""
@@ -149,22 +158,25 @@ class SimTransport:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _schedule(self, posted: _PostedBatch) -> None:
-        delay = self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+    def _schedule(self, posted: _PostedBatch, is_cut: bool = False) -> None:
+        delay = _CUT_POLL_S if is_cut else self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
         when = max(self._fabric.world.now + delay, self.stall_until)
         mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
         self._fabric.world.at(when, mover, lambda: self._move(posted))
 
     def _move(self, posted: _PostedBatch) -> None:
         """Move one cell, or complete."""
-        if not self._process.is_alive:
+        if not self._process.is_alive or posted.ticket not in self._posted:
             return
         if posted.error or not posted.moves:
             self._complete(posted)
             return
         peer = self._fabric.ranks.get(posted.batch.peer)
+        is_cut = self._is_cut_from(peer)
         if peer is None or not peer._process.is_alive:  # noqa: SLF001
             posted.error = "PeerLost: the peer is gone"
+        elif is_cut:
+            pass
         elif posted.batch.direction is Direction.READ:
             self._carry(posted, peer, self)
         elif not peer._accepts(self._me, posted):  # noqa: SLF001
@@ -174,7 +186,10 @@ class SimTransport:
         if posted.cancelled:
             self._complete(posted)
         else:
-            self._schedule(posted)
+            self._schedule(posted, is_cut)
+
+    def _is_cut_from(self, peer: SimTransport | None) -> bool:
+        return peer is not None and self._fabric.network.is_cut(self.address, peer.address)
 
     def _moves(self, direction: Direction, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
         """How a run moves: cell by cell, or at once where it is an aux record, which is always read."""

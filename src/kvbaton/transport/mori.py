@@ -30,12 +30,19 @@ _MARGIN_S = 5.0
 def load_mori() -> MoriApi:
     """Import MoRI-IO. Raises ConfigError, with what to do, where there is none."""
     try:
-        return importlib.import_module("mori.io")
+        found = importlib.import_module("mori.io")
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"transport mori needs MoRI on a machine with ROCm; mori.io cannot be imported ({error}): "
             "install it as github.com/ROCm/mori says, or choose another transport"
         ) from error
+    if hasattr(found, "__kvbaton__"):
+        # The drop-in runs on our transports: on top of it, this transport would move bytes over itself.
+        raise ConfigError(
+            "transport mori needs MoRI on a machine with ROCm; the mori that is installed here is kvbaton's own: "
+            "choose local, tcp or auto"
+        )
+    return found
 
 
 class MoriEngine:

@@ -61,8 +61,9 @@ class ProcessMemory:
 
     def read(self, pid: int, source_address: int, target_address: int, runs: Runs) -> int:
         """Copy `runs` (at most 1024) from process `pid`; returns how many bytes came, at least one. Raises KVBatonError."""
-        target_pieces = np.ascontiguousarray(runs[:, 1:3])
-        source_pieces = np.ascontiguousarray(runs[:, 0:3:2])
+        # Copies, always: a single run is contiguous as it is, and adding the address below would change the caller's runs.
+        target_pieces = np.array(runs[:, 1:3], order="C")
+        source_pieces = np.array(runs[:, 0:3:2], order="C")
         target_pieces[:, 0] += np.uint64(target_address)
         source_pieces[:, 0] += np.uint64(source_address)
         count = len(runs)

@@ -150,6 +150,8 @@ class TransportEntry:
     variants:    with which memory it is tried, tested and measured
     bench:       may name the function that measures it in `bench wire`, where blocks in main memory are not its case: called
                  with the tokens of a batch, the rounds, and what is given each line of progress
+    exchange:    may name a function that opens an `ExchangeContract` over it (memories that come and go, writes by their
+                 owner): called with the name of the initiator and the `TransportSettings`
     stand_in:    may name a function like `opener` that opens it, with both ends in one process, where its hardware is missing:
                  the contract suite then runs on that
     """
@@ -168,6 +170,7 @@ class TransportEntry:
     settings: tuple[LibrarySetting, ...] = ()
     variants: tuple[TransportVariant, ...] = ()
     bench: Reference = ""
+    exchange: Reference = ""
     stand_in: Reference = ""
 
     @property
@@ -220,6 +223,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             opener="kvbaton.transport.local:LocalTransport",
             stands_alone=True,
             auto_rank=10,
+            exchange="kvbaton.transport.exchange.service:open_local",
             variants=(
                 TransportVariant(
                     kind="local, shared memory",
@@ -238,6 +242,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
             peer_part=PeerPart.MOVE,
             stands_alone=True,
             auto_rank=30,
+            exchange="kvbaton.transport.exchange.service:open_tcp",
             variants=(
                 TransportVariant(kind="tcp", subject="tcp", beside="socket"),
                 TransportVariant(kind="GPU memory over tcp", memory=_GPU_MEMORY, check=_CHECK_GPU),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -14,6 +14,7 @@ from kvbaton.verify.compare import TokenAnswer
 __all__ = ["ServerReply", "ask"]
 
 _MAX_SHOWN = 500
+_TRANSFER_HEADER = "X-KVBaton-Transfer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,41 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: tupl
         "temperature": 0,
         "logprobs": 2,
         "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
     }
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise PeerError(f"HTTP {response.status}: {_error_text(await response.text())[:_MAX_SHOWN]}")
             document = await response.json()
+            transfer_id = response.headers.get(_TRANSFER_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise PeerLost(f"{url}: {error or type(error).__name__}") from error
     except ValueError as error:
         raise ProtocolError(f"{url} answered 200 with something that is no JSON: {error}") from error
-    return _read(document)
+    reply = _read(document)
+    if reply.record or not transfer_id:
+        return reply
+    return replace(reply, record=await _timeline_record(session, url, transfer_id))
+
+
+async def _timeline_record(session: aiohttp.ClientSession, url: str, transfer_id: str) -> dict[str, Any]:
+    """What the timeline of a transfer states about it, for engines whose answers have no place for a record."""
+    try:
+        async with session.get(f"{url}/handoffs/{transfer_id}") as response:
+            document = await response.json()
+            handoff = document["handoffs"][0] if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError):
+        return {}
+    ends = {end["side"]: end["outcome"] for end in handoff.get("ends", ())}
+    moved, exposed = int(handoff.get("wire_bytes") or 0), float(handoff.get("exposed_s") or 0.0)
+    return {
+        "handed_off": ends.get("target") == "delivered",
+        "bytes_planned": moved,
+        "bytes_moved": moved,
+        "handoff_s": exposed,
+        "handover_s": exposed,
+    }
 
 
 def _error_text(text: str) -> str:
@@ -59,7 +84,7 @@ def _read(document: Any) -> ServerReply:
     try:
         choice = document["choices"][0]
         logprobs = choice["logprobs"]
-        tokens = tuple(int(token.removeprefix("token_id:")) for token in logprobs["tokens"])
+        tokens = _token_ids(choice)
         values = tuple(float(value) for value in logprobs["token_logprobs"])
         gaps = tuple(_gap(candidates) for candidates in logprobs["top_logprobs"])
         if not len(tokens) == len(values) == len(gaps):
@@ -68,6 +93,13 @@ def _read(document: Any) -> ServerReply:
         return ServerReply(answer, _record(document))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ProtocolError(f"the answer has no logprobs in the expected form: {error!r}") from error
+
+
+def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
+    """SGLang writes them beside the answer, the others into the logprobs."""
+    if choice.get("token_ids"):
+        return tuple(map(int, choice["token_ids"]))
+    return tuple(int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"])
 
 
 def _record(document: dict[str, Any]) -> dict[str, Any]:

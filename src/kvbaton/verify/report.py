@@ -8,9 +8,10 @@ import numpy as np
 from kvbaton import __version__
 from kvbaton.verify.compare import Verdict
 
-__all__ = ["MAX_NEAR_TIES", "Report", "RequestRow", "Spread", "make_report"]
+__all__ = ["MAX_LOST_DRAFTS", "MAX_NEAR_TIES", "Report", "RequestRow", "Spread", "make_report"]
 
 MAX_NEAR_TIES = 0.02
+MAX_LOST_DRAFTS = 0.1
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -18,17 +19,17 @@ class RequestRow(msgspec.Struct, frozen=True):
 
     request: int
     prompt_tokens: int
-    output_tokens: int
     verdict: str
     detail: str
-    handed_off: bool
-    recomputed: bool
-    cached_tokens: int
-    bytes_planned: int
-    bytes_moved: int
-    handoff_s: float
-    handover_s: float
-    largest_difference: float
+    output_tokens: int = 0
+    handed_off: bool = False
+    recomputed: bool = False
+    cached_tokens: int = 0
+    bytes_planned: int = 0
+    bytes_moved: int = 0
+    handoff_s: float = 0.0
+    handover_s: float = 0.0
+    largest_difference: float = 0.0
     source_writes: bool = False
     """Whether the source wrote; it alone knows how many bytes, so they are not counted."""
 
@@ -60,14 +61,22 @@ class Report(msgspec.Struct, frozen=True):
     handover_seconds: Spread
     problems: list[str]
     rows: list[RequestRow]
+    accepted_alone: int = 0
+    """Drafted tokens that the single instance accepted, where one drafts."""
+    accepted: int = 0
+    """Those that the decode instances accepted."""
 
 
-def make_report(settings: dict[str, str | int | bool], rows: list[RequestRow]) -> Report:
-    """Add the rows up and decide."""
+def make_report(
+    settings: dict[str, str | int | bool], rows: list[RequestRow], accepted_alone: int = 0, accepted: int = 0
+) -> Report:
+    """Add the rows up and decide. A draft changes no answer: whether its cache arrived shows in how much is accepted."""
     count = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (*Verdict, "failed")}
     handed_off = sum(row.handed_off for row in rows)
     recomputed = sum(row.recomputed for row in rows)
     problems = _problems(count, rows, handed_off, recomputed)
+    if accepted < (1 - MAX_LOST_DRAFTS) * accepted_alone:
+        problems.append(f"{accepted} drafted tokens were accepted, and {accepted_alone} by the single instance")
     handovers = [row.handover_s for row in rows if row.handed_off] or [0.0]
     return Report(
         command="verify",
@@ -87,6 +96,8 @@ def make_report(settings: dict[str, str | int | bool], rows: list[RequestRow]) -
         handover_seconds=Spread(*(float(np.percentile(handovers, q)) for q in (50, 99))),
         problems=problems,
         rows=rows,
+        accepted_alone=accepted_alone,
+        accepted=accepted,
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import aiohttp
+import msgspec
 
 from kvbaton.config import HandoffSettings
-from kvbaton.engines.base import Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
+from kvbaton.engines.base import OWN_CONNECTOR, Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
 from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
 from kvbaton.launch.fleet import Fleet
@@ -21,6 +23,7 @@ from kvbaton.verify.client import ServerReply, ask
 from kvbaton.verify.compare import compare
 from kvbaton.verify.report import Report, RequestRow, make_report
 from kvbaton.verify.settings import VerifySettings
+from kvbaton.verify.stored import StoredCounts
 from kvbaton.verify.workload import make_prompts
 
 __all__ = ["VerifiedPair", "run_verify"]
@@ -31,21 +34,32 @@ _REFUSAL = "incompatible peer"
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPair:
-    """What is verified: an engine by its name, over a transport, with these settings of hand-offs."""
+    """What is verified: engines by their names, over a transport, with these settings of hand-offs.
+
+    `engine` is that of prefill, and of decode too unless `decode_engine` names another.
+    """
 
     engine: str
     transport: str
     handoff: HandoffSettings
+    decode_engine: str = ""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the two sides are different engines."""
+        return self.decode_engine not in ("", self.engine)
 
     def shown(self) -> dict[str, str | bool]:
         """Every setting by its name, in one level."""
-        return {"engine": self.engine, "transport": self.transport, **asdict(self.handoff)}
+        decode = self.decode_engine or self.engine
+        return {"engine": self.engine, "decode_engine": decode, "transport": self.transport, **asdict(self.handoff)}
 
 
 @dataclass(frozen=True, slots=True)
 class _VerifiedServers:
     pair_url: str
     single_url: str
+    decode_urls: tuple[str, ...]
     model: str
 
 
@@ -54,23 +68,45 @@ def run_verify(
 ) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
     check_writes(pair.transport, pair.handoff.unfenced_writes)
-    engine = find_engine(pair.engine)
-    prefill, decode = _options(pair, settings)
-    for side in (prefill, decode):
+    engines = find_engine(pair.engine), find_engine(pair.decode_engine or pair.engine, "--decode-engine")
+    counts = StoredCounts() if settings.connector != OWN_CONNECTOR else None
+    prefill, decode = _options(pair, settings, counts.directory if counts is not None else "")
+    for engine, side in zip(engines, (prefill, decode), strict=True):
         engine.check_support(side)
-    model = engine.check(prefill, decode, progress)
+    model = _check(engines, (prefill, decode), progress)
     longest = _longest_prompt(settings, model, progress)
     prompts = make_prompts(model.encode, settings.requests, settings.seed, longest, min(settings.shortest_prompt, longest))
-    with Fleet() as fleet:
+    with contextlib.ExitStack() as stack:
+        if counts is not None:
+            stack.callback(counts.close)
+        fleet = stack.enter_context(Fleet())
         progress("starting a router, a prefill, a decode and a single instance")
-        servers = _start(fleet, engine, (prefill, decode), settings, model, progress)
+        servers = _start(fleet, engines, (prefill, decode), settings, model, progress)
         progress(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+        if counts is not None:
+            rows = counts.attributed(rows)
+        accepted = _accepted(engines[0], [servers.single_url]), _accepted(engines[1], servers.decode_urls)
     _check_not_refused(rows)
-    return make_report({**settings.shown(), **pair.shown()}, rows)
+    return make_report({**settings.shown(), **pair.shown()}, rows, *accepted)
 
 
-def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOptions, EngineOptions]:
+def _accepted(engine: EnginePlugin, urls: Sequence[str]) -> int:
+    """How many drafted tokens these instances have accepted; 0 where none drafts."""
+    return sum(engine.accepted_drafts(url) or 0 for url in urls)
+
+
+def _check(
+    engines: tuple[EnginePlugin, EnginePlugin], sides: tuple[EngineOptions, EngineOptions], progress: Progress
+) -> ModelFacts:
+    """Have each engine check what only it knows; of two, each its own side. The shorter context counts."""
+    if engines[0].name == engines[1].name:
+        return engines[0].check(*sides, progress)
+    facts = [engine.check(side, side, progress) for engine, side in zip(engines, sides, strict=True)]
+    return replace(facts[0], context_tokens=min(each.context_tokens for each in facts))
+
+
+def _options(pair: VerifiedPair, settings: VerifySettings, counts_directory: str) -> tuple[EngineOptions, EngineOptions]:
     """The options of the prefill instances, and those of the decode instances."""
     prefill = EngineOptions(
         settings.model,
@@ -79,9 +115,12 @@ def _options(pair: VerifiedPair, settings: VerifySettings) -> tuple[EngineOption
         pair.handoff,
         settings.prefill_shape,
         settings.device,
+        connector=settings.connector,
+        counts_directory=counts_directory,
         cache_dtype=settings.cache_dtype,
         arguments=tuple(shlex.split(settings.engine_arguments)),
         controls=Controls(poison=True, drop_writes=settings.drop_writes, drop=settings.drop),
+        model_id=f"verify-{settings.model}" if pair.is_mixed else "",
     )
     decode = replace(
         prefill,
@@ -111,7 +150,7 @@ def _check_not_refused(rows: list[RequestRow]) -> None:
 
 def _start(
     fleet: Fleet,
-    engine: EnginePlugin,
+    engines: tuple[EnginePlugin, EnginePlugin],
     sides: tuple[EngineOptions, EngineOptions],
     settings: VerifySettings,
     model: ModelFacts,
@@ -120,15 +159,20 @@ def _start(
     """Start everything and wait until it is healthy. The single instance is an uncut one of the prefill side."""
     prefill, decode = (replace(side, served_name=model.name) for side in sides)
     single = replace(prefill, shape="tp1")
-    prepared = [engine.prepare(options, progress) for options in (prefill, decode, single)]
+    parts = zip((*engines, engines[0]), (prefill, decode, single), strict=True)
+    prepared = [engine.prepare(options, progress) for engine, options in parts]
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=prefill.cluster_key))
+    # Connectors that are not ours have no key; the router takes registrations on loopback only.
+    key = prefill.cluster_key if prefill.connector == OWN_CONNECTOR else None
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=key))
     alone = prepared[2].part("single", "both", ports)
-    for part in (*pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port), alone):
+    pair = pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port)
+    for part in (*pair, alone):
         fleet.start(part)
-    fleet.wait_healthy(engine.healthy_within_s)
-    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, model.name)
+    fleet.wait_healthy(max(engine.healthy_within_s for engine in engines))
+    decode_urls = tuple(part.base_url for part in pair[settings.prefill :])
+    return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, decode_urls, model.name)
 
 
 async def _send_all(
@@ -167,24 +211,16 @@ async def _send_one(
 
 def _row(index: int, prompt: tuple[int, ...], single: ServerReply, pair: ServerReply) -> RequestRow:
     comparison = compare(single.answer, pair.answer)
-    record = pair.record
-    return RequestRow(
-        request=index,
-        prompt_tokens=len(prompt),
-        output_tokens=len(pair.answer.tokens),
-        verdict=comparison.verdict,
-        detail=comparison.detail,
-        handed_off=bool(record.get("handed_off")),
-        recomputed=bool(record.get("recomputed")),
-        cached_tokens=int(record.get("cached_tokens", 0)),
-        bytes_planned=int(record.get("bytes_planned", 0)),
-        bytes_moved=int(record.get("bytes_moved", 0)),
-        handoff_s=float(record.get("handoff_s", 0.0)),
-        handover_s=float(record.get("handover_s", 0.0)),
-        largest_difference=comparison.largest_difference,
-        source_writes=bool(record.get("source_writes")),
-    )
+    facts = {
+        "request": index,
+        "prompt_tokens": len(prompt),
+        "verdict": comparison.verdict,
+        "detail": comparison.detail,
+        "output_tokens": len(pair.answer.tokens),
+        "largest_difference": comparison.largest_difference,
+    }
+    return msgspec.convert(pair.record | facts, RequestRow, strict=False)
 
 
 def _failed_row(index: int, prompt: tuple[int, ...], detail: str) -> RequestRow:
-    return RequestRow(index, len(prompt), 0, "failed", detail, False, False, 0, 0, 0, 0.0, 0.0, 0.0)
+    return RequestRow(index, len(prompt), "failed", detail)

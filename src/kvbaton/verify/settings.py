@@ -23,7 +23,7 @@ class VerifySettings:
         how many at a time.
     model
         `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model such as `tiny-mamba`; see
-        `kvbaton serve --help`.
+        `kvbaton serve --help`. vLLM has small models of its own, such as `small-llama`; see docs/vllm.md.
     prefill
         how many prefill instances.
     decode
@@ -37,12 +37,12 @@ class VerifySettings:
     drop_writes
         the control: move no bytes, leave the poison in. Must exit with 1.
     prefill_shape
-        how the prefill instances are cut: `tp2`, `pp2,tp2`, ...; for the small models only.
+        how the prefill instances are cut: `tp2`, `pp2,tp2`, `dp2`, ...; with the embedded engine for the small models only.
     decode_shape
         how the decode instances are cut.
     drop
         a control: leave one thing out of every hand-off, and the poison in: `conv`, `ssm`, `sliding`, `index`, `mla`,
-        `full`, `layer:N` or `head:N`. Must exit with 1.
+        `full`, `layer:N` or `head:N`; with vLLM `heads`, `layers`, `state`, `draft` or `writes`. Must exit with 1.
     decode_model
         a control: another model for the decode instances, or other sizes of it as in `tiny-mamba@conv_taps=6`. They must
         refuse, with exit code 2.
@@ -56,6 +56,8 @@ class VerifySettings:
         more arguments for the command line of every engine, as one string.
     shortest_prompt
         see `longest_prompt`.
+    connector
+        which connector moves caches: `kvbaton`, or one that the engine ships and that runs here: `moriio` of vLLM.
     decode_lacks
         a control: what the cards of the decode instances leave out: `layer:N` or `rank:N`. They must be refused, with exit
         code 2.
@@ -80,6 +82,7 @@ class VerifySettings:
     device: str = "cpu"
     engine_arguments: str = ""
     shortest_prompt: int = 1
+    connector: str = "kvbaton"
 
     def __post_init__(self) -> None:
         for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "shortest_prompt", "longest_prompt"):

@@ -34,7 +34,9 @@ RUN: dict[str, tuple[str, ...]] = {
         "test_kv_fetch_stages_cleared_on_abort",
         "test_async_load_reserves_blocks_for_inflight",
         "test_async_loads_both_admitted_when_pool_fits",
-        "test_async_load_reserves_blocks_for_promotion_margin[single-group]",
+        "test_p_side_chunked_prefill_mamba",
+        "test_async_load_reserves_blocks_for_promotion_margin",
+        "test_async_load_does_not_double_reserve_mamba_spec_blocks",
         "test_deferred_lookup_does_not_block_parked_load",
     ),
     "test_error_propagation.py": ("test_error_propagation_sync_load", "test_error_propagation_async_load"),
@@ -50,6 +52,7 @@ RUN: dict[str, tuple[str, ...]] = {
         "test_sync_load_failure",
         "test_sync_load_failure_with_shared_blocks",
         "test_async_progressive_load_failure",
+        "test_block_level_load_failure_fails_closed_with_multiple_groups",
     ),
     "test_kv_connector_lifecycle.py": ("test_kv_connector_mixin_clears_metadata",),
     "test_multi_connector.py": (
@@ -65,7 +68,7 @@ RUN: dict[str, tuple[str, ...]] = {
     "test_nixl_simple_cpu_offload.py": (
         "test_nixl_wins_load_over_cpu_offload",
         "test_cpu_offload_wins_when_nixl_has_no_match",
-        "test_request_finished_no_async_save[fa_only]",
+        "test_request_finished_no_async_save",
     ),
     "test_nixl_connector.py": (
         "test_basic_interface",
@@ -78,8 +81,14 @@ RUN: dict[str, tuple[str, ...]] = {
         "test_p_node_finished_holds_blocks_for_d",
         "test_cache_miss_first_turn_no_remote_pull",
     ),
+    "test_handshake_pp_aggregation.py": ("test_engine_passes_handshake_metadata_through_for_pp_aware_connector",),
+    "test_transfer_topology_sharded.py": (
+        "test_legacy_register_remote_engine_uses_pp_rank_zero",
+        "test_register_remote_engine_stores_pp_ranks_separately",
+        "test_engine_info_fields_have_backward_compatible_defaults",
+    ),
 }
-CASES = 51
+CASES = 62
 """What pytest makes of them, with all their parameters."""
 
 ONLY_ASKED = frozenset(
@@ -91,17 +100,11 @@ ONLY_ASKED = frozenset(
 )
 """They ask the class, or the object, what it supports, and call no hook."""
 
-_GROUPS = "two groups of layers, which our connector refuses so far"
+_LEGACY = "a connector without stages, which ours is not"
 _MOCKS = "MultiConnector over nothing but mocks"
 _STATS = "the statistics of NIXL by their names, or MultiConnector's without any connector"
 
 LEFT_OUT: dict[str, str] = {
-    "test_remote_prefill_lifecycle.py::test_p_side_chunked_prefill_mamba": f"{_GROUPS}; how NIXL cuts a prompt for Mamba",
-    "test_remote_prefill_lifecycle.py::test_async_load_reserves_blocks_for_promotion_margin[multiple-groups]": _GROUPS,
-    "test_remote_prefill_lifecycle.py::test_async_load_reserves_blocks_for_promotion_margin[different-block-sizes]": _GROUPS,
-    "test_remote_prefill_lifecycle.py::test_async_load_does_not_double_reserve_mamba_spec_blocks": _GROUPS,
-    "test_kv_load_failure_recovery.py::test_block_level_load_failure_fails_closed_with_multiple_groups": _GROUPS,
-    "test_nixl_simple_cpu_offload.py::test_request_finished_no_async_save[fa_sw]": _GROUPS,
     "test_hma_auto_config.py::test_hma_auto_config[non_hma_connector]": "a connector of the other kind",
     "test_hma_auto_config.py::test_explicit_hma_with_non_hma_connector_errors_at_factory": "a connector of the other kind",
     "test_multi_connector.py::test_register_finished_partial_tail_notifies_every_connector": _MOCKS,
@@ -120,10 +123,11 @@ LEFT_OUT: dict[str, str] = {
     "test_bidirectional_kv_transfer.py": "caches that go from decode to prefill, which ours does not do so far",
     "test_config.py": "vLLM's configuration of offloading; connectors are named there, and none is made",
     "test_output_aggregator.py": "how vLLM adds up what workers report, without a connector",
-    "test_handshake_pp_aggregation.py": "which hook vLLM calls on connectors that the file defines, with two workers",
+    "test_handshake_pp_aggregation.py::test_engine_unwraps_handshake_metadata_for_legacy_connector": _LEGACY,
+    "test_handshake_pp_aggregation.py::test_engine_rejects_pp_producer_for_legacy_connector": _LEGACY,
     "test_scheduler_kv_connector_override.py": "a scheduler that a plugin changed, with a connector of its own",
     "test_tp_mapping.py": "how NIXL maps ranks",
-    "test_transfer_topology_sharded.py": "how NIXL keeps what it knows of remote engines",
+    "test_transfer_topology_sharded.py::test_helpers_use_requested_pp_rank": "lists every replica of a head; ours reads one",
     "test_decode_bench_connector.py": "what a benchmark's connector fills a cache with",
     "test_example_connector.py": "how a store on disk hashes images, with a model that has to be downloaded",
     "test_flexkv_connector.py": "the calls that one connector passes to its library",

@@ -52,6 +52,8 @@ class Pair:
     decode: Server
     single: Server
     policy: OnFailure = OnFailure.FAIL
+    vocabulary: int = 40_000
+    """Token ids of prompts are taken modulo this: small models have few."""
 
     def __post_init__(self) -> None:
         self.single.wait()
@@ -84,24 +86,24 @@ class Client:
 
     async def alone(self, prompt: Sequence[int], tokens: int = 8, url: str | None = None) -> Given:
         """A plain request, to the single server unless another is given."""
-        return await self._post(url or self.pair.single.url, _body(prompt, tokens), {})
+        return await self._post(url or self.pair.single.url, self._body(prompt, tokens), {})
 
     async def prefill(self, prompt: Sequence[int], transfer_id: str, header: str) -> Given:
         """The prefill half of a hand-off."""
-        return await self._post(self.pair.prefill.url, _source_body(prompt, transfer_id, 1), {"X-Request-Id": header})
+        return await self._post(self.pair.prefill.url, self._source_body(prompt, transfer_id, 1), {"X-Request-Id": header})
 
     async def decode(
         self, prompt: Sequence[int], transfer_id: str, header: str, tokens: int, params: dict[str, Any] | None = None
     ) -> Given:
         """The decode half; `params` are those that the prefill answered with."""
-        body = _target_body(prompt, transfer_id, tokens, params)
+        body = self._target_body(prompt, transfer_id, tokens, params)
         return await self._post(self.pair.decode.url, body, {"X-Request-Id": header})
 
     async def stream_prefill(
         self, prompt: Sequence[int], transfer_id: str, header: str, tokens: int, begun: asyncio.Event
     ) -> None:
         """The prefill half, for a client that asks for more tokens than the first; `begun` is set when that one is here."""
-        await self._stream(self.pair.prefill.url, _source_body(prompt, transfer_id, tokens), header, begun)
+        await self._stream(self.pair.prefill.url, self._source_body(prompt, transfer_id, tokens), header, begun)
 
     async def stream_decode(
         self,
@@ -113,11 +115,11 @@ class Client:
         params: dict[str, Any] | None = None,
     ) -> None:
         """The decode half, read as it streams; `begun` is set when the first token is here."""
-        await self._stream(self.pair.decode.url, _target_body(prompt, transfer_id, tokens, params), header, begun)
+        await self._stream(self.pair.decode.url, self._target_body(prompt, transfer_id, tokens, params), header, begun)
 
     async def send(self, url: str, prompt: Sequence[int], tokens: int, params: object) -> Given:
         """A request with any `kv_transfer_params`."""
-        return await self._post(url, _body(prompt, tokens) | {"kv_transfer_params": params}, {})
+        return await self._post(url, self._body(prompt, tokens) | {"kv_transfer_params": params}, {})
 
     def header(self) -> str:
         """An id for one request, with both addresses in it."""
@@ -165,6 +167,27 @@ class Client:
         while not await asyncio.to_thread(condition):
             assert asyncio.get_running_loop().time() < give_up_at, f"not within {timeout_s:g} s: {what}"
             await asyncio.sleep(0.02)
+
+    def _body(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        return {
+            "model": MODEL,
+            "prompt": [token % self.pair.vocabulary for token in prompt],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,
+            "ignore_eos": True,
+        }
+
+    def _source_body(self, prompt: Sequence[int], transfer_id: str, tokens: int) -> dict[str, Any]:
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        return self._body(prompt, tokens) | {"kv_transfer_params": params}
+
+    def _target_body(
+        self, prompt: Sequence[int], transfer_id: str, tokens: int, params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        params = params or {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
+        return self._body(prompt, tokens) | {"kv_transfer_params": params}
 
     async def _post(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Given:
         try:
@@ -216,28 +239,6 @@ async def _session() -> AsyncIterator[aiohttp.ClientSession]:
     timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as opened:
         yield opened
-
-
-def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "logprobs": 2,
-        "return_tokens_as_token_ids": True,
-        "ignore_eos": True,
-    }
-
-
-def _source_body(prompt: Sequence[int], transfer_id: str, tokens: int) -> dict[str, Any]:
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    return _body(prompt, tokens) | {"kv_transfer_params": params}
-
-
-def _target_body(prompt: Sequence[int], transfer_id: str, tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
-    params = params or {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
-    return _body(prompt, tokens) | {"kv_transfer_params": params}
 
 
 def _given(document: dict[str, Any]) -> Given:

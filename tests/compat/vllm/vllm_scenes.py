@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_handing import Client, Given, Pair, assert_equal, prompt_of
-from vllm_servers import Server, ServerSpec, servers
+from vllm_servers import MODEL, Server, ServerSpec, servers
 
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import Mode
@@ -24,16 +24,26 @@ LIMITS = {"transfer_timeout": 10, "defer_timeout": 12, "stop_timeout": 2, "retry
 
 
 @contextmanager
-def fault_pair(mode: Mode, policy: OnFailure, caches: bool, single: Server) -> Iterator[Pair]:
+def fault_pair(
+    mode: Mode,
+    policy: OnFailure,
+    caches: bool,
+    single: Server,
+    *,
+    model: str = MODEL,
+    shape: str = "tp1",
+    vocabulary: int = Pair.vocabulary,
+) -> Iterator[Pair]:
     """Two servers with few blocks, short limits and a connector that holds messages and copies up on command."""
     arguments: tuple[str, ...] = ("--num-gpu-blocks-override", str(BLOCKS))
     if not caches:
         arguments += ("--no-enable-prefix-caching",)
     sides = [
-        ServerSpec(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True) for role in ("prefill", "decode")
+        ServerSpec(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True, model=model, shape=shape)
+        for role in ("prefill", "decode")
     ]
     with servers(*sides) as (prefill, decode):
-        yield Pair(mode, prefill, decode, single, policy)
+        yield Pair(mode, prefill, decode, single, policy, vocabulary)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class ServerSpec:
     """A server to start. `holds` gives it the connector that holds messages and copies up on command; `kv_role` overrides
     that of `role`.
 
-    With `lease_s` it keeps blocks for so long only, whatever its settings make it promise.
+    With `lease_s` it keeps blocks for so long only, whatever its settings make it promise. Whichever its `model` is, clients
+    call it `MODEL`.
     """
 
     name: str
@@ -69,6 +70,8 @@ class ServerSpec:
     holds: bool = False
     kv_role: str = ""
     lease_s: float = 0.0
+    model: str = MODEL
+    shape: str = "tp1"
 
 
 class Server:
@@ -101,6 +104,11 @@ class Server:
     def signal(self, number: int) -> None:
         """Send a signal to it and to everything it started."""
         os.killpg(self._fleet.pid(self.name), number)
+
+    def ranks(self) -> list[int]:
+        """The process ids of its workers, in the order of their ranks; of one rank, that of the only worker."""
+        found = {command_line(each): each for each in descendants(self._fleet.pid(self.name))}
+        return [pid for name, pid in sorted(found.items()) if name.startswith("VLLM::Worker")]
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the server alone, as a service manager does, and wait until its engine is gone."""
@@ -188,13 +196,13 @@ def _named(name: str, labels: str, value: str) -> tuple[str, float]:
     return (f"{name}{{{','.join(own)}}}" if own else name), float(value)
 
 
-def ready(version: str = VLLM_VERSION) -> VllmServers:
+def ready(version: str = VLLM_VERSION, model: str = MODEL, shape: str = "tp1") -> VllmServers:
     """vLLM, installed if need be. That it cannot be is the only reason for which these tests are skipped."""
     try:
         ensure_environment(default_cache_dir(), print, version)
     except LocalError as error:
         pytest.skip(f"NOTHING IS TESTED WITH VLLM, because it cannot be installed here: {error}")
-    return VllmPlugin(version).prepare(EngineOptions(MODEL, "local", 3, served_name=MODEL), print)
+    return VllmPlugin(version).prepare(EngineOptions(model, "local", 3, served_name=MODEL, shape=shape), print)
 
 
 @contextmanager
@@ -209,14 +217,14 @@ def servers(*specs: ServerSpec, version: str = VLLM_VERSION) -> Iterator[list[Se
 @contextmanager
 def starting(*specs: ServerSpec, version: str = VLLM_VERSION) -> Iterator[list[Server]]:
     """Start servers, and wait for none; ends them afterwards."""
-    options, ports = ready(version), PortPicker()
+    ports = PortPicker()
     with ExitStack() as parts:
         started = []
         for spec in specs:
             hold = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-hold-")))
             if spec.lease_s:
                 (hold / "lease").write_text(str(spec.lease_s))
-            server = _server(spec, options, ports, hold)
+            server = _server(spec, ready(version, spec.model, spec.shape), ports, hold)
             parts.callback(server.end)
             server.begin()
             started.append(server)
@@ -231,7 +239,7 @@ def _server(spec: ServerSpec, prepared: VllmServers, ports: PortPicker, hold: Pa
         transport=spec.transport,
         cluster_key=CLUSTER_KEY,
         step_tokens=256,
-        arguments=tuple(spec.arguments),
+        arguments=(*prepared.options.arguments, *spec.arguments),
     )
     mine = replace(prepared, options=options, settings={"poison": True, "allow": _ALLOW, **spec.settings})
     part = mine.part(spec.name, spec.role, ports, spec.routers)

@@ -336,6 +336,8 @@ class Net:
         while self.clock.now < end:
             self.clock.now = min(end, self.clock.now + step)
             for node in list(self.nodes.values()):
+                if not node.engine_hangs:
+                    node.coordinator.stepped_at = self.clock.now
                 node.coordinator.tick()
                 node.settle()
             if lose:
@@ -361,6 +363,7 @@ class Node:
         self.address = address
         self.said: list[Message] = []
         self.events: list[EngineEvent] = []
+        self.engine_hangs = False
         self.routes: dict[Incarnation, ControlAddress] = {}
         self.dialled: set[ControlAddress] = set()
         self._reports: list[RankReport] = []

@@ -66,6 +66,8 @@ class Side:
         self.trust = trust or Trust()
         self.cache = PagedCache(_CONFIG, 8, 4, aux_slots=aux_slots)
         self.events: list[EngineEvent] = []
+        self.engine_hangs = False
+        self.wakes = 0
         self.sockets = ControlSockets(self.incarnation, "127.0.0.1", PortPicker().pick(), trust)
         region = Region.of(self.cache.memory)
         inner = _open(hub, region, TransportSettings(incarnation=self.incarnation, unfenced_writes=settings.unfenced_writes))
@@ -101,7 +103,9 @@ class Side:
         wait_until(lambda: self.driver.stats().dropped_total[cause] >= count, f"{count} dropped as {cause!r}")
 
     def _take_events(self) -> None:
-        self.events += self.driver.events()
+        self.wakes += 1
+        if not self.engine_hangs:
+            self.events += self.driver.events()
 
     def _find(self, kind: type[Event], key: HandoffKey) -> Event | None:
         return next((event for event in self.events if isinstance(event, kind) and event.key == key), None)

@@ -298,6 +298,45 @@ def test_a_long_heartbeat_is_sent_in_frames_that_are_read(pair: Pair) -> None:
         decode(encode(Incarnation("t1"), "s1", beat))
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["works", "hangs"])
+def test_heartbeats_keep_a_target_only_while_the_engine_of_its_source_takes_steps(pair: Pair, hangs: bool) -> None:
+    pair.source.coordinator.expect_target(KEY, "p")
+    pair.fetch()
+    pair.net.deliver_all()
+    pair.source.engine_hangs = hangs
+    pair.net.pass_time(LIMITS.transfer_timeout - 1)
+    assert pair.target.events == [], "not a second too early"
+    pair.net.pass_time(1 + LIMITS.beat_s)
+    ends = [(event.outcome, event.reason) for event in pair.target.events if isinstance(event, TargetEnded)]
+    assert ends == ([(Outcome.EXPIRED, "no progress for 30 s while granted")] if hangs else [])
+    assert bool(pair.source.events[1:]) is hangs, "and its source with it"
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["works", "hangs"])
+def test_heartbeats_keep_a_source_only_while_the_engine_of_its_target_takes_steps(pair: Pair, hangs: bool) -> None:
+    pair.prefill()
+    pair.target.coordinator.expect_source(SourceRequest(KEY, "p", pair.source.address, None, Mode.PULL))
+    pair.net.deliver_all()
+    pair.target.engine_hangs = hangs
+    pair.net.pass_time(LIMITS.defer_timeout - 1)
+    assert pair.source.events == [], "not a second too early"
+    pair.net.pass_time(1 + LIMITS.beat_s)
+    ends = [event.outcome for event in pair.source.events if isinstance(event, SourceEnded)]
+    assert ends == ([Outcome.EXPIRED] if hangs else [])
+
+
+def test_an_engine_that_goes_on_is_counted_on_again(pair: Pair) -> None:
+    pair.source.coordinator.expect_target(KEY, "p")
+    pair.fetch()
+    pair.net.deliver_all()
+    for _ in range(5):
+        pair.source.engine_hangs = True
+        pair.net.pass_time(LIMITS.transfer_timeout - LIMITS.beat_s - 1)
+        pair.source.engine_hangs = False
+        pair.net.pass_time(LIMITS.beat_s + 1)
+    assert pair.target.events == []
+
+
 def test_a_fence_counts_when_every_rank_has_put_it_up() -> None:
     pair = Pair(Executor.SOURCE_WRITES)
     pair.source.coordinator.expect_target(KEY, "p")

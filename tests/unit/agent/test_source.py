@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -477,6 +478,18 @@ def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
     assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
 
 
+def test_a_grant_that_came_during_a_step_gets_heartbeats_until_the_engine_takes_requests_again(rig: Rig) -> None:
+    rig.side.busy_since = rig.clock.now
+    rig.side.on_grant(T1, grant(1))
+    assert rig.side.beat() == {T1: Heartbeat(True, ((KEY, 1),))}
+    rig.clock.now += 100.0
+    assert rig.side.beat(), "the step may take longer than a target waits"
+    rig.side.busy_since = rig.clock.now
+    assert rig.side.beat() == {}, "the engine has taken requests since, and this was not among them"
+    rig.side.busy_since = math.inf
+    assert rig.side.beat() == {}, "an idle engine takes requests at once"
+
+
 def test_a_call_of_the_engine_about_a_parked_grant_is_ignored(rig: Rig) -> None:
     """It speaks of the hand-off before this one, of whose end it has not heard yet."""
     rig.side.on_grant(T1, grant())
@@ -552,3 +565,20 @@ def test_messages_about_nothing_do_nothing(rig: Rig, method: str, message: Any) 
     getattr(rig.side, method)(T1, message)
     assert rig.told() == []
     assert not rig.side.live
+
+
+def test_the_engine_is_notified_how_much_its_target_has_cached(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, msgspec.structs.replace(grant(), cached_tokens=2))
+    assert rig.told() == [Granted(KEY, cached_tokens=2)]
+
+
+def test_opaque_bytes_of_the_aux_record_arrive_as_they_are(rig: Rig) -> None:
+    aux = msgspec.structs.replace(AUX, opaque=bytes(range(256)))
+    rig.expect()
+    rig.side.on_grant(T1, grant())
+    rig.side.offer(Offer(KEY, BLOCKS, TOKENS, aux), lambda: WHOLE)
+    (sent,) = rig.said(AuxSent)
+    assert decode(encode(T1, "", sent)).message == sent
+    assert sent.aux is not None
+    assert sent.aux.opaque == bytes(range(256))

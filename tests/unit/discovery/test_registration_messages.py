@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import Seal
 from kvbaton.discovery.messages import (
     Cause,
@@ -19,6 +20,8 @@ from kvbaton.discovery.messages import (
     check_http_address,
     decode_registration,
     encode_registration,
+    peer_address,
+    read_registration,
 )
 
 VERBATIM: dict[str, Any] = {
@@ -123,14 +126,40 @@ def test_a_long_frame_is_not_looked_into() -> None:
     assert decode_bad({**VERBATIM, "padding": "x" * 9000}).cause is Cause.TOO_LONG
 
 
-def test_sizes_default_to_one_and_unknown_keys_are_ignored() -> None:
-    fields = {k: v for k, v in VERBATIM.items() if k not in ("dp_size", "tp_size")}
-    got = decode({**fields, "colour": [1, {"deep": None}]})
+def test_unknown_keys_are_ignored() -> None:
+    assert decode({**VERBATIM, "colour": [1, {"deep": None}]}) == decode(VERBATIM)
+
+
+def test_a_list_of_instances_may_leave_sizes_out() -> None:
+    got = read_registration({k: v for k, v in VERBATIM.items() if k not in ("dp_size", "tp_size")})
     assert isinstance(got, Registration)
     assert (got.dp_size, got.tp_size) == (1, 1)
 
 
-@pytest.mark.parametrize("field", ["type", "http_address", "zmq_address", "transfer_mode"])
+class TestP2pNccl:
+    """Three fields, the control address as host:port; the mode is the router's setting."""
+
+    FIELDS: ClassVar[dict[str, str]] = {"type": "P", "http_address": "10.0.0.7:8100", "zmq_address": "10.0.0.7:21001"}
+
+    @pytest.mark.parametrize("mode", TransferMode)
+    def test_it_registers_under_the_mode_that_was_chosen(self, mode: TransferMode) -> None:
+        got = decode_registration(msgspec.msgpack.encode(self.FIELDS), p2p_mode=mode)
+        assert isinstance(got, Registration)
+        assert (got.transfer_mode, got.dp_size, got.tp_size, got.zmq_address) == (mode, 1, 1, "10.0.0.7:21001")
+        assert peer_address(got.zmq_address) == ControlAddress.of("10.0.0.7", 21001)
+
+    def test_without_a_mode_it_is_skipped_and_the_option_is_named(self) -> None:
+        got = decode_bad(self.FIELDS)
+        assert (got.cause, got.field) == (Cause.MISSING_FIELD, "transfer_mode")
+        assert "--p2p-mode" in str(got)
+
+    def test_a_moriio_address_needs_its_own_mode(self) -> None:
+        fields = {k: v for k, v in VERBATIM.items() if k != "transfer_mode"}
+        got = decode_registration(msgspec.msgpack.encode(fields), p2p_mode=TransferMode.WRITE)
+        assert isinstance(got, Malformed)
+
+
+@pytest.mark.parametrize("field", ["type", "http_address", "zmq_address", "transfer_mode", "dp_size", "tp_size"])
 def test_a_missing_field_is_named(field: str) -> None:
     got = decode_bad({k: v for k, v in VERBATIM.items() if k != field})
     assert (got.cause, got.field) == (Cause.MISSING_FIELD, field)

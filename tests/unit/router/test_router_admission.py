@@ -304,6 +304,29 @@ async def test_sglang_instances_meet_in_a_room_that_only_the_router_chooses() ->
 
 
 @run
+async def test_instances_of_two_engines_are_paired_where_they_state_the_same_model() -> None:
+    sglang: dict[str, Any] = {"dispatch": Dispatch.BOOTSTRAP}
+    common: dict[str, Any] = {"mode": WRITE, "fingerprint": "one"}
+    async with prefill(**common) as p, decode(**common, **sglang) as d, routing(p, d) as router:
+        status, _, content = await router.post({**BODY, "bootstrap_room": 5})
+        assert status == 200, content
+        source, target = p.seen[0].body, d.seen[0].body
+        transfer_id = source["kv_transfer_params"]["transfer_id"]
+        assert source["kv_transfer_params"]["do_remote_decode"]
+        assert "bootstrap_room" not in source
+        assert transfer_id == f"tx-{target['bootstrap_room']:032x}"
+        assert "kv_transfer_params" not in target
+    sglang["bootstrap_port"] = 8998
+    async with prefill(decode_well, **common, **sglang) as p, decode(**common) as d, routing(p, d) as router:
+        status, _, content = await router.post(BODY)
+        assert status == 200, content
+        source, target = p.seen[0].body, d.seen[0].body
+        assert target["kv_transfer_params"]["transfer_id"] == f"tx-{source['bootstrap_room']:032x}"
+        assert target["kv_transfer_params"]["do_remote_prefill"]
+        assert source["bootstrap_port"] == 8998
+
+
+@run
 async def test_generate_is_for_sglang_instances_only() -> None:
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router:
         status, _, content = await router.post({"text": "x"}, "/generate")

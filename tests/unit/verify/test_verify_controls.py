@@ -23,10 +23,11 @@ REFUSED = {
     "a state that it does not have": (VerifySettings(model="tiny", drop="conv"), "--drop conv: of tiny only all"),
 }
 BY_VLLM = {
-    "leaves out": (VerifySettings(model="tiny", drop="all"), "--drop is no control of vLLM; use --drop-writes with vllm"),
+    "leaves out": (VerifySettings(model="tiny", drop="all"), "--drop 'all' names nothing of vLLM's caches; give one of writes"),
     "dtype": (VerifySettings(model="tiny", decode_cache_dtype="float16"), "--cache-dtype is float16; with vLLM it is float32"),
     "lacks": (VerifySettings(model="tiny", decode_lacks="layer:0"), "--decode-lacks is no control of vLLM"),
-    "shape": (VerifySettings(model="tiny-gqa8", decode_shape="tp2"), "a shape is tp2; instances of vLLM have one rank"),
+    "shape": (VerifySettings(model="tiny", decode_shape="cp2"), "shape cp2 has cp2; with vLLM on CPUs"),
+    "model": (VerifySettings(model="tiny-gqa8"), "model tiny-gqa8 is one of the embedded engine; with vLLM use small-llama"),
     "another model": (VerifySettings(model="tiny", decode_model="tiny:1"), "--decode-model is tiny:1; with vLLM both sides"),
     "no room for a prompt": (
         VerifySettings(model="tiny", max_tokens=2048),

@@ -73,7 +73,9 @@ def _local_backend(
 ) -> Backend:
     how = settings.transport
     transport = open_rank_transport(how, cache, cluster_key)
-    layout = cache.layout()
+    if settings.model_id and not isinstance(cache, PagedCache):
+        raise ConfigError(f"--model-id is {settings.model_id}; {settings.model} exists in this engine alone, leave it out")
+    layout = cache.common_layout() if settings.model_id and isinstance(cache, PagedCache) else cache.layout()
     ranks = LocalRanks(layout, transport, how.timeout_s, cache.memory, unfenced_writes=how.unfenced_writes)
     return Backend(loaded, cache, ranks, (RankCard(0, layout, (transport.endpoint(),), cache.aux_area),))
 

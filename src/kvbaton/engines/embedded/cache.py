@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.handoff import BlockLists
-from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.layout import Axis, HeadRange, Layout
 from kvbaton.core.tensors import LayerTensor, split_layers, tensor_group
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.errors import ConfigError
@@ -81,6 +82,17 @@ class PagedCache(RegionCache):
         heads = HeadRange(0, data.shape[4])
         group = tensor_group("full", range(len(layers)), layers, axes, heads=(heads,), total_heads=heads.count)
         return Layout(region_bytes=self.data.nbytes, groups=(group,))
+
+    def common_layout(self) -> Layout:
+        """The same memory in the order of channels that other engines have: that of Hugging Face's rotary embedding.
+
+        Here the two channels that rotate together are neighbours; there they are half a head apart.
+        """
+        layout = self.layout()
+        (group,) = layout.groups
+        half, size = self.data.shape[5] // 2, self.data.itemsize
+        keys = msgspec.structs.replace(group.planes[0], channels=(Axis(2, size), Axis(half, 2 * size)))
+        return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(group, planes=(keys, *group.planes[1:])),))
 
     @property
     def shares_prefixes(self) -> bool:

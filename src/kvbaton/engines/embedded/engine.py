@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from functools import partial
 from typing import Self
 
 from kvbaton.agent.engine_port import HandoffPort
@@ -38,19 +38,12 @@ class EngineStopped(LocalError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _PendingSubmission:
-    request: GenerationRequest
-    sink: Sink
-    submitted_s: float
+class _Item:
+    """What the engine's thread has to do for a request; with a `sink`, it is a submission."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _DeclinedRequest:
-    request: GenerationRequest
-    reason: str
-
-
-_Item = _PendingSubmission | _DeclinedRequest | RequestId
+    request_id: RequestId
+    take: Callable[[], None]
+    sink: Sink | None = None
 
 
 class Engine:
@@ -98,13 +91,13 @@ class Engine:
             if waiting >= most and not (waiting < 2 * most and self._crowd and self._crowd.gives_way_to(request.call)):
                 raise EngineBusy(f"{waiting} sequences wait already and max_waiting is {most}; try again later")
             self._submissions += 1
-            self._put(_PendingSubmission(request, sink, self._clock()))
+            self._put(_Item(request.request_id, partial(self._core.add, request, sink, self._clock()), sink))
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request; unknown and finished ones are ignored."""
         with self._condition:
             if not self._is_stopping:
-                self._put(request_id)
+                self._put(_Item(request_id, partial(self._core.cancel, request_id)))
 
     def decline(self, request: GenerationRequest, reason: str) -> None:
         """A request was refused before it reached the engine: notify its source, if it has one, that no target will fetch it.
@@ -114,7 +107,7 @@ class Engine:
         with self._condition:
             # Submissions are bounded by max_waiting, declined requests are not: a flood of bad bodies must not grow the inbox.
             if not self._is_stopping and len(self._inbox) < 2 * self._settings.max_waiting:
-                self._put(_DeclinedRequest(request, reason))
+                self._put(_Item(request.request_id, partial(self._core.decline, request, reason)))
 
     def wake(self) -> None:
         """Make the engine take its port's events now."""
@@ -168,7 +161,7 @@ class Engine:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -209,32 +202,22 @@ class Engine:
                 self._take_safely(item)
         finally:
             with self._condition:
-                self._submissions -= sum(isinstance(item, _PendingSubmission) for item in items)
+                self._submissions -= sum(item.sink is not None for item in items)
         return bool(items)
 
     def _take_safely(self, item: _Item) -> None:
         """Pass one item to the engine; a bug there ends this request and no other."""
         try:
-            self._take(item)
+            item.take()
         except Exception as error:
-            _logger.exception(
-                "the engine failed to take request %s", item if isinstance(item, str) else item.request.request_id
-            )
-            if isinstance(item, _PendingSubmission):
-                _refuse(item, f"the engine failed: {error!r}")
-
-    def _take(self, item: _Item) -> None:
-        if isinstance(item, _PendingSubmission):
-            self._core.add(item.request, item.sink, item.submitted_s)
-        elif isinstance(item, _DeclinedRequest):
-            self._core.decline(item.request, item.reason)
-        else:
-            self._core.cancel(item)
+            _logger.exception("the engine failed to take request %s", item.request_id)
+            if item.sink is not None:
+                _refuse(item.request_id, item.sink, f"the engine failed: {error!r}")
 
 
-def _refuse(submission: _PendingSubmission, error: str) -> None:
+def _refuse(request_id: RequestId, sink: Sink, error: str) -> None:
     output = TokenOutput(-1, "", finish_reason=FinishReason.ERROR, error=error, record=RequestRecord())
     try:
-        submission.sink(output)
+        sink(output)
     except Exception:
-        _logger.exception("the sink of request %s failed; its end is not reported", submission.request.request_id)
+        _logger.exception("the sink of request %s failed; its end is not reported", request_id)

@@ -9,13 +9,13 @@ the instance listens on, and dials, loopback only.
 from __future__ import annotations
 
 import hmac
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
 from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, Trust, http_token
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
 from kvbaton.engines.embedded.openai import ApiRequest
@@ -76,7 +76,7 @@ class HandoffRoutes:
         self._engine = engine
         self._timelines = timelines
         self._access = access
-        self._sources: OrderedDict[str, tuple[RequestId, ...]] = OrderedDict()
+        self._sources: BoundedMap[str, tuple[RequestId, ...]] = BoundedMap(_KNOWN_SOURCES)
 
     def add_to(self, app: web.Application) -> None:
         """Serve the routes; without timelines only the release."""
@@ -89,8 +89,6 @@ class HandoffRoutes:
         """Keep the ids of a source's requests, so that `release` finds them."""
         known = self._sources.pop(transfer_id, ()) + tuple(request.request_id for request in api.requests)
         self._sources[transfer_id] = known[-_REQUESTS_PER_SOURCE:]
-        while len(self._sources) > _KNOWN_SOURCES:
-            self._sources.popitem(last=False)
 
     def withdraw(self, transfer_id: str, api: ApiRequest, finished: Sequence[RequestId]) -> None:
         """The response of a source was not delivered, so no target will fetch its `finished` prefills: release them now."""

@@ -67,6 +67,8 @@ class InstanceSettings:
     lacks: str = ""
     """What a control leaves out of the card."""
     http: HttpSettings = DEFAULT_HTTP
+    model_id: str = ""
+    """Stands for the model where instances of other engines serve the same one."""
 
     @property
     def control_address(self) -> ControlAddress:
@@ -92,7 +94,7 @@ class _EmbeddedInstance:
         group = _group_settings(settings, incarnation)
         backend = make_backend(group, settings.trust.key or b"", parts, report, lost)
         sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
-        model = ModelIdentity(backend.loaded.name, backend.loaded.fingerprint)
+        model = ModelIdentity(backend.loaded.name, settings.model_id or backend.loaded.fingerprint)
         card = instance_card(incarnation, model, settings.limits, backend.cards, settings.shape)
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
         self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
@@ -164,4 +166,5 @@ def _group_settings(settings: InstanceSettings, incarnation: Incarnation) -> Gro
         settings.block_tokens,
         transport,
         dtype=settings.cache_dtype,
+        model_id=settings.model_id,
     )

@@ -41,7 +41,7 @@ class EmbeddedPlugin(EnginePlugin):
 
     name = "embedded"
     title = "the embedded engine"
-    support = Support(controls=("drop_writes", "drop", "lacks"), shapes=True, cache_dtypes=CACHE_DTYPES)
+    support = Support(controls=("drop_writes", "drop", "lacks"), crosses=True, shapes=True, cache_dtypes=CACHE_DTYPES)
     reports_handover = True
 
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
@@ -106,6 +106,7 @@ def _serve_arguments(options: EngineOptions) -> list[str]:
     for option, value, default in (
         ("--drop", controls.drop, ""),
         ("--lacks", controls.lacks, ""),
+        ("--model-id", options.model_id, ""),
         ("--cache-dtype", options.cache_dtype, CACHE_DTYPES[0]),
         ("--shape", options.shape, str(Shape())),
         ("--blocks", options.cache_blocks, None),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
 from typing import Protocol
 
 from kvbaton.core.handoff import RequestId
@@ -75,7 +74,7 @@ class Submission:
                 raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cancel_running()
 
     def finished(self) -> list[RequestId]:

@@ -64,9 +64,11 @@ class ComputedSpans:
                 if step <= self._begun:
                     return  # Every chunk of it was announced or given up.
                 known = self._steps[step] = _SpanStep()
+            layers = tuple(layers)
             known.reports.update(layers)
-            ready = [layer for layer in self._holders if known.reports[layer] >= self._holders[layer]]
-            self._announce(step, known, [layer for layer in ready if layer not in known.announced], known.chunks)
+            # No layer becomes complete by `begin`: a rank of the first stage reports its own layers after that, and later
+            # stages begin a step after the first one.
+            self._announce(step, known, [each for each in layers if known.reports[each] == self._holders[each]], known.chunks)
 
     def complete(self, key: HandoffKey) -> None:
         """vLLM has the output of every rank, so all of this hand-off is computed, whatever reports are still on their way."""

@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -43,7 +44,7 @@ __all__ = ["KVBatonConnector"]
 
 log = logging.getLogger(__name__)
 
-_SIZES = tuple(f"{kind}_parallel_size" for kind in ("data", "prefill_context", "decode_context"))
+_SIZES = tuple(f"{kind}_parallel_size" for kind in ("prefill_context", "decode_context"))
 _GROUP_NAMES = ("mamba_n_groups", "n_groups", "ngroups")
 
 
@@ -85,6 +86,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         _log_with_vllm()
         self._settings: ConnectorSettings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         _check_shape(vllm_config)
+        self._settings, self._dp_rank = _dp_place(vllm_config, self._settings)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
         self._role = _role(is_producer, is_consumer)
         if self._role == "both" and self._settings.routers:
@@ -116,7 +118,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         specs = layer_specs(self._kv_cache_config, _facts(self._vllm_config, exchange))
         device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
         cache = RegisteredCache(read_tensors(kv_caches), specs, device)
-        instance = self.instance_class(self._settings, cache, _model(self._vllm_config, device), self._role, exchange)
+        model = _model(self._vllm_config, device)
+        instance = self.instance_class(self._settings, cache, model, self._role, exchange, self._dp_rank)
         self._layer_index = instance.caches.numbers
         self._instance = instance
         instance.start()
@@ -199,7 +202,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], _Handshake]) -> None:
         """Learn where the instance listens. Keys are (pp rank, tp rank); every worker has to be there."""
-        infos = [each.info for each in collect_ranks(_shape(self._vllm_config), [metadata])]
+        # In a MultiConnector every part gets the metadata of the first part that has any.
+        ours = {at: each.info for at, each in metadata.items() if isinstance(each, _Handshake)}
+        infos = collect_ranks(_shape(self._vllm_config), [ours])
         if len(set(infos)) > 1:
             names = ", ".join(sorted({each.incarnation for each in infos}))
             raise ConfigError(f"the workers are of several instances ({names}); each has to report the one it belongs to")
@@ -296,6 +301,26 @@ def _check_shape(vllm_config: Any) -> None:
     for name in _SIZES:
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"{name} is {getattr(parallel, name)}; 1 can be handed over so far")
+
+    if getattr(parallel, "data_parallel_hybrid_lb", False):
+        raise ConfigError("data_parallel_hybrid_lb is true; balance internally, or externally with one server per rank")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError("calculate_kv_scales is true; scales that each instance computes for itself cannot be handed over")
+
+
+def _dp_place(vllm_config: Any, settings: ConnectorSettings) -> tuple[ConnectorSettings, int]:
+    """The settings and the data-parallel rank of this engine. vLLM forgets how many there are where they are independent.
+
+    With external balancing each rank is a server of its own, with an API, ports and settings of its own.
+    """
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "data_parallel_external_lb", False):
+        return msgspec.structs.replace(settings, dp_size=1), 0
+    size = parallel.data_parallel_size if parallel.data_parallel_size > 1 else settings.dp_size
+    settings = msgspec.structs.replace(settings, dp_size=size)
+    rank = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    settings.of_dp_rank(rank)
+    return settings, rank
 
 
 def _shape(vllm_config: Any) -> Shape:

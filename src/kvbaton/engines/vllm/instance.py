@@ -38,7 +38,7 @@ from kvbaton.engines.vllm.rank_links import (
     check_one_host,
 )
 from kvbaton.engines.vllm.requests import HandoffInfo
-from kvbaton.engines.vllm.settings import ConnectorSettings
+from kvbaton.engines.vllm.settings import DRAFTS, ConnectorSettings
 from kvbaton.engines.vllm.tensors import InstanceCaches, RankCaches, RegisteredCache, instance_caches
 from kvbaton.engines.vllm.worker_half import Finished, FollowerHalf, WorkerHalf
 from kvbaton.observe.handoffs_server import HandoffsServer
@@ -73,8 +73,11 @@ class WorkerInstance:
         model: ModelIdentity,
         role: Role,
         exchange: RankExchange | None = None,
+        dp_rank: int = 0,
     ) -> None:
+        self._base, settings = settings, settings.of_dp_rank(dp_rank)
         self._settings = settings
+        self._dp_rank = dp_rank
         self._cache = cache
         exchange = exchange or OneRank()
         self._shape, self._rank = exchange.shape, exchange.rank
@@ -82,8 +85,9 @@ class WorkerInstance:
         check_one_host([each.host for each in described])
         cache.device.check_ranks(self._shape.ranks)
         self._incarnation = described[0].incarnation
-        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described])
-        self.info = HandoffInfo(settings.control_address, self._incarnation)
+        has_drafts = settings.draft == DRAFTS[0]
+        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
+        self.info = HandoffInfo(self._base.control_address, self._incarnation, self._shape.tp, dp_rank)
         self.driver: RanksDriver | None = None
         self._loop: RankLoop | None = None
         self._port: HandoffPort | None = None
@@ -143,6 +147,7 @@ class WorkerInstance:
             observe,
             self.caches.lists,
             self._cleared,
+            driver.engine_is_busy,
         )
         if isinstance(self._links, FirstRankLinks):
             self._links.start(lambda done: spans.computed(done.step, done.layers))
@@ -186,20 +191,25 @@ class WorkerInstance:
         return RankControls(poison, share_filter(self._settings.drop, self.caches))
 
     def _make_announcer(self, model: ModelIdentity, role: Role) -> LateAnnouncer | None:
+        """Routers learn of an instance once, with the address of its first data-parallel rank."""
         settings = self._settings
-        announcer = announcer_of(
-            role=role,
-            http_address=settings.http_address,
-            control_address=settings.control_address,
-            mode=settings.mode,
-            incarnation=self._incarnation,
-            model=model,
-            routers=settings.routers,
-            is_used=self.is_used,
-            cluster_key=settings.trust().key,
-            handoffs_address=settings.handoffs_address,
-            heartbeat_s=settings.heartbeat_s,
-            shape=self._shape,
+        announcer = (
+            None
+            if self._dp_rank
+            else announcer_of(
+                role=role,
+                http_address=settings.http_address,
+                control_address=settings.control_address,
+                mode=settings.mode,
+                incarnation=self._incarnation,
+                model=model,
+                routers=settings.routers,
+                is_used=self.is_used,
+                cluster_key=settings.trust().key,
+                handoffs_address=settings.handoffs_address,
+                heartbeat_s=settings.heartbeat_s,
+                shape=msgspec.structs.replace(self._shape, dp=settings.dp_size),
+            )
         )
         return None if announcer is None else LateAnnouncer(announcer, settings.http_address)
 

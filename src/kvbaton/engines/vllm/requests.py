@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.agent.engine_port import SourceRequest
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, key_problem
 from kvbaton.engines.handoff_params import (
@@ -144,9 +145,15 @@ def read_handoff(
     if problem:
         return RequestedHandoff(None, problem=problem)
     if isinstance(asked, TargetParams):
-        wanted = SourceRequest(key, prompt_digest(request), asked.source, asked.source_incarnation, mode)
+        source = _of_dp_rank(asked.source, given.remote_dp_rank or 0)
+        wanted = SourceRequest(key, prompt_digest(request), source, asked.source_incarnation, mode)
         return RequestedHandoff(key, wanted=wanted)
     return RequestedHandoff(key, source=asked)
+
+
+def _of_dp_rank(first: ControlAddress, rank: int) -> ControlAddress:
+    """Where a data-parallel rank of a source listens; callers name the address of the first one."""
+    return ControlAddress.of(first.host, first.handshake + rank) if rank > 0 else first
 
 
 def named(request: EngineRequest) -> str:
@@ -195,13 +202,15 @@ def shorten_prompt(request: Any, tokens: int) -> None:
 
 
 def prompt_digest(request: EngineRequest) -> str:
-    """What the prompt is, in short: both sides of a hand-off must have the same. Images, adapter and cache salt belong to it.
+    """What the prompt is, in short: both sides of a hand-off must have the same. Images, embeddings, adapter and salt too.
 
     vLLM shares cached prefixes between requests of one salt only. A target that took the cache of another salt would enter it
     into its own prefix cache under the wrong one, and one tenant would be served another's.
     """
     digest = hashlib.blake2b(array("q", request.prompt_token_ids or ()).tobytes(), digest_size=16)
     parts = [f"image {feature.identifier}" for feature in getattr(request, "mm_features", None) or ()]
+    if (embeddings := getattr(request, "prompt_embeds", None)) is not None:
+        parts.append(f"embeds {hashlib.blake2b(embeddings.float().numpy().tobytes(), digest_size=16).hexdigest()}")
     if (adapter := getattr(request, "lora_request", None)) is not None:
         parts.append(f"lora {adapter.lora_name}")
     if salt := getattr(request, "cache_salt", None):

@@ -13,6 +13,7 @@ import msgspec
 from kvbaton.config import HandoffSettings, Limits, Trust, parse_limits, parse_trust
 from kvbaton.core.addresses import ControlAddress, in_url, is_host
 from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.topology import RankAt, Shape, rank_port
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
@@ -24,6 +25,9 @@ from kvbaton.transport.choose import check_writes
 __all__ = ["ConnectorSettings", "parse_settings"]
 
 _WHERE = "kv_connector_extra_config"
+DRAFTS = ("refuse", "target computes")
+"""What may become of draft layers."""
+_MOST_DP = 1024
 _ELSEWHERE = {
     "on_failure": "vLLM decides that: set kv_load_failure_policy of kv_transfer_config to 'fail' or 'recompute'",
     "role": "vLLM decides that: set kv_role of kv_transfer_config",
@@ -70,6 +74,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow:            addresses, networks or names that peers may have
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     drop:             what of every hand-off is not moved: writes (all), heads, layers, state, draft; controls of `verify`
+    draft:            what becomes of draft layers: refuse (they are handed over; peers without them are refused), or target
+                      computes (they stay where they are, and a target drafts without those of the prompt)
+    dp_size:          how many data-parallel ranks this vLLM has; rank N listens N ports behind control_port
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
     The five limits are those of `kvbaton.config.Limits`.
@@ -94,12 +101,25 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     poison: bool = False
     drop: str = ""
+    draft: str = DRAFTS[0]
+    dp_size: int = 1
     unfenced_writes: bool = False
 
     @property
     def control_address(self) -> ControlAddress:
         """Where other instances reach this one."""
         return ControlAddress.of(self.advertise_host or self.control_host, self.control_port)
+
+    def of_dp_rank(self, rank: int) -> ConnectorSettings:
+        """The settings of one data-parallel rank: with ports of its own. Raises ConfigError."""
+        if not 0 <= rank < self.dp_size:
+            raise ConfigError(
+                f"{_WHERE}: dp_size is {self.dp_size}, and this is data-parallel rank {rank}; give the --data-parallel-size of"
+                " this vLLM"
+            )
+        shape, at = Shape(dp=self.dp_size), RankAt(dp=rank)
+        control, handoffs = (base and rank_port(base, shape, at) for base in (self.control_port, self.handoffs_port))
+        return msgspec.structs.replace(self, control_port=control, handoffs_port=handoffs)
 
     @property
     def handoffs_address(self) -> str:
@@ -145,7 +165,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
             raise ConfigError(f"{_WHERE}: unknown key {key!r}; {_hint(key)}")
     if "control_port" not in extra_config:
         raise ConfigError(f"{_WHERE}: control_port is missing; give a port on which other instances reach this one")
-    for key, choices in (("mode", tuple(Mode)), ("integrity", tuple(Integrity)), ("drop", ("", *DROPS))):
+    for key, choices in (("mode", tuple(Mode)), ("integrity", tuple(Integrity)), ("drop", ("", *DROPS)), ("draft", DRAFTS)):
         if key in extra_config and extra_config[key] not in choices:
             raise ConfigError(f"{_WHERE}: {key} is {extra_config[key]!r}; known are {', '.join(choices)}")
     try:
@@ -191,6 +211,13 @@ def _check_ports(settings: ConnectorSettings) -> None:
         raise ConfigError(
             f"{_WHERE}: handoffs_port is {settings.handoffs_port}; it must be between 1 and 65535 and not the control_port,"
             " or 0 for no timelines"
+        )
+    if not 1 <= settings.dp_size <= _MOST_DP:
+        raise ConfigError(f"{_WHERE}: dp_size is {settings.dp_size}; it must be between 1 and {_MOST_DP}")
+    if settings.handoffs_port and abs(settings.handoffs_port - settings.control_port) < settings.dp_size:
+        raise ConfigError(
+            f"{_WHERE}: control_port {settings.control_port} and handoffs_port {settings.handoffs_port} are too near: each of"
+            f" {settings.dp_size} data-parallel ranks takes one port behind each of them"
         )
 
 

@@ -21,6 +21,8 @@ STATE = "state"
 """The kind of a group that keeps one state per request."""
 
 _KINDS = {"FullAttentionSpec": FULL, "MLAAttentionSpec": MLA, "SlidingWindowSpec": SLIDING, "MambaSpec": STATE}
+_QUANTIZED = ("NONE", "FP8_PER_TENSOR")
+"""Without scales, or with those of the model's weights, which the fingerprint covers."""
 _MAMBA2 = "MAMBA2"
 _GATED_DELTA = "GDN_ATTN"
 
@@ -120,6 +122,12 @@ def _layer_spec(number: int, name: str, spec: Any, facts: CutFacts) -> LayerSpec
         raise ConfigError(
             f"the cache of {name} is a {type(spec).__name__}; full attention, sliding windows, MLA and Mamba states can be"
             " handed over so far"
+        )
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", _QUANTIZED[0])
+    if mode not in _QUANTIZED:
+        raise ConfigError(
+            f"the cache of {name} is quantized as {mode}, with scales that are computed with the cache; such caches cannot"
+            f" be handed over so far: choose a --kv-cache-dtype without such scales"
         )
     is_draft = _is_draft(name, facts)
     if kind == STATE:

@@ -203,8 +203,13 @@ def read_tensors(caches: Mapping[str, Any]) -> list[CacheTensor]:
     return tensors
 
 
-def instance_caches(shape: Shape, ranks: Sequence[RankCaches]) -> InstanceCaches:
-    """The layouts of an instance, in the order of its ranks. Layers are numbered by their names, those of drafts last."""
+def instance_caches(shape: Shape, ranks: Sequence[RankCaches], has_drafts: bool = True) -> InstanceCaches:
+    """The layouts of an instance, in the order of its ranks. Layers are numbered by their names, those of drafts last.
+
+    Without `has_drafts`, layers of a draft model are left out.
+    """
+    if not has_drafts:
+        ranks = [RankCaches(each.region_bytes, tuple(layer for layer in each.layers if not layer.is_draft)) for each in ranks]
     drafts = {layer.name: layer.is_draft for rank in ranks for layer in rank.layers}
     ordered = sorted(drafts, key=lambda name: (drafts[name], _natural(name)))
     numbers = {name: number for number, name in enumerate(ordered)}

@@ -103,7 +103,7 @@ class WorkerHalf:
 
     `layers` are those of this rank; `lists` turns vLLM's block lists into those of the layout, as `spans` does too. `observe`
     gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when what was
-    retracted before it is drained.
+    retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
     """
 
     def __init__(
@@ -117,12 +117,14 @@ class WorkerHalf:
         observe: Observer = no_observer,
         lists: Callable[[BlockLists], BlockLists] = lambda given: given,
         cleared: Callable[[int], None] = lambda _: None,
+        busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._port = port
         self._spans = spans
         self._layers = tuple(layers)
         self._lists = lists
         self._cleared = cleared
+        self._busy = busy
         self._step = 0
         self._news = news
         self._drain_s = drain_s
@@ -153,6 +155,7 @@ class WorkerHalf:
         self._step = orders.number
         self._has_forward = orders.has_forward
         self._announced.clear()
+        self._busy(True)
         retracts = False
         for order in orders.orders:
             retracts |= isinstance(order, SourceRetracts)
@@ -195,6 +198,7 @@ class WorkerHalf:
 
     def end_step(self) -> Finished:
         """What has finished since the last call; a step without a forward waits a moment for it."""
+        self._busy(False)
         self._take_events()
         if not self._finished and not self._has_forward and self.live:
             self._news.wait(_IDLE_WAIT_S)

@@ -50,7 +50,7 @@ from kvbaton.transport.tcp.wire import (
 )
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["RegionServer"]
+__all__ = ["RegionServer", "listen"]
 
 _log = logging.getLogger("kvbaton.transport")
 
@@ -190,7 +190,7 @@ class RegionServer:
         self.secret = Secret(secrets.token_bytes(TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")
         self.garbage_total = 0
         self.refused_total = 0
-        self._listener = _listen(settings)
+        self._listener = listen(settings)
         self.host, self.port = self._listener.getsockname()[:2]
         self._readers: set[_Reader] = set()
         self._unknown: dict[_Reader, None] = {}  # oldest first
@@ -356,7 +356,7 @@ def _vectors_of(head: bytes, pieces: Runs = _NO_PIECES, keep: object = None) -> 
     return Vectors(np.concatenate([first, pieces]), (kept, keep))
 
 
-def _listen(settings: TransportSettings) -> socket.socket:
+def listen(settings: TransportSettings) -> socket.socket:
     """A listening socket on the given port, or on one that is free. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, 0, type=socket.SOCK_STREAM)[0]

@@ -136,8 +136,9 @@ class HeldConnector(KVBatonConnector):
     instance_class = _HeldInstance
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same; where a test measures, note how large every table of the worker is."""
-        self._measure("worker", self._instance)
+        """The same; where a test measures, note how large every table of the worker is, of several that of the first rank."""
+        if self._instance is None or self._instance.is_first:
+            self._measure("worker", self._instance)
         return super().get_transfer_results(finished_req_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -4,7 +4,8 @@ The tests stay as vLLM ships them. What is replaced round them: the connector th
 is there; in requests, what only NIXL needs, by a transfer id; in answers, the blocks that NIXL lists there, by those that ours
 offers to its worker; and in metadata, what NIXL is to receive, by what ours is to pull. Where a test puts a mock in the place
 of the connector, the mock stands before ours, and its requests are ones whose cache comes from a source: what the test scripts
-is scripted, every other call reaches ours.
+is scripted, every other call reaches ours. What vLLM keeps of remote engines (`TransferTopology`) is replaced by our
+`RemoteEngines`, and the connector that a file defines to receive the handshakes of two stages by ours.
 
 Each test notes in the JUnit file how many of our connectors it made, and how many of their hooks were called. Environment:
 KVBATON_PEER_MODEL is the directory of a model, KVBATON_PEER_MODE push or pull, KVBATON_PEER_PLANT a mistake to make, or empty.
@@ -13,8 +14,10 @@ KVBATON_PEER_MODEL is the directory of a model, KVBATON_PEER_MODE push or pull, 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Generator
@@ -26,12 +29,14 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector import utils as kv_utils
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.remotes import RemoteEngines, RemoteStage
 from kvbaton.engines.vllm.connector import KVBatonConnector, _Handshake, _Metadata
 from kvbaton.engines.vllm.orders import SourceOffers, StepOrders, TargetAllocates
 from kvbaton.engines.vllm.requests import HandoffInfo
@@ -51,6 +56,7 @@ _SCRIPTED = frozenset(
 )
 """Files that put a mock in the place of the connector."""
 _UTILS = "tests.v1.kv_connector.unit.utils"
+_THEIR_TOPOLOGY = kv_utils.TransferTopology
 
 
 @dataclass
@@ -76,7 +82,9 @@ class ReplacedConnector(KVBatonConnector):
         super().__init__(vllm_config, role, _with_a_group(kv_cache_config))
         _watch.made.append(self)
         if role is KVConnectorRole.SCHEDULER:
-            self.set_xfer_handshake_metadata_pp_aware({(0, 0): _Handshake(_INFO)})
+            parallel = vllm_config.parallel_config
+            sizes = range(parallel.pipeline_parallel_size), range(parallel.tensor_parallel_size)
+            self.set_xfer_handshake_metadata_pp_aware({at: _Handshake(_INFO) for at in itertools.product(*sizes)})
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -203,6 +211,71 @@ def _replace_helpers(utils: ModuleType) -> None:
     )
 
 
+class _OwnTopology:
+    """Our `RemoteEngines`, asked as vLLM asks its `TransferTopology`."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._remotes = RemoteEngines(fields["tp_size"], fields["tp_rank"], fields["total_num_kv_heads"])
+        _watch.made.append(self)
+
+    @property
+    def _engines(self) -> dict[tuple[str, int], Any]:
+        known = self._remotes._engines
+        return {(name, pp_rank): _transfer_info(stage) for name in known for pp_rank, stage in known[name][1].items()}
+
+    def register_remote_engine(self, engine: str, info: Any) -> Any:
+        _watch.calls += 1
+        return _transfer_info(self._remotes.register(engine, _INFO.incarnation, RemoteStage(*_stage_fields(info))))
+
+    def get_engine_info(self, engine: str, pp_rank: int = 0) -> Any:
+        return _transfer_info(self._remotes.stage(engine, pp_rank))
+
+    def target_remote_ranks(self, engine: str, pp_rank: int = 0) -> list[int]:
+        return list(self._remotes.ranks_to_read(engine, pp_rank))
+
+
+_INFO_FIELDS = (
+    "remote_tp_size",
+    "remote_block_len",
+    "remote_block_size",
+    "remote_physical_blocks_per_logical",
+    "remote_pp_rank",
+    "start_layer",
+    "end_layer",
+)
+"""Fields of vLLM's `EngineTransferInfo`, in the order of our `RemoteStage`."""
+
+
+def _stage_fields(info: Any) -> tuple[int, ...]:
+    return tuple(getattr(info, name) for name in _INFO_FIELDS)
+
+
+def _transfer_info(stage: RemoteStage) -> Any:
+    return kv_utils.EngineTransferInfo(**dict(zip(_INFO_FIELDS, dataclasses.astuple(stage), strict=True)))
+
+
+class _TwoStages(ReplacedConnector):
+    """Ours in an instance of two stages, without arguments; it notes what the engine hands over."""
+
+    legacy_metadata = None
+
+    def __init__(self) -> None:
+        config = sys.modules[_UTILS].create_vllm_config(kv_connector="NixlConnector")
+        config.parallel_config.pipeline_parallel_size = 2
+        empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+        super().__init__(config, KVConnectorRole.SCHEDULER, empty)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        self.pp_aware_metadata = metadata
+
+
+def _replace_in(module: ModuleType) -> None:
+    """Put ours in the place of what a file defines itself."""
+    if _watch.file == "test_handshake_pp_aggregation.py":
+        vars(module).update(_PPAwareConnector=_TwoStages, _Metadata=lambda: _Handshake(_INFO))
+
+
 # What pytest calls.
 
 
@@ -222,6 +295,8 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """Some configurations are made while a file is read."""
     if isinstance(collector, pytest.Module):
         _watch.begin(collector.path.name)
+        is_sharded = _watch.file == "test_transfer_topology_sharded.py"
+        kv_utils.TransferTopology = _OwnTopology if is_sharded else _THEIR_TOPOLOGY
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -236,3 +311,5 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fixtures make connectors too."""
     _watch.begin(item.path.name)
+    if isinstance(item, pytest.Function):
+        _replace_in(item.module)

@@ -6,11 +6,23 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from vllm_rig import EXTERNAL_ID, Request, Rig, source_params, target_params
 
-from kvbaton.core.handoff import Mode
-from kvbaton.engines.vllm.requests import AutomaticIds, indices, named, prompt_digest, read_handoff
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Incarnation, Mode, TransferId
+from kvbaton.engines.vllm.requests import (
+    AutomaticIds,
+    HandoffInfo,
+    SourceParams,
+    answer_params,
+    indices,
+    named,
+    prompt_digest,
+    read_handoff,
+)
 
 IDS = {
     f"cmpl-{EXTERNAL_ID}-0-1a2b3c4d": (0, 0),
@@ -142,3 +154,44 @@ def test_a_request_id_that_is_used_again_gets_another_automatic_transfer_id() ->
     again = [automatic(ids, f"cmpl-x-{prompt}-bbbbbbbb") for prompt in range(2)]
     assert again[0][0] == again[1][0] != first[0][0]
     assert automatic(AutomaticIds(), "cmpl-x-0-aaaaaaaa") not in first, "nobody can guess it"
+
+
+class Embeddings:
+    def __init__(self, *values: float) -> None:
+        self.values = np.array(values, np.float32)
+
+    def float(self) -> Embeddings:
+        return self
+
+    def numpy(self) -> npt.NDArray[np.float32]:
+        return self.values
+
+
+@pytest.mark.parametrize("field", ["lora_request", "cache_salt", "mm_features", "prompt_embeds"])
+def test_what_makes_two_caches_different_is_in_the_digest(field: str) -> None:
+    values: dict[str, list[Any]] = {
+        "lora_request": [SimpleNamespace(lora_name="a"), SimpleNamespace(lora_name="b"), None],
+        "cache_salt": ["a", "b", None],
+        "mm_features": [[SimpleNamespace(identifier="a")], [SimpleNamespace(identifier="b")], []],
+        "prompt_embeds": [Embeddings(1.0), Embeddings(2.0), None],
+    }
+    digests = set()
+    for value in values[field]:
+        request = Request(source_params())
+        setattr(request, field, value)
+        digests.add(prompt_digest(request))
+    assert len(digests) == 3
+
+
+def test_a_target_dials_the_rank_that_holds_the_cache() -> None:
+    params = {**target_params(), "remote_host": "127.0.0.1", "remote_port": 7001, "remote_dp_rank": 3}
+    requested = read_handoff(Request(params, request_id="cmpl-x-0"), Mode.PUSH, AutomaticIds())
+    assert requested is not None
+    assert requested.wanted is not None
+    assert requested.wanted.source == ControlAddress.of("127.0.0.1", 7004)
+
+
+def test_an_answer_names_the_first_rank_and_the_number_of_its_own() -> None:
+    info = HandoffInfo(ControlAddress.of("127.0.0.1", 7001), Incarnation("p1"), tp_size=2, dp_rank=3)
+    answer = answer_params(SourceParams(TransferId("tx")), info)
+    assert (answer["remote_port"], answer["remote_dp_rank"], answer["tp_size"]) == (7001, 3, 2)

@@ -122,3 +122,25 @@ def test_what_is_right_is_taken() -> None:
         assert parse_settings({"control_port": 1, "control_host": host}).control_address.host == host
     assert parse_settings({"control_port": 1, "control_host": "0.0.0.0", "advertise_host": "h"}).control_address.host == "h"  # noqa: S104
     assert parse_settings({"control_port": 1, "heartbeat_s": 3, "allow": ["10.0.0.0/8", "::1", "host"]}).heartbeat_s == 3
+
+
+def test_each_data_parallel_rank_has_ports_of_its_own() -> None:
+    settings = parse_settings({"control_port": 7000, "handoffs_port": 7100, "dp_size": 4})
+    ports = [(each.control_port, each.handoffs_port) for each in map(settings.of_dp_rank, range(4))]
+    assert ports == [(7000, 7100), (7001, 7101), (7002, 7102), (7003, 7103)]
+    with pytest.raises(ConfigError, match="dp_size is 4, and this is data-parallel rank 4"):
+        settings.of_dp_rank(4)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"dp_size": 0}, "dp_size is 0"),
+        ({"dp_size": 2, "handoffs_port": 7001}, "are too near"),
+        ({"draft": "drop"}, "draft is 'drop'; known are refuse, target computes"),
+        ({"drop": "head"}, "drop is 'head'; known are .*heads"),
+    ],
+)
+def test_wrong_shapes_and_controls_are_named(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_settings({"control_port": 7000, **extra})

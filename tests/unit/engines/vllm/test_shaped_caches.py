@@ -71,6 +71,10 @@ def state(tp: int, groups: int) -> Any:
     )
 
 
+def dense_cache(heads: int) -> Array:
+    return np.zeros((BLOCKS, heads, BLOCK_TOKENS, HEAD), np.float32)
+
+
 class Instance:
     """One instance of a model: its ranks' arrays, filled with what the whole model would have there."""
 
@@ -95,12 +99,11 @@ class Instance:
         tp, here = self.shape.tp, stage_layers(LAYERS, self.shape.pp, at.pp)
         named = {f"model.layers.{layer}.attn": layer for layer in here}
         heads = max(HEADS // tp, 1)
-        dense = lambda count: np.zeros((BLOCKS, count, BLOCK_TOKENS, HEAD), np.float32)  # noqa: E731
         arrays: dict[str, Array] = {}
         full: Any = attention(FullAttentionSpec, heads)
         if self.model == "mla":
             full = attention(MLAAttentionSpec, 1)
-        arrays |= {name: dense(1 if self.model == "mla" else heads) for name in named}
+        arrays |= {name: dense_cache(1 if self.model == "mla" else heads) for name in named}
         groups = [SimpleNamespace(layer_names=list(named), kv_cache_spec=full)]
         if self.model == "windows":
             odd = [name for name, layer in named.items() if layer % 2]
@@ -116,7 +119,7 @@ class Instance:
             arrays |= states
             groups.append(SimpleNamespace(layer_names=list(states), kv_cache_spec=spec))
         if draft and at.pp == self.shape.pp - 1:
-            arrays["draft_model.layers.0.attn"] = dense(2 // tp)
+            arrays["draft_model.layers.0.attn"] = dense_cache(2 // tp)
             several = dict.fromkeys(named, full) | {"draft_model.layers.0.attn": attention(FullAttentionSpec, 2 // tp)}
             groups[0] = SimpleNamespace(layer_names=list(several), kv_cache_spec=SimpleNamespace(kv_cache_specs=several))
         return groups, arrays

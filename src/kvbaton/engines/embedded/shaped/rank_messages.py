@@ -83,6 +83,8 @@ class GroupSettings(msgspec.Struct, frozen=True):
     transport: RankTransport
     step_s: float = 60.0
     dtype: str = CACHE_DTYPES[0]
+    model_id: str = ""
+    """Names the model to instances of other engines; then the cache is described in their order."""
 
     @property
     def cuts(self) -> tuple[Cut, ...]:

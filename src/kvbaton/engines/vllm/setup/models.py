@@ -1,12 +1,12 @@
-"""Models for vLLM: a directory of safetensors as it is, or a GGUF file converted once into one, in vLLM's own environment."""
+"""Models for vLLM and SGLang: a directory of safetensors as it is, or a GGUF file converted once, by the engine's Python."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Protocol
 
 from kvbaton.engines.base import Progress
-from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
 from kvbaton.launch.installing import alone, run_logged
 
@@ -26,20 +26,37 @@ AutoTokenizer.from_pretrained(directory, gguf_file=name).save_pretrained(target)
 """
 
 
-def ensure_model(path: Path, environment: VllmEnvironment, progress: Progress) -> Path:
-    """A directory that vLLM can load; a .gguf file is converted first, once."""
+class ModelEnvironment(Protocol):
+    """An environment that has transformers."""
+
+    @property
+    def directory(self) -> Path:
+        """Where converted models are kept."""
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+
+    def variables(self) -> dict[str, str]:
+        """What its interpreter needs in the environment."""
+
+
+def ensure_model(path: Path, environment: ModelEnvironment, progress: Progress, title: str = "vLLM") -> Path:
+    """A directory that the engine can load; a .gguf file is converted first, once."""
     if path.is_dir():
         return path
     if path.suffix != ".gguf":
-        raise ModelError(f"model {path}: vLLM is given directories of safetensors, or .gguf files to convert; this is neither")
+        raise ModelError(f"model {path}: {title} is given directories of safetensors, or .gguf files; this is neither")
     stat = path.stat()
     digest = hashlib.blake2b(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
     target = environment.directory / "models" / f"{path.stem}-{digest}"
     target.mkdir(parents=True, exist_ok=True)
     with alone(target / "lock", f"converting {path.name}", _CONVERT_S):
         if not (target / "converted").exists():
-            progress(f"converting {path.name} for vLLM (about a minute, once)")
+            progress(f"converting {path.name} for {title} (about a minute, once)")
             command = [str(environment.python), "-c", _CONVERT, str(path.parent), path.name, str(target)]
-            run_logged(command, target / "convert.log", f"converting {path.name} for vLLM", _CONVERT_S)
+            run_logged(
+                command, target / "convert.log", f"converting {path.name} for {title}", _CONVERT_S, environment.variables()
+            )
             (target / "converted").touch()
     return target

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import urllib.request
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from kvbaton.core.addresses import in_url
 from kvbaton.core.handoff import AuxChannel
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.shaped.blueprint import is_blueprint
+from kvbaton.engines.embedded.tiny import byte_tokenizer
+from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import locate_model
+from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import (
     NIXL_VERSION,
@@ -30,8 +36,18 @@ from kvbaton.engines.vllm.setup.servers import (
     GPU_MODEL_TOKENS,
     MAX_MODEL_TOKENS,
     VllmServers,
+    check_shape,
+    gpu_cache_bytes,
     serve_arguments,
     transfer_config,
+)
+from kvbaton.engines.vllm.setup.small_models import (
+    CACHE_BYTES,
+    CONTEXT_TOKENS,
+    SMALL_MODELS,
+    ensure_small_model,
+    find_small_model,
+    is_small_model,
 )
 from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import default_cache_dir
@@ -51,6 +67,8 @@ class VllmPlugin(EnginePlugin):
         aux_channels=(AuxChannel.CONTROL,),
         devices=("cpu", "cuda"),
         connectors=tuple(CONNECTORS),
+        controls=("drop_writes", "drop"),
+        shapes=True,
         cache_dtypes=("float32", "bfloat16"),
     )
     healthy_within_s = 900.0
@@ -64,6 +82,16 @@ class VllmPlugin(EnginePlugin):
         """The tokenizer is read by the embedded engine's loader, without vLLM."""
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with vLLM both sides have {prefill.model}, leave it out")
+        if is_blueprint(prefill.model):
+            known = ", ".join(SMALL_MODELS)
+            raise ConfigError(f"model {prefill.model} is one of the embedded engine; with vLLM use {known}, or a real one")
+        for side in (prefill, decode):
+            check_shape(side.shape)
+            _check_drop(side)
+        if is_small_model(prefill.model):
+            find_small_model(prefill.model)
+            tokenizer = Tokenizer(byte_tokenizer(), prefill.model)
+            return ModelFacts(prefill.model, min(CONTEXT_TOKENS, MAX_MODEL_TOKENS), tokenizer.encode, range(32, 256))
         if prefill.device != "cpu":
             return _facts_of_directory(Path(prefill.model))
         loaded = find_model(prefill.model, progress=progress)
@@ -72,12 +100,27 @@ class VllmPlugin(EnginePlugin):
     def prepare(self, options: EngineOptions, progress: Progress) -> VllmServers:
         """Install vLLM, and what the connector needs, and convert the model, where that was not done before."""
         if options.device != "cpu":
-            return VllmServers(find_gpu_environment(), Path(options.model), options)
+            model = Path(options.model)
+            cache_bytes = gpu_cache_bytes(model, options.cache_dtype)
+            return VllmServers(find_gpu_environment(), model, options, cache_bytes=cache_bytes)
         cache_dir = default_cache_dir()
         environment = ensure_environment(cache_dir, progress, self._version)
         if options.connector in _PACKAGES:
             _PACKAGES[options.connector][1](environment, progress)
+        if is_small_model(options.model):
+            made = ensure_small_model(options.model, environment, progress)
+            options = replace(options, arguments=(*made.arguments, *options.arguments))
+            return VllmServers(environment, made.directory, options, cache_bytes=CACHE_BYTES)
         return VllmServers(environment, ensure_model(locate_model(options.model, cache_dir), environment, progress), options)
+
+    def accepted_drafts(self, base_url: str) -> int | None:
+        """Read off vLLM's metrics, over all engines of a server; None where it does not answer."""
+        try:
+            with urllib.request.urlopen(f"{base_url}/metrics", timeout=_METRICS_S) as answer:  # noqa: S310 - a server of ours
+                found = _ACCEPTED.findall(answer.read().decode())
+        except OSError:
+            return None
+        return round(sum(map(float, found))) if found else None
 
     def versions(self, connector: str) -> dict[str, str]:
         """vLLM, and the package of the connector."""
@@ -96,6 +139,20 @@ class VllmPlugin(EnginePlugin):
         if not has_key and not settings.allow:
             parse_trust().check_bind(request.host)
         return "vllm " + shlex.join(serve_arguments(request.model, request.host, request.port, config))
+
+
+_METRICS_S = 20.0
+_ACCEPTED = re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def _check_drop(options: EngineOptions) -> None:
+    """Raise ConfigError for a control that would leave out nothing: it would prove nothing."""
+    drop = options.controls.drop
+    if drop not in ("", *DROPS):
+        raise ConfigError(f"--drop {drop!r} names nothing of vLLM's caches; give one of {', '.join(DROPS)}")
+    kinds = find_small_model(options.model).kinds if is_small_model(options.model) else ("heads", "layers")
+    if drop and drop not in ("writes", *kinds):
+        raise ConfigError(f"--drop {drop}: {options.model} has nothing of that kind; it has {', '.join(kinds)}")
 
 
 _PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl)}

@@ -10,13 +10,24 @@ from typing import Any
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Mode
+from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["CONNECTORS", "GPU_MODEL_TOKENS", "MAX_MODEL_TOKENS", "VllmServers", "serve_arguments", "transfer_config"]
+__all__ = [
+    "CONNECTORS",
+    "GPU_MODEL_TOKENS",
+    "MAX_MODEL_TOKENS",
+    "VllmServers",
+    "check_shape",
+    "gpu_cache_bytes",
+    "serve_arguments",
+    "transfer_config",
+]
 
 MAX_MODEL_TOKENS = 2048
 """Prompt and answer together, in local set-ups on CPUs."""
@@ -51,6 +62,28 @@ def serve_arguments(model: str, host: str, port: int, config: dict[str, Any] | N
     return arguments if config is None else [*arguments, "--kv-transfer-config", json.dumps(config)]
 
 
+def check_shape(text: str) -> Shape:
+    """The shape of a server. Raises ConfigError for one that vLLM has no arguments for."""
+    shape = Shape.parse(text)
+    if shape.cp > 1:
+        raise ConfigError(f"shape {text} has cp{shape.cp}; with vLLM on CPUs a shape is made of dp, pp and tp")
+    return shape
+
+
+def _shape_arguments(shape: Shape) -> list[str]:
+    sizes = {"--tensor-parallel-size": shape.tp, "--pipeline-parallel-size": shape.pp, "--data-parallel-size": shape.dp}
+    return [part for option, size in sizes.items() if size > 1 for part in (option, str(size))]
+
+
+def _eager_arguments(shape: Shape) -> list[str]:
+    """What keeps vLLM from compiling kernels, which takes longer than it saves here.
+
+    A server of several stages must run once before it serves, else its first request ends it: later stages make their input
+    buffers then. vLLM skips that run with `--enforce-eager`, so those trace the model, and compile nothing.
+    """
+    return ["--enforce-eager"] if shape.pp == 1 else ["--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
+
+
 @dataclass(frozen=True, slots=True)
 class VllmServers(PreparedEngine):
     """An installed vLLM and a model that it can load, ready to be served."""
@@ -60,7 +93,8 @@ class VllmServers(PreparedEngine):
     options: EngineOptions
     settings: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
-    cache_gib: int = 1
+    cache_bytes: int = 1 << 30
+    """Of each rank."""
 
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One vLLM server; role `both` is a plain server without any connector."""
@@ -71,59 +105,62 @@ class VllmServers(PreparedEngine):
 
     def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> FleetPart:
         """A server with this `--kv-transfer-config`, or without one."""
-        options = self.options
-        arguments = serve_arguments(str(self.model), _HOST, port, config)
+        options, shape = self.options, check_shape(self.options.shape)
+        arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape)]
+        arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
-        arguments += ["--enforce-eager"]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
         if options.step_tokens is not None:
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
         variables = self.environment.variables()
-        if options.device != "cpu":
-            arguments += _gpu_arguments(options, self.model)
+        if options.device == "cpu":
+            arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
+            variables |= core_share(options.sharing * shape.ranks * shape.dp)
+        else:
+            arguments += _gpu_arguments(options)
             # Triton rounds the numbers of a product to 19 bits otherwise, differently in prefill and in decode.
             variables["TRITON_F32_DEFAULT"] = "ieee"
-        else:
-            arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
-            variables |= {**core_share(options.sharing), "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)
 
 
-def _gpu_arguments(options: EngineOptions, model: Path) -> list[str]:
-    """Several servers share one GPU, each with its part of the memory; the size of the cache is given.
+def _gpu_arguments(options: EngineOptions) -> list[str]:
+    """Several servers share one GPU, each with its part of the memory.
 
-    vLLM would measure it, and takes what another server allocates meanwhile for its own. No prefixes are cached: a request
-    would be computed in other steps than on the server that it is compared with, and round differently.
+    No prefixes are cached: a request would be computed in other steps than on the server that it is compared with, and round
+    differently.
     """
     share = f"{_GPU_SHARE / max(options.sharing, 1):.3f}"
     arguments = ["--max-model-len", str(GPU_MODEL_TOKENS), "--gpu-memory-utilization", share, "--no-enable-prefix-caching"]
-    arguments += ["--kv-cache-memory-bytes", str(_GPU_CACHE_TOKENS * _token_bytes(model, options.cache_dtype))]
     # FlashAttention has no kernels for float32; Triton's are compiled on the machine, for every type.
     return arguments + (["--attention-backend", "TRITON_ATTN"] if options.cache_dtype == "float32" else [])
 
 
-def _token_bytes(model: Path, dtype: str) -> int:
-    """What the cache of one token takes. Raises ConfigError for a directory whose configuration does not show it."""
+def gpu_cache_bytes(model: Path, dtype: str) -> int:
+    """The size of the cache of a server on a GPU. Raises ConfigError for a directory whose configuration does not show it.
+
+    vLLM would measure what is free, and takes what another server allocates meanwhile for its own.
+    """
     try:
         config = json.loads((model / "config.json").read_text())
         heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
         channels = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model is {model}: its config.json does not show how large its cache is ({error!r})") from error
-    return int(2 * layers * heads * channels * (4 if dtype == "float32" else 2))
+    return int(_GPU_CACHE_TOKENS * 2 * layers * heads * channels * (4 if dtype == "float32" else 2))
 
 
 def _with_kvbaton(
     servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]
 ) -> FleetPart:
     options, controls = servers.options, servers.options.controls
-    extra: dict[str, Any] = {"control_port": ports.pick(), "transport": options.transport, "http_address": f"{_HOST}:{port}"}
-    extra |= {"handoffs_port": ports.pick(), "routers": list(routers)}
-    extra |= {"poison": True} if controls.poison else {}
-    extra |= {"drop": "writes"} if controls.drop_writes else {}
+    engines = check_shape(options.shape).dp
+    extra: dict[str, Any] = {"control_port": ports.pick(engines), "transport": options.transport}
+    extra |= {"http_address": f"{_HOST}:{port}", "handoffs_port": ports.pick(engines), "routers": list(routers)}
+    drop = "writes" if controls.drop_writes else controls.drop
+    extra |= ({"poison": True} if controls.poison else {}) | ({"drop": drop} if drop else {})
     extra |= servers.settings
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(
@@ -143,8 +180,32 @@ def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: Por
     return replace(part, environment=part.environment | side_channel)
 
 
+def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
+    """The MoRIIOConnector that vLLM ships, unchanged, on kvbaton's drop-in for `mori`."""
+    options = servers.options
+    extra: dict[str, Any] = {
+        "host_ip": _HOST,
+        "http_port": port,
+        "handshake_port": ports.pick(),
+        "notify_port": ports.pick(),
+        "read_mode": options.handoff.mode is Mode.PULL,
+    }
+    if routers:
+        proxy, _, ping_port = routers[0].rpartition(":")
+        extra |= {"proxy_ip": proxy, "proxy_ping_port": int(ping_port)}
+    config = {"kv_connector": "MoRIIOConnector", "kv_role": _ROLES[role], "kv_connector_extra_config": extra | servers.settings}
+    part = servers.plain_part(name, port, config)
+    mori = {"KVBATON_MORI": options.transport if options.transport in ("local", "tcp") else "auto"}
+    if options.controls.drop_writes:
+        mori["KVBATON_MORI_DROP_WRITES"] = "1"
+    if options.counts_directory:
+        mori["KVBATON_MORI_COUNTS"] = options.counts_directory
+    return replace(part, environment=part.environment | mori)
+
+
 CONNECTORS: dict[str, Callable[[VllmServers, str, str, int, PortPicker, Sequence[str]], FleetPart]] = {
     "kvbaton": _with_kvbaton,
     "nixl": _with_nixl,
+    "moriio": _with_moriio,
 }
 """Describes a server with each of the connectors that can be chosen."""

@@ -1,0 +1,170 @@
+"""Settings of engines and backends: the arguments of MoRI's configuration objects, its environment, and what we use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.compat.mori.names import PollCqMode
+from kvbaton.transport.exchange.service import ExchangePaths
+
+__all__ = [
+    "BackendConfig",
+    "FabricBackendConfig",
+    "IOEngineConfig",
+    "RdmaBackendConfig",
+    "XgmiBackendConfig",
+    "COUNTS",
+    "DROP_STORES",
+    "LOG",
+    "SWITCH",
+    "auto_xgmi",
+    "chosen_paths",
+    "drops_stores",
+    "node_id",
+    "set_log_level",
+    "stored_counts",
+]
+
+LOG = logging.getLogger("kvbaton.mori")
+
+SWITCH = "KVBATON_MORI"
+"""Switches the drop-in on: `1` or `auto`, `local`, or `tcp`."""
+
+DROP_STORES = "KVBATON_MORI_DROP_WRITES"
+"""For negative controls: transfers succeed, and nothing is stored."""
+
+COUNTS = "KVBATON_MORI_COUNTS"
+"""A directory in which every engine keeps a file: bytes stored in its memories, and calls that did, as two integers."""
+
+_MAX_PORT = 65535
+_MIN_CHUNK_BYTES = 4096
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+@dataclass(slots=True)
+class IOEngineConfig:
+    """Where an engine listens; port 0: one that is free."""
+
+    host: str = ""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.host, str) or isinstance(self.port, bool) or not isinstance(self.port, int):
+            raise TypeError(f"IOEngineConfig(host: str, port: int), not ({self.host!r}, {self.port!r})")
+        if not 0 <= self.port <= _MAX_PORT:
+            raise TypeError(f"port is {self.port}; it must be 0 to {_MAX_PORT}")
+
+
+class BackendConfig:
+    """Base of the settings of a backend."""
+
+
+@dataclass(slots=True)
+class RdmaBackendConfig(BackendConfig):
+    """Settings of the RDMA backend. Those of queues, chunks and NICs are checked, and have no effect here."""
+
+    qp_per_transfer: int = 1
+    post_batch_size: int = -1
+    num_worker_threads: int = -1
+    poll_cq_mode: PollCqMode = PollCqMode.POLLING
+    enable_notification: bool = True
+    notif_per_qp: int = 1024
+    enable_transfer_chunking: bool = False
+    chunk_bytes: int = 65536
+    max_chunks_per_transfer: int = 64
+    num_nics_per_transfer: int = 1
+    max_send_wr: int = 0
+    max_cqe_num: int = 0
+    max_msg_sge: int = 0
+
+    def check(self) -> None:
+        """Raise RuntimeError for what no backend can be made with."""
+        if self.enable_notification and self.notif_per_qp < 1:
+            raise RuntimeError(f"notif_per_qp is {self.notif_per_qp}; it must be at least 1 with notifications")
+        if self.max_chunks_per_transfer < 1 or self.num_nics_per_transfer < 1:
+            raise RuntimeError("max_chunks_per_transfer and num_nics_per_transfer must be at least 1")
+        if self.enable_transfer_chunking and self.chunk_bytes < _MIN_CHUNK_BYTES:
+            raise RuntimeError(f"chunk_bytes is {self.chunk_bytes}; it must be at least {_MIN_CHUNK_BYTES}")
+
+    @property
+    def notifies(self) -> bool:
+        """Whether notices are on; the environment wins."""
+        text = os.environ.get("MORI_IO_ENABLE_NOTIFICATION", "").strip().lower()
+        if text in ("0", "false", "off", "no"):
+            return False
+        if text in ("1", "true", "on", "yes"):
+            return True
+        if text:
+            LOG.warning("MORI_IO_ENABLE_NOTIFICATION is %r, which is neither 0 nor 1; it is ignored", text)
+        return self.enable_notification
+
+
+@dataclass(slots=True)
+class XgmiBackendConfig(BackendConfig):
+    """Settings of the XGMI backend; without effect here."""
+
+    num_streams: int = 64
+    num_events: int = 64
+
+
+@dataclass(slots=True)
+class FabricBackendConfig(BackendConfig):
+    """Settings of the FABRIC backend, which does not exist here."""
+
+    num_streams: int = 64
+    num_events: int = 64
+
+
+def set_log_level(level: str) -> None:
+    """Set the level of the log; any other name means error."""
+    LOG.setLevel(_LEVELS.get(str(level).lower(), logging.ERROR))
+
+
+def node_id() -> str:
+    """The name of this host: `MORI_NODE_ID`, else that of its boot, else the host's."""
+    if named := os.environ.get("MORI_NODE_ID"):
+        return named
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def auto_xgmi() -> bool:
+    """Whether an RDMA backend brings an XGMI backend along."""
+    return os.environ.get("MORI_DISABLE_AUTO_XGMI") == "0"
+
+
+def chosen_paths() -> ExchangePaths:
+    """How bytes may go, as the switch states."""
+    text = os.environ.get(SWITCH, "").strip().lower()
+    return ExchangePaths.named(text if text in ("local", "tcp") else "auto")
+
+
+def stored_counts() -> npt.NDArray[np.int64] | None:
+    """Where an engine counts what was stored in its memories: a file of its own, if a directory is named for them."""
+    directory = os.environ.get(COUNTS, "")
+    if not directory:
+        return None
+    path = Path(directory) / f"{os.getpid()}-{secrets.token_hex(4)}.counts"
+    return np.memmap(path, np.int64, "w+", shape=(2,))
+
+
+def drops_stores() -> bool:
+    """Whether this process is a negative control."""
+    return os.environ.get(DROP_STORES, "") == "1"

@@ -1,0 +1,325 @@
+"""SGLang's four classes of a transfer backend, each call passed on to the half that it belongs to. Imports SGLang.
+
+Nothing is decided here. SGLang's scheduler ends with every exception that leaves one of these methods, so none does: an error
+of our own fails the one request, with its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVPoll,
+    KVTransferMetric,
+)
+from sglang.srt.runtime_context import get_parallel
+
+from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
+from kvbaton.engines.sglang.hooks import current_queue, current_request
+from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
+from kvbaton.engines.sglang.metadata import MetadataRows
+from kvbaton.engines.sglang.pool import PoolFacts, read_pool
+from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, SglangSettings, parse_settings
+from kvbaton.errors import ConfigError, KVBatonError
+from kvbaton.launch.ports import PortPicker
+
+__all__ = ["KVBatonBootstrapServer", "KVBatonManager", "KVBatonReceiver", "KVBatonSender", "TransferFailed"]
+
+log = logging.getLogger(__name__)
+
+_ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+"""What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
+
+_WITHOUT = {
+    "pp_size": "pipeline parallelism",
+    "dp_size": "data parallelism",
+    "attn_dp_size": "DP attention",
+    "attn_cp_size": "context parallelism",
+    "nnodes": "several nodes",
+}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class TransferFailed(Exception):
+    """Why a transfer failed, as SGLang reads it."""
+
+    def __init__(self, room: int, reason: str, is_from_another_rank: bool) -> None:
+        super().__init__(f"room {room}: {reason}")
+        self.failure_reason = reason
+        self.is_from_another_rank = is_from_another_rank
+
+
+def _contained(method: F) -> F:
+    """No exception leaves: it fails the request of this sender or receiver."""
+
+    @functools.wraps(method)
+    def contained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # an exception here would end SGLang's scheduler, and every other request with it
+            log.exception("hand-off %s: %s failed", self.half.key, method.__name__)
+            self.half.fail(f"{method.__name__} failed: {type(error).__name__}: {error}")
+            return None
+
+    return contained  # type: ignore[return-value]
+
+
+class KVBatonManager(BaseKVManager):
+    """One rank's agents. Raises ConfigError, which ends the server, for what cannot be handed over."""
+
+    enable_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+        del is_mla_backend
+        _log_with_sglang()
+        _check_polls()
+        queue, parallel = current_queue(), get_parallel()
+        _check_shape(server_args, parallel)
+        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
+        role = str(disaggregation_mode.value)
+        model_config = queue.scheduler.model_config
+        facts = PoolFacts(
+            page_tokens=args.page_size,
+            first_layer=int(queue.pool.start_layer or 0),
+            total_heads=model_config.get_total_num_kv_heads(),
+            tp_size=parallel.attn_tp_size,
+            tp_rank=parallel.attn_tp_rank,
+        )
+        pool = read_pool(queue.pool, facts, args.state_types, getattr(args, "num_draft_entries", 0))
+        _check_release_limit(settings)
+        place = SglangPlace(
+            role=role,
+            host=server_args.host,
+            http_port=server_args.port,
+            control_port=_control_port(role, server_args, settings, parallel),
+            tp_size=parallel.attn_tp_size,
+            tp_rank=parallel.attn_tp_rank,
+            broadcast=parallel.attn_tp_group.broadcast_object if parallel.attn_tp_size > 1 else _same,
+        )
+        rows = MetadataRows.of(queue.metadata, args)
+        self.kv_args = args
+        self.prefill_info_table: dict[str, Any] = {}
+        self.instance = RankInstance(settings, place, pool, rows, model_identity(model_config, server_args, settings))
+        self.halves = self.instance.halves
+        log.info("kvbaton: %s instance, control port %d, %s", role, place.control_port, settings.mode)
+
+    def register_to_bootstrap(self) -> None:
+        """Nothing: the address that balancers send as bootstrap_host and bootstrap_port is the agents' own."""
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Always: the agents handshake with the source while the request waits for pages, and check more than SGLang does."""
+        self.prefill_info_table[bootstrap_addr] = _ONE_PREFILL
+        return True
+
+    def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
+        """Whether nothing can write to the pages of a failed request any more."""
+        del required_acks
+        try:
+            self.halves.take_events()
+        except KVBatonError:
+            log.exception("room %s: whether its pages are quiet is not known", room)
+            return False
+        return not any(
+            isinstance(half, TargetHalf) and half.room == room and half.may_be_written for half in self.halves.live.values()
+        )
+
+    def clear_deferred_abort_state(self, room: int) -> None:
+        """Nothing is kept."""
+
+    def submit_prefill_recompute(self, receiver: KVBatonReceiver, payload: Any) -> None:
+        """A retraction with new weights would need a second prefill under the same room; that is not possible so far."""
+        del payload
+        receiver.half.fail("computing a retracted request anew with other weights is not possible over kvbaton so far")
+
+
+class _SenderOrReceiver:
+    kv_mgr: KVBatonManager
+    half: Any
+
+    @property
+    def conclude_state(self) -> int:
+        """The state without taking events."""
+        return int(self.half.state)
+
+    def poll(self) -> int:
+        """The state of the transfer, in SGLang's numbers."""
+        try:
+            return int(self.half.poll())
+        except Exception as error:  # see `_contained`
+            log.exception("hand-off %s: poll failed", self.half.key)
+            self.half.fail(f"poll failed: {error}")
+            return int(Poll.FAILED)
+
+    def failure_exception(self) -> None:
+        """Raise why it failed. Another rank may have failed alone, so the agents are asked to end it here too."""
+        half = self.half
+        is_other = half.state is not Poll.FAILED
+        if not half.is_over:
+            half.fail(half.reason or "another rank of this instance failed")
+        raise TransferFailed(half.room, half.reason or "another rank of this instance failed", is_other)
+
+    @_contained
+    def abort(self) -> None:
+        """SGLang aborts the request."""
+        self.half.abort()
+
+    def clear(self) -> None:
+        """Nothing: the half is forgotten when the agents have reported its end."""
+
+
+class KVBatonSender(_SenderOrReceiver, BaseKVSender):
+    """One prefill for a hand-off."""
+
+    def __init__(
+        self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        del bootstrap_addr, req_has_disagg_prefill_dp_rank
+        self.kv_mgr = mgr
+        prompt, problem = _prompt(bootstrap_room)
+        self.half = SourceHalf(mgr.halves, bootstrap_room if not problem else None, prompt)
+        if problem:
+            self.half.fail(problem)
+
+    @_contained
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """The target has pages; the prefill starts."""
+        self.half.begin(num_kv_indices, aux_index)
+
+    @_contained
+    def send(self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None) -> None:
+        """A chunk is computed."""
+        del state_indices, num_kv_tokens
+        self.half.send([int(page) for page in kv_indices])
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """The last chunk also without pages: the metadata goes with it."""
+        return num_pages > 0 or last_chunk
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """For SGLang's own metrics: from the last chunk to the release by the target, and how long pages were waited for."""
+        half = self.half
+        return KVTransferMetric(
+            transfer_latency_s=max(0.0, (half.ended_at or time.monotonic()) - half.offered_at) if half.offered_at else None,
+            alloc_latency_s=max(0.0, half.granted_at - half.begun_at) if half.granted_at else None,
+            transfer_total_bytes=half.pages_sent * self.kv_mgr.instance.pool.page_bytes,
+        )
+
+
+class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
+    """One request whose cache is handed over."""
+
+    require_staging = False
+    bootstrap_infos = ()
+
+    def __init__(self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        prompt, problem = _prompt(bootstrap_room)
+        self.half = TargetHalf(mgr.halves, bootstrap_room if not problem else None, bootstrap_addr, prompt)
+        if problem:
+            self.half.fail(problem)
+
+    @property
+    def abort_notified(self) -> bool:
+        """Whether the pages of a failed request have to wait for `is_abort_release_safe`."""
+        return bool(self.half.may_be_written)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """The agents notify the source by themselves."""
+        del force_arm
+
+    @_contained
+    def init(self, prefill_dp_rank: int) -> None:
+        """The source is known."""
+        if prefill_dp_rank:
+            self.half.fail(
+                f"disagg_prefill_dp_rank is {prefill_dp_rank}; prefill instances have one DP rank so far, leave it out"
+            )
+        self.half.ready()
+
+    @_contained
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **others: Any,
+    ) -> None:
+        """There are pages: grant them."""
+        del state_indices, others
+        self.half.allocated([int(page) for page in kv_indices], aux_index, decode_prefix_len or 0)
+
+
+class KVBatonBootstrapServer(BaseKVBootstrapServer):
+    """Nothing: the agents of the prefill instance listen on the bootstrap port themselves."""
+
+    def __init__(self, host: str, port: int) -> None:
+        del host, port
+
+
+def _prompt(room: object) -> tuple[Sequence[int], str]:
+    """The prompt of the request that a sender or receiver is made for, or why it is not known."""
+    try:
+        return current_request(room).origin_input_ids, ""
+    except ConfigError as error:
+        return (), str(error)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _check_polls() -> None:
+    """The numbers of the states are SGLang's; raise ConfigError for a release with other ones."""
+    ours = {"Failed": Poll.FAILED, "Bootstrapping": Poll.BOOTSTRAPPING, "WaitingForInput": Poll.WAITING}
+    ours |= {"Transferring": Poll.TRANSFERRING, "Success": Poll.SUCCESS}
+    for name, value in ours.items():
+        if getattr(KVPoll, name, None) != value:
+            raise ConfigError(
+                f"SGLang's KVPoll.{name} is {getattr(KVPoll, name, None)}, {int(value)} is known; another release?"
+            )
+
+
+def _check_shape(server_args: Any, parallel: Any) -> None:
+    for name, what in _WITHOUT.items():
+        size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
+        if size > 1:
+            raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can")
+
+
+def _check_release_limit(settings: SglangSettings) -> None:
+    """SGLang releases the pages of a failed request after a limit of its own, even where a writer may be left."""
+    from sglang.srt.environ import envs
+
+    limit = float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
+    needed = 4 * settings.agents("127.0.0.1", 1).limits.stop_timeout
+    if limit < needed:
+        raise ConfigError(
+            f"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT is {limit:g} s, and fencing a silent writer takes up to "
+            f"{needed:g} s (four times stop_timeout); raise it, or lower stop_timeout in {CONFIG_VARIABLE}"
+        )
+
+
+def _control_port(role: str, server_args: Any, settings: SglangSettings, parallel: Any) -> int:
+    """Where the agents listen: on prefill the port that balancers send along; on decode any, no peer dials it."""
+    if role == "prefill":
+        return int(server_args.disaggregation_bootstrap_port)
+    return settings.control_port or (PortPicker().pick() if parallel.attn_tp_rank == 0 else 1)
+
+
+def _log_with_sglang() -> None:
+    """Let kvbaton's log lines go where SGLang's go."""
+    ours = logging.getLogger("kvbaton")
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)

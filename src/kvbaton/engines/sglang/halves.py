@@ -1,0 +1,370 @@
+"""What SGLang's senders and receivers are: one request's part of a hand-off, as the poll states that SGLang's queues expect.
+
+Theory of operation
+===================
+
+SGLang makes one sender or receiver per request and polls it in every turn of its scheduler; what it polls moves the request
+from queue to queue. Three habits of its queues shape this module:
+
+**States only go forward.** The first queue of either side raises, and with that ends the scheduler, when it sees a state beyond
+`WAITING`; every queue takes `FAILED` once and for all. `_advance` is the only place that changes a state.
+
+**Pages are free when we report an end.** SGLang releases pages after `FAILED` or `SUCCESS`. So a target that has pages reports
+`FAILED` only when the agents report that nothing writes to them any more (`TargetEnded`), also after an abort by SGLang
+itself: until then it is `TRANSFERRING`. Then SGLang's own limit on deferred releases is never reached. A source may be
+released early: a target that reads pages which have changed never gets a confirmation for them.
+
+**A room names a request, for a while.** Clients and balancers choose rooms, and may use one twice. The first request under a
+room keeps it until the agents have reported its end; a second one meanwhile fails by name, and the first is not touched.
+
+With several ranks, each has these objects for the same requests in the same order. The leader's talk to the agents; the others
+take the same events from the leader (`ranks.py`), so that every rank reaches the same state, and writes the same metadata row.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbaton.agent.engine_port import (
+    Allocation,
+    EngineEvent,
+    Granted,
+    HandoffPort,
+    HandoffStats,
+    Landed,
+    Offer,
+    SourceEnded,
+    SourceRequest,
+    TargetEnded,
+)
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Aux, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
+from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
+from kvbaton.errors import BadRequest, KVBatonError, ProtocolError
+
+__all__ = ["Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest"]
+
+log = logging.getLogger(__name__)
+
+MAX_ROOM = (1 << 63) - 1
+"""SGLang keeps rooms as unsigned 64-bit numbers; its balancers draw 63 bits."""
+
+
+class Poll(enum.IntEnum):
+    """SGLang's `KVPoll`, by value."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """What the prompt is, in short; the same on every engine, because a hand-off joins requests of the same prompt only."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class HalfSettings:
+    """What all halves of one rank share."""
+
+    mode: Mode
+    page_tokens: int
+    layers: tuple[int, int]
+    """The first layer of the instance, and the one after its last."""
+
+
+class Halves:
+    """All live hand-offs of one rank, by key. Takes the events of `port`, which never waits."""
+
+    def __init__(
+        self,
+        port: HandoffPort,
+        settings: HalfSettings,
+        read_row: Callable[[int], Aux],
+        write_row: Callable[[int, Aux, int], None],
+        poison: Callable[[Sequence[int]], None] | None = None,
+        observe: Observer = no_observer,
+    ) -> None:
+        self.port = port
+        self.settings = settings
+        self.read_row = read_row
+        self.write_row = write_row
+        self.poison = poison
+        self.observe = observe
+        self.live: dict[HandoffKey, SourceHalf | TargetHalf] = {}
+
+    def take_events(self) -> None:
+        """Take what the agents have decided since the last call."""
+        for event in self.port.events():
+            half = self.live.get(event.key)
+            if not isinstance(event, Granted):
+                self.live.pop(event.key, None)
+            if half is not None:
+                half.take(event)
+
+    def note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> None:
+        """Record a stage for the timeline."""
+        self.observe(note(key, side, stage, time.monotonic(), span))
+
+
+class _Half:
+    """One request: its state, and why it failed."""
+
+    side: Side
+
+    def __init__(self, halves: Halves, room: object) -> None:
+        self.halves = halves
+        self.state = Poll.BOOTSTRAPPING
+        self.reason = ""
+        self.room = 0
+        self.key = HandoffKey(TransferId("none"))
+        self.is_over = False
+        """Whether the agents have reported the end, or were never asked."""
+        try:
+            self.room = _checked_room(room)
+            self.key = HandoffKey(room_transfer_id(self.room))
+            if self.key in halves.live:
+                raise BadRequest(
+                    "bootstrap_room",
+                    f"room {self.room} is in use by another request here; choose a random one for each request",
+                )
+        except BadRequest as error:
+            self.is_over = True
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> None:
+        """Fail for a reason of this side; the agents are notified where they know of it."""
+        self._advance(Poll.FAILED, reason)
+        if not self.is_over:
+            self._cancel()
+
+    def poll(self) -> Poll:
+        """The state, after the newest events."""
+        self.halves.take_events()
+        return self.state
+
+    def _begin(self, call: Callable[[], None]) -> None:
+        """Make the first call to the agents; from now on the end is theirs to report."""
+        self.halves.live[self.key] = self  # type: ignore[assignment]
+        self.halves.note(self.key, self.side, Stage.ARRIVED)
+        try:
+            call()
+        except KVBatonError as error:
+            self.halves.live.pop(self.key, None)
+            self.is_over = True
+            self.fail(f"the agents refused it: {error}")
+
+    def _cancel(self) -> None:
+        self.halves.port.cancel(self.key, self.side)
+
+    def _advance(self, state: Poll, reason: str = "") -> None:
+        """Forward only; an end is final."""
+        if self.state in (Poll.FAILED, Poll.SUCCESS) or (state is not Poll.FAILED and state <= self.state):
+            return
+        self.state, self.reason = state, reason
+        if state is Poll.FAILED:
+            log.warning("hand-off %s: %s", self.key, reason)
+
+
+class SourceHalf(_Half):
+    """A prefill for a hand-off. Computes nothing before a target has pages: so SGLang's bootstrap queue works."""
+
+    side = Side.SOURCE
+
+    def __init__(self, halves: Halves, room: object, prompt: Sequence[int]) -> None:
+        super().__init__(halves, room)
+        self._tokens = len(prompt)
+        self._pages: list[int] = []
+        self._spans = 0
+        self._announced_tokens = 0
+        self._expected_pages: int | None = None
+        self._row = -1
+        self.cached_tokens = 0
+        self.begun_at = time.monotonic()
+        self.granted_at = 0.0
+        self.offered_at = 0.0
+        self.ended_at = 0.0
+        if self.state is not Poll.FAILED:
+            self._begin(lambda: halves.port.expect_target(self.key, prompt_digest(prompt)))
+
+    @property
+    def pages_sent(self) -> int:
+        """How many pages were announced or offered."""
+        return len(self._pages)
+
+    def begin(self, pages: int, row: int | None) -> None:
+        """SGLang has decided how many pages there will be, and which metadata row; the prefill starts."""
+        expected = -(-self._tokens // self.halves.settings.page_tokens)
+        if row is None or row < 0 or pages != expected:
+            self.fail(f"SGLang sends {pages} pages with metadata row {row}; {self._tokens} tokens have {expected} pages")
+            return
+        self._expected_pages, self._row = pages, row
+        self.halves.note(self.key, self.side, Stage.STARTED)
+
+    def send(self, pages: Sequence[int]) -> None:
+        """A chunk is computed into these pages; the last one is that which completes the announced number."""
+        if self.state is not Poll.WAITING or self.is_over:
+            # Ended meanwhile, or aborted: SGLang finds out when it polls.
+            return
+        if self._expected_pages is None or len(self._pages) + len(pages) > self._expected_pages:
+            expected = self._expected_pages
+            self.fail(f"SGLang sends {len(pages)} pages after {len(self._pages)}, of {expected} that it had announced")
+            return
+        self._pages += pages
+        settings = self.halves.settings
+        end = min(len(self._pages) * settings.page_tokens, self._tokens)
+        if end > self._announced_tokens:
+            span = Span(self._spans, self._announced_tokens, end, *settings.layers)
+            self.halves.note(self.key, self.side, Stage.COMPUTED, span)
+            if settings.mode is Mode.PUSH:
+                self._spans += 1
+                self.halves.port.spans_ready(self.key, (tuple(self._pages),), (span,))
+            self._announced_tokens = end
+        if len(self._pages) == self._expected_pages:
+            aux = self.halves.read_row(self._row)
+            self.halves.port.offer(Offer(self.key, (tuple(self._pages),), self._tokens, aux))
+            self.offered_at = time.monotonic()
+            self._advance(Poll.TRANSFERRING)
+
+    def abort(self) -> None:
+        """SGLang aborts the request. Once pages were announced, the agents end it; before, nothing has to be waited for."""
+        if self.is_over:
+            return
+        if self._pages:
+            self._cancel()
+        else:
+            self.fail("SGLang aborted the request")
+
+    def take(self, event: EngineEvent) -> None:
+        """An event of the agents."""
+        match event:
+            case Granted():
+                self.cached_tokens = event.cached_tokens
+                self.granted_at = time.monotonic()
+                self._advance(Poll.WAITING)
+            case SourceEnded():
+                self.is_over = True
+                self.ended_at = time.monotonic()
+                if event.outcome is Outcome.DELIVERED and self.state is Poll.TRANSFERRING:
+                    self._advance(Poll.SUCCESS)
+                else:
+                    self._advance(Poll.FAILED, f"the source {event.outcome}: {event.reason}")
+
+
+class TargetHalf(_Half):
+    """A request whose cache comes from the source at `address` (SGLang's `bootstrap_host:bootstrap_port`)."""
+
+    side = Side.TARGET
+
+    def __init__(self, halves: Halves, room: object, address: str, prompt: Sequence[int]) -> None:
+        super().__init__(halves, room)
+        self._tokens = len(prompt)
+        self._row = -1
+        self._has_pages = False
+        self._is_aborted = False
+        self.stats: HandoffStats | None = None
+        self._request: SourceRequest | None = None
+        if self.state is Poll.FAILED:
+            return
+        try:
+            source = _read_address(address)
+        except BadRequest as error:
+            self.is_over = True
+            self.fail(str(error))
+            return
+        # Push for both modes: SGLang's instances get their requests at the same time, so a grant may come first and has to wait
+        # for its prefill; a grant in pull is about a prefill that is complete. What differs is when the source announces.
+        self._request = SourceRequest(self.key, prompt_digest(prompt), source, None, Mode.PUSH)
+        self._begin(lambda: halves.port.expect_source(self._request))  # type: ignore[arg-type]
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a copy may still write to the pages."""
+        return self._has_pages and not self.is_over
+
+    def ready(self) -> None:
+        """SGLang has resolved the source; pages come next."""
+        self._advance(Poll.WAITING)
+
+    def allocated(self, pages: Sequence[int], row: int | None, cached_tokens: int) -> None:
+        """There are pages for all tokens behind the first `cached_tokens`, which are here already."""
+        if self.state is Poll.FAILED or self.is_over or self._request is None:
+            return
+        page_tokens = self.halves.settings.page_tokens
+        cached_pages = cached_tokens // page_tokens
+        expected = -(-self._tokens // page_tokens) - cached_pages
+        if row is None or row < 0 or len(pages) != expected or cached_tokens % page_tokens:
+            self.fail(
+                f"SGLang has {len(pages)} pages and metadata row {row} for {self._tokens} tokens, {cached_tokens} of them "
+                f"cached; pages of {page_tokens} tokens make that {expected}"
+            )
+            return
+        self._row, self._has_pages = row, True
+        self.halves.note(self.key, self.side, Stage.ALLOCATED)
+        if self.halves.poison is not None:
+            self.halves.poison(pages)
+        # The cached pages are never written, so any number stands for them.
+        blocks = ((0,) * cached_pages + tuple(pages),)
+        self.halves.port.allocated(Allocation(self._request, blocks, self._tokens, cached_tokens))
+        self._advance(Poll.TRANSFERRING)
+
+    def abort(self) -> None:
+        """SGLang aborts the request: it fails at once without pages, and with them when nothing can write to them."""
+        if self.is_over:
+            return
+        self._is_aborted = True
+        if self._has_pages:
+            self._cancel()
+        else:
+            self.fail("SGLang aborted the request")
+
+    def take(self, event: EngineEvent) -> None:
+        """An event of the agents."""
+        match event:
+            case Landed():
+                self.is_over = True
+                self.stats = event.stats
+                if self._is_aborted:
+                    self._advance(Poll.FAILED, "SGLang aborted the request")
+                else:
+                    self._land(event.aux)
+            case TargetEnded():
+                self.is_over = True
+                self._advance(Poll.FAILED, f"the target {event.outcome}: {event.reason}")
+
+    def _land(self, aux: Aux) -> None:
+        try:
+            self.halves.write_row(self._row, aux, self.room)
+        except ProtocolError as error:
+            self._advance(Poll.FAILED, str(error))
+            return
+        self.halves.note(self.key, self.side, Stage.FIRST_STEP)
+        self._advance(Poll.SUCCESS)
+
+
+def _checked_room(room: object) -> int:
+    if not isinstance(room, int) or isinstance(room, bool):
+        raise BadRequest(
+            "bootstrap_room", f"bootstrap_room is {room!r}; give a whole number, the same one to prefill and decode"
+        )
+    # SGLang takes a metadata row whose room is 0 as not yet written, so a request of room 0 would wait for ever.
+    if not 1 <= room <= MAX_ROOM:
+        raise BadRequest("bootstrap_room", f"bootstrap_room is {room}; it must be between 1 and 2**63 - 1")
+    return room
+
+
+def _read_address(address: str) -> ControlAddress:
+    host, _, port = address.rpartition(":")
+    if not host or host == "None" or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadRequest(
+            "bootstrap_host", f"bootstrap_host and bootstrap_port make {address!r}; give those of the prefill instance"
+        )
+    return ControlAddress.of(host.removeprefix("[").removesuffix("]"), int(port))

@@ -1,0 +1,201 @@
+"""An SGLang instance of several ranks: one leads, and each has its own process, which SGLang has started.
+
+The leader (rank 0) runs the coordinator. Every rank, the leader's own among them, runs a rank agent over its part of the cache,
+at the other end of a channel. SGLang polls senders and receivers on every rank, and takes the lowest state of all, so the
+other ranks get the same events as the leader over a second channel.
+
+The ranks find each other over a socket in a directory that only this user can enter; SGLang's own collectives carry its path.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck, channel_pair
+from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.engine_port import (
+    Allocation,
+    Drained,
+    EngineEvent,
+    Granted,
+    HandoffPort,
+    Landed,
+    Offer,
+    SourceEnded,
+    SourceRequest,
+    SpansReady,
+    TargetEnded,
+)
+from kvbaton.agent.rank_sets import RankLoop
+from kvbaton.core.card import Endpoint
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Span
+from kvbaton.core.layout import Layout
+from kvbaton.core.timeline import Side
+from kvbaton.errors import LocalError
+from kvbaton.transport.base import Region, Transport
+
+__all__ = ["FollowerPort", "LeaderDriver", "Meeting", "SglangRank", "join", "start_rank"]
+
+_READY_S = 300.0
+_SEND_S = 10.0
+_FRAMES_PER_TURN = 256
+_EVENTS: dict[str, type[Any]] = {each.__name__: each for each in (Drained, Granted, Landed, SourceEnded, TargetEnded)}
+
+
+class SglangRank(msgspec.Struct, frozen=True):
+    """A rank to its leader: what it holds, and how peers reach it."""
+
+    rank: int
+    layout: Layout
+    endpoint: Endpoint
+    executor: Executor
+
+
+class _RankLink(msgspec.Struct, frozen=True):
+    """The first frame of a connection: whose it is, and whether it carries orders or events."""
+
+    rank: int
+    carries: str
+
+
+class Meeting:
+    """The leader's side of the start: waits for the connections of the other ranks at `path`."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._directory = Path(tempfile.mkdtemp(prefix="kvbaton-ranks-"))
+        self.path = str(self._directory / "leader")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(2 * ranks)
+
+    def accept(self, own: SglangRank) -> tuple[list[SglangRank], list[Channel], list[Channel]]:
+        """What all ranks are, in order, with the channels for orders and for events of all but the leader's own.
+
+        Raises LocalError when a rank does not come in time.
+        """
+        until = time.monotonic() + _READY_S
+        links: dict[tuple[int, str], Channel] = {}
+        ready = {0: own}
+        try:
+            while len(links) < 2 * (self._ranks - 1):
+                self._listener.settimeout(max(0.1, until - time.monotonic()))
+                connected, _ = self._listener.accept()
+                channel = Channel(connected, "a rank of this instance")
+                link = _receive(channel, _RankLink, until)
+                links[link.rank, link.carries] = channel
+                if link.carries == "orders":
+                    ready[link.rank] = _receive(channel, SglangRank, until)
+        except (TimeoutError, ChannelClosed, ChannelStuck) as error:
+            found = ", ".join(map(str, sorted(ready)))
+            raise LocalError(f"of {self._ranks} ranks only {found} came within {_READY_S:g} s: {error}") from error
+        finally:
+            self._listener.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        others = range(1, self._ranks)
+        everything = [ready[rank] for rank in range(self._ranks)]
+        for rank in others:
+            links[rank, "orders"].send(msgspec.msgpack.encode([each.layout for each in everything]), _SEND_S)
+        return everything, [links[rank, "orders"] for rank in others], [links[rank, "events"] for rank in others]
+
+
+def join(path: str, ready: SglangRank) -> tuple[list[Layout], Channel, Channel]:
+    """Another rank's side: the layouts of all ranks, and its channels for orders and for events. Raises LocalError."""
+    channels = {}
+    for carries in ("orders", "events"):
+        connected = socket.socket(socket.AF_UNIX)
+        connected.connect(path)
+        channels[carries] = Channel(connected, "the leader of this instance")
+        channels[carries].send(msgspec.msgpack.encode(_RankLink(ready.rank, carries)), _SEND_S)
+    channels["orders"].send(msgspec.msgpack.encode(ready), _SEND_S)
+    layouts = _receive(channels["orders"], list[Layout], time.monotonic() + _READY_S)
+    return layouts, channels["orders"], channels["events"]
+
+
+def start_rank(
+    rank: int,
+    layouts: Sequence[Layout],
+    transport: Transport,
+    channel: Channel | None,
+    transfer_timeout: float,
+    region: Region,
+    *,
+    unfenced_writes: bool,
+) -> tuple[RankLoop, Channel | None]:
+    """Run the agent of one rank; without a channel (the leader's own rank) the other end of a new one is returned."""
+    other = None
+    if channel is None:
+        ours, theirs = channel_pair()
+        channel, other = Channel(theirs, "the leader of this instance"), Channel(ours, f"rank {rank}")
+    loop = RankLoop(rank, layouts, transport, channel, transfer_timeout, region.view, unfenced_writes=unfenced_writes)
+    loop.start()
+    return loop, other
+
+
+class LeaderDriver(RanksDriver):
+    """The agents of an instance in several processes; what is decided is sent to `followers` too."""
+
+    def __init__(self, *args: Any, followers: Sequence[Channel], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._followers = list(followers)
+
+    def events(self) -> list[EngineEvent]:
+        """Take what was decided, and send it to the other ranks. Called by the scheduler of rank 0 alone."""
+        events = super().events()
+        if events:
+            frame = msgspec.msgpack.encode([(type(event).__name__, event) for event in events])
+            for follower in self._followers:
+                follower.send(frame, _SEND_S)
+        return events
+
+
+class FollowerPort(HandoffPort):
+    """The port of every rank but the leader's: it asks for nothing, and takes the events that the leader sends."""
+
+    def __init__(self, events: Channel) -> None:
+        self._channel = events
+
+    def events(self) -> list[EngineEvent]:
+        """Take what the leader has sent; never waits for more."""
+        found: list[EngineEvent] = []
+        for _ in range(_FRAMES_PER_TURN):
+            frame = self._channel.receive(0.0)
+            if frame is None:
+                break
+            for name, content in msgspec.msgpack.decode(frame, type=list[tuple[str, msgspec.Raw]]):
+                found.append(msgspec.msgpack.decode(content, type=_EVENTS[name]))
+        return found
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        """The leader does that, here and below."""
+
+    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None: ...
+
+    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None: ...
+
+    def retract(self, key: HandoffKey) -> None: ...
+
+    def offer(self, offer: Offer) -> None: ...
+
+    def expect_source(self, request: SourceRequest) -> None: ...
+
+    def allocated(self, allocation: Allocation) -> None: ...
+
+    def decline(self, request: SourceRequest, reason: str) -> None: ...
+
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None: ...
+
+
+def _receive(channel: Channel, kind: Any, until: float) -> Any:
+    frame = channel.receive(max(0.0, until - time.monotonic()))
+    if frame is None:
+        raise ChannelStuck(f"{channel.peer} has sent nothing for {_READY_S:g} s")
+    return msgspec.msgpack.decode(frame, type=kind)

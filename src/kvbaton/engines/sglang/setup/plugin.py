@@ -1,0 +1,99 @@
+"""SGLang behind the engine seam: installed on first use in an environment of its own, served on this machine's CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
+from kvbaton.core.handoff import AuxChannel
+from kvbaton.core.topology import Shape
+from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
+from kvbaton.engines.embedded.models import find_model
+from kvbaton.engines.embedded.weights import locate_model
+from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
+from kvbaton.engines.sglang.setup.environment import NIXL_VERSION, SGLANG_VERSION, ensure_nixl, ensure_sglang
+from kvbaton.engines.sglang.setup.servers import (
+    BACKENDS,
+    MAX_MODEL_TOKENS,
+    SglangServers,
+    backend_settings,
+    serve_arguments,
+)
+from kvbaton.engines.vllm.setup.models import ensure_model
+from kvbaton.errors import ConfigError
+from kvbaton.launch.installing import default_cache_dir
+
+__all__ = ["SglangPlugin"]
+
+
+class SglangPlugin(EnginePlugin):
+    """SGLang of one release."""
+
+    name = "sglang"
+    title = "SGLang"
+    support = Support(aux_channels=(AuxChannel.CONTROL,), connectors=tuple(BACKENDS), crosses=True, shapes=True)
+    healthy_within_s = 900.0
+    server_bytes = 2_300_000_000
+    start_notice = "SGLang servers take one to two minutes to start, and about 2.2 GB of memory each"
+
+    def __init__(self, version: str = SGLANG_VERSION) -> None:
+        self._version = version
+
+    def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
+        """The tokenizer is read by the embedded engine's loader, without SGLang."""
+        for side in (prefill, decode):
+            shape = Shape.parse(side.shape)
+            if shape != Shape(tp=shape.tp):
+                raise ConfigError(f"a shape is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2")
+        if prefill.model != decode.model:
+            raise ConfigError(f"--decode-model is {decode.model}; with SGLang both sides have {prefill.model}, leave it out")
+        loaded = find_model(prefill.model, progress=progress)
+        return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
+
+    def prepare(self, options: EngineOptions, progress: Progress) -> SglangServers:
+        """Install SGLang, and what the backend needs, and convert the model, where that was not done before."""
+        cache_dir = default_cache_dir()
+        environment = ensure_sglang(cache_dir, progress, self._version)
+        if options.connector == "nixl":
+            ensure_nixl(environment, progress)
+        model = ensure_model(locate_model(options.model, cache_dir), environment, progress, self.title)
+        return SglangServers(environment, model, options)
+
+    def versions(self, connector: str) -> dict[str, str]:
+        """SGLang, and the package of the backend."""
+        return {"sglang": self._version} | ({"nixl": NIXL_VERSION} if connector == "nixl" else {})
+
+    def command_line(self, request: CommandRequest) -> str:
+        """A complete line with the backend and its settings."""
+        self.check_support(EngineOptions(request.model, request.transport, handoff=request.handoff))
+        if request.role == "both":
+            raise ConfigError("--role both: an SGLang server is a prefill or a decode instance, choose one")
+        settings = json.dumps(backend_settings(request.handoff, _extra_settings(request)))
+        parsed = parse_settings(settings)
+        has_key = parsed.cluster_key_file is not None or bool(os.environ.get(CLUSTER_KEY_VARIABLE))
+        if not has_key and not parsed.allow:
+            parse_trust().check_bind(request.host)
+        arguments = serve_arguments(request.model, request.host, request.port, request.role, "kvbaton", request.control_port)
+        return f"{CONFIG_VARIABLE}={shlex.quote(settings)} python -m sglang.launch_server {shlex.join(arguments)}"
+
+
+def _extra_settings(request: CommandRequest) -> dict[str, Any]:
+    """The backend's settings; what has its default value is left out, so that the line stays short."""
+    extra: dict[str, Any] = {"transport": request.transport}
+    extra |= {"control_port": request.control_port} if request.role == "decode" else {}
+    if request.handoffs_port:
+        extra["handoffs_port"] = request.handoffs_port
+    if request.advertise_host is not None:
+        extra["advertise_host"] = request.advertise_host
+    if request.routers:
+        extra["routers"] = list(request.routers)
+    defaults = asdict(Limits())
+    limits = {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
+    extra |= {"limits": limits} if limits else {}
+    if request.cluster_key_file is not None:
+        extra["cluster_key_file"] = str(request.cluster_key_file)
+    return extra | ({"allow": list(request.allow)} if request.allow else {})

@@ -1,0 +1,133 @@
+"""Reads the memories of another process of this host: its board, which shows what is live, and their bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kvbaton.core.plan import Runs
+from kvbaton.errors import RangeError, TransportError
+from kvbaton.transport.base import Region
+from kvbaton.transport.exchange.memories import BOARD_ROW_BYTES
+from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory
+from kvbaton.transport.runs import RunCursor
+
+__all__ = ["CopyHelpers", "ReadableProcess"]
+
+_WORTH_SPLITTING_BYTES = 512 << 10
+
+
+class CopyHelpers:
+    """The threads that share large slices with the one that copies; started when there is something to share."""
+
+    def __init__(self, threads: int) -> None:
+        self._helpers = min(threads, len(os.sched_getaffinity(0))) - 1
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a large slice is worth cutting."""
+        return 1 if self._closed else self._helpers + 1
+
+    def submit(self, copy: RunsCopy, runs: Runs) -> Future[None]:
+        """Copy some runs in another thread."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._helpers, "kvbaton-exchange-copier")
+            return self._pool.submit(copy.copy, runs)
+
+    def close(self) -> None:
+        """End the threads once they are done. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+
+
+class RunsCopy:
+    """Copies runs from one address of a process to one address here."""
+
+    def __init__(self, memory: ProcessMemory, pid: int, source_address: int, target_address: int) -> None:
+        self._memory = memory
+        self._places = (pid, source_address, target_address)
+
+    def copy(self, runs: Runs) -> None:
+        """Copy all of them. Raises KVBatonError."""
+        cursor = RunCursor(runs)
+        while cursor.remaining_bytes:
+            cursor.advance(self._memory.read(*self._places, cursor.peek(cursor.remaining_bytes)))
+
+
+class ReadableProcess:
+    """Another process of this host (or this one), whose memories are read. Safe to use from any thread until `close`."""
+
+    def __init__(self, memory: ProcessMemory, neighbour: Neighbour, board_address: int, helpers: CopyHelpers) -> None:
+        """Raises PeerLost when the process is gone, TransportError when it may not be read."""
+        self._memory = memory
+        self._helpers = helpers
+        self._pid = neighbour.pid
+        self._board_address = board_address
+        self._watch = NeighbourWatch(neighbour)
+        self._watching = threading.Lock()  # its poll object refuses a second thread
+        try:
+            self.read_bytes(board_address, 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def find(self, slot: int, stamp: int) -> tuple[int, int]:
+        """Address and size of a memory that the process has registered now. Raises RangeError for any other, PeerLost."""
+        with self._watching:
+            self._watch.check()
+        row = np.frombuffer(self.read_bytes(self._board_address + slot * BOARD_ROW_BYTES, BOARD_ROW_BYTES), np.uint64)
+        if int(row[0]) != stamp:
+            raise RangeError(f"process {self._pid} has withdrawn the memory in slot {slot}")
+        return int(row[1]), int(row[2])
+
+    def copy(self, source_address: int, target_address: int, runs: Runs) -> int:
+        """Copy runs, in several threads where that pays; returns how many bytes. Raises KVBatonError."""
+        copy = RunsCopy(self._memory, self._pid, source_address, target_address)
+        total, parts = int(runs[:, 2].sum()), self._helpers.parts
+        if total < _WORTH_SPLITTING_BYTES or parts == 1:
+            copy.copy(runs)
+            return total
+        cursor, others = RunCursor(runs), []
+        part_bytes = -(-total // parts)
+        mine = cursor.peek(part_bytes, len(runs) + 1)
+        cursor.advance(int(mine[:, 2].sum()))
+        try:
+            while cursor.remaining_bytes:
+                part = cursor.peek(part_bytes, len(runs) + 1)
+                cursor.advance(int(part[:, 2].sum()))
+                others.append(self._helpers.submit(copy, part))
+            copy.copy(mine)
+        finally:
+            # Whatever happened here: nothing may touch the target after this returns.
+            problems = [problem for other in others if (problem := other.exception()) is not None]
+        if problems:
+            raise problems[0]
+        return total
+
+    def read_bytes(self, address: int, count: int) -> bytes:
+        """Some bytes at an address of the process. Raises KVBatonError."""
+        spare = Region.of(bytearray(count))
+        done = 0
+        while done < count:
+            rest = np.array([[done, done, count - done]], np.uint64)
+            done += self._memory.read(self._pid, address, spare.address, rest)
+        return bytes(spare.view)
+
+    def check_challenge(self, address: int, challenge: bytes) -> None:
+        """Raise TransportError unless the process holds `challenge` at `address`: then it is the one at the other end."""
+        shown = self.read_bytes(address, len(challenge))
+        if shown != challenge:
+            raise TransportError(f"process {self._pid} is not the one at the other end of the connection")
+
+    def close(self) -> None:
+        """Give the descriptor of the process back. Idempotent."""
+        self._watch.close()

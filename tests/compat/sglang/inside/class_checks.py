@@ -1,0 +1,216 @@
+"""The backend's classes on SGLang's own pools, metadata buffers and arguments, without servers: runs in SGLang's environment.
+
+Prints one JSON object: what each check found, "" when it is as it should be. Both sides live in this process, over real agents.
+SGLang's schedulers are replaced by the calls that they make, in the order that they make them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend, get_kv_class
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.plugins import load_plugins
+
+from kvbaton.engines.sglang import backend, hooks
+from kvbaton.errors import ConfigError
+from kvbaton.launch.ports import PortPicker
+
+PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
+PROMPT = list(range(TOKENS))
+PORTS = PortPicker()
+ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, dp_size=1, attn_dp_size=1, attn_cp_size=1, attn_tp_group=None)
+
+
+def mha() -> Any:
+    return MHATokenToKVPool(64, PAGE, torch.float32, 2, 8, LAYERS, "cpu", False)
+
+
+def mla() -> Any:
+    return MLATokenToKVPool(64, PAGE, torch.float32, 16, 8, LAYERS, "cpu", False)
+
+
+class Side:
+    """One instance: a manager of the real class over a real pool."""
+
+    def __init__(self, role: str, pool: Any, port: int, **changes: Any) -> None:
+        self.pool, self.port = pool, port
+        self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 16)
+        config = SimpleNamespace(
+            dtype=torch.float32,
+            hf_config=SimpleNamespace(to_dict=dict),
+            get_total_num_kv_heads=lambda: 2,
+            num_hidden_layers=LAYERS,
+        )
+        hooks._queue = hooks.Queue(pool, self.metadata, SimpleNamespace(model_config=config))
+        args = KVArgs()
+        args.page_size, args.state_types, args.num_draft_entries = PAGE, changes.pop("state_types", []), 0
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
+        server = {"host": "127.0.0.1", "port": 1, "disaggregation_bootstrap_port": port, "served_model_name": "m"}
+        server |= {"model_path": "m", "kv_cache_dtype": "auto", "quantization": None, "nnodes": 1, **changes}
+        manager = get_kv_class(TransferBackend(hooks.BACKEND), KVClassType.MANAGER)
+        self.manager = manager(args, DisaggregationMode(role), SimpleNamespace(**server))
+
+    def make(self, kind: KVClassType, room: int, prompt: list[int], port: int) -> Any:
+        hooks._keep_request(None, SimpleNamespace(bootstrap_room=room, origin_input_ids=prompt))
+        return get_kv_class(TransferBackend(hooks.BACKEND), kind)(self.manager, f"127.0.0.1:{port}", room)
+
+    def close(self) -> None:
+        self.manager.instance.close()
+
+
+def tensors(pool: Any) -> list[Any]:
+    return list(pool.kv_buffer) if isinstance(pool, MLATokenToKVPool) else [*pool.k_buffer, *pool.v_buffer]
+
+
+def wait(half: Any, *states: int) -> int:
+    until = time.monotonic() + 20
+    while (state := half.poll()) not in states:
+        assert time.monotonic() < until, f"still {state}: {half.half.reason}"
+        time.sleep(0.002)
+    return int(state)
+
+
+def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0) -> None:
+    prefill, decode = Side("prefill", make_pool(), PORTS.pick()), Side("decode", make_pool(), 0)
+    try:
+        torch.manual_seed(1)
+        for tensor in tensors(prefill.pool):
+            tensor.normal_()
+        sender = prefill.make(KVClassType.SENDER, 99, PROMPT, prefill.port)
+        receiver = decode.make(KVClassType.RECEIVER, 99, PROMPT, prefill.port)
+        assert (sender.poll(), receiver.poll()) == (KVPoll.Bootstrapping, KVPoll.Bootstrapping)
+        assert decode.manager.try_ensure_parallel_info(f"127.0.0.1:{prefill.port}")
+        receiver.init(0)
+        assert receiver.poll() == KVPoll.WaitingForInput
+        target_pages = [2, 5, 9]
+        receiver.send_metadata(np.array(target_pages[cached_pages:], np.int32), 3, [], cached_pages * PAGE)
+        assert wait(sender, KVPoll.WaitingForInput) == KVPoll.WaitingForInput
+        assert sender.pop_decode_prefix_len() == 0
+        sender.init(3, 1)
+        prefill.metadata.output_ids[1, 0] = 42
+        prefill.metadata.bootstrap_room[1, 0] = 99
+        sender.send(np.array([7, 3], np.int32), None)
+        sender.send(np.array([1], np.int32), [])
+        assert wait(sender, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
+        assert wait(receiver, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
+        for token in range(cached_pages * PAGE, TOKENS):
+            here, there = [7, 3, 1][token // PAGE] * PAGE + token % PAGE, target_pages[token // PAGE] * PAGE + token % PAGE
+            for source, target in zip(tensors(prefill.pool), tensors(decode.pool), strict=True):
+                assert torch.equal(source[here], target[there]), token
+        assert decode.metadata.get_buf(3)[0][0].item() == 42
+        assert decode.metadata.bootstrap_room[3, 0].item() == 99
+        assert sender.get_transfer_metric().transfer_total_bytes > 0
+        sender.clear()
+        receiver.clear()
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def plain_attention_is_handed_over() -> None:
+    hand_over(mha)
+
+
+def the_latent_of_mla_is_handed_over() -> None:
+    hand_over(mla)
+
+
+def cached_pages_are_left_out() -> None:
+    hand_over(mha, cached_pages=1)
+
+
+def a_failure_raises_its_reason_and_only_there() -> None:
+    prefill = Side("prefill", mha(), PORTS.pick())
+    try:
+        sender = prefill.make(KVClassType.SENDER, 0, PROMPT, prefill.port)
+        assert sender.poll() == KVPoll.Failed
+        sender.init(3, 0)
+        sender.send(np.array([1], np.int32))
+        sender.abort()
+        reason = ""
+        try:
+            sender.failure_exception()
+        except backend.TransferFailed as error:
+            reason = error.failure_reason
+        assert "bootstrap_room is 0" in reason, reason
+    finally:
+        prefill.close()
+
+
+def no_exception_leaves_a_sender_or_a_receiver() -> None:
+    prefill = Side("prefill", mha(), PORTS.pick())
+    try:
+        sender = prefill.make(KVClassType.SENDER, 5, PROMPT, prefill.port)
+        receiver = prefill.make(KVClassType.RECEIVER, 6, PROMPT, prefill.port)
+        sender.half.begin = receiver.half.allocated = lambda *_: 1 / 0
+        sender.init(3, 0)
+        receiver.send_metadata(np.array([1], np.int32), 0)
+        assert (sender.poll(), receiver.poll()) == (KVPoll.Failed, KVPoll.Failed)
+        prefill.manager.submit_prefill_recompute(receiver, None)
+    finally:
+        prefill.close()
+
+
+def _refused(named: str, **changes: Any) -> None:
+    refusal = ""
+    try:
+        Side("prefill", changes.pop("pool", None) or mha(), PORTS.pick(), **changes).close()
+    except ConfigError as error:
+        refusal = str(error)
+    assert named in refusal, refusal or f"{named} was not refused"
+
+
+def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
+    _refused("several nodes", nnodes=2)
+    for name, what in (("pp_size", "pipeline"), ("dp_size", "data parallelism"), ("attn_cp_size", "context parallelism")):
+        backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
+        _refused(what)
+    backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
+    _refused("mamba", state_types=["mamba"])
+    _refused("Unknown", pool=type("UnknownPool", (), {"start_layer": 0})())
+    os.environ["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "3"
+    try:
+        _refused("DEFERRED_DECODE_KV_RELEASE_TIMEOUT is 3")
+    finally:
+        del os.environ["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"]
+
+
+CHECKS = (
+    plain_attention_is_handed_over,
+    the_latent_of_mla_is_handed_over,
+    cached_pages_are_left_out,
+    a_failure_raises_its_reason_and_only_there,
+    no_exception_leaves_a_sender_or_a_receiver,
+    what_cannot_be_handed_over_is_refused_when_the_server_starts,
+)
+
+
+def main() -> None:
+    """Run all checks."""
+    load_plugins()
+    backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
+    found = {}
+    for check in CHECKS:
+        try:
+            check()
+            found[check.__name__] = ""
+        except Exception:  # noqa: BLE001 - every check is reported
+            found[check.__name__] = traceback.format_exc()
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

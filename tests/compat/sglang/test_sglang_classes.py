@@ -1,0 +1,39 @@
+"""The backend's classes on SGLang's own pools and buffers, in SGLang's environment; `inside/class_checks.py` has the checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from sglang_stand import ready
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+_CHECKS = Path(__file__).parent / "inside" / "class_checks.py"
+_NAMES = re.findall(r"^def ((?!_|main|mha|mla|wait|tensors|hand_over)\w+)\(\) -> None:", _CHECKS.read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    """What every check found."""
+    environment = ready()
+    ran = subprocess.run(
+        [str(environment.python), str(_CHECKS)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **environment.variables()},
+        check=False,
+    )
+    assert ran.stdout.strip(), ran.stderr[-3000:]
+    results: dict[str, str] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return results
+
+
+@pytest.mark.parametrize("check", _NAMES)
+def test_on_sglangs_own_classes(found: dict[str, str], check: str) -> None:
+    assert found[check] == ""

@@ -1,0 +1,134 @@
+"""Pairs of real vLLMs of any two shapes, with small models of every kind of cache, and what hand-offs between them show."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from vllm_handing import Client, Given, Pair, is_near_tie, prompt_of
+from vllm_servers import Server, ServerSpec, servers, starting
+
+from kvbaton.core.handoff import Mode
+from kvbaton.engines.vllm.setup.small_models import find_small_model
+from kvbaton.verify.compare import Verdict, compare
+
+__all__ = ["KIND_CASES", "LLAMA_CASES", "ShapeCase", "Singles", "assert_control_shows", "assert_same_answers", "shaped_pair"]
+
+VOCABULARY = 251
+LENGTHS = (3, 40, 127, 128, 129, 300, 620)
+"""Of the prompts: below, at and above one block of 128 tokens, and far beyond a window of 128."""
+TOKENS = 8
+LIMITS = {"transfer_timeout": 60, "defer_timeout": 90}
+"""A rank that shares two cores with six others may stand still for long."""
+
+
+@dataclass(frozen=True)
+class ShapeCase:
+    """A model, the shapes of the two sides, and the mode."""
+
+    model: str
+    prefill: str
+    decode: str
+    mode: Mode
+
+    def __str__(self) -> str:
+        return f"{self.model.removeprefix('small-')}-{self.prefill}-{self.decode}-{self.mode}"
+
+
+def _cases(models: Sequence[str], pairs: Sequence[tuple[str, str]]) -> tuple[ShapeCase, ...]:
+    return tuple(ShapeCase(model, *shapes, mode) for model in models for shapes in pairs for mode in Mode)
+
+
+LLAMA_CASES = _cases(
+    ["small-llama"],
+    [
+        ("tp1", "tp2"),
+        ("tp2", "tp1"),
+        ("tp2", "tp2"),
+        ("pp2", "tp1"),
+        ("tp1", "pp2"),
+        ("pp2", "tp2"),
+        ("pp2", "pp2"),
+        ("pp3", "pp2"),
+        ("pp2,tp2", "tp2"),
+    ],
+) + _cases(["small-llama-1h"], [("tp1", "tp2"), ("tp2", "tp1")])
+"""Full attention: heads divided, merged and replicated, layers by stage."""
+
+KIND_CASES = _cases(
+    [
+        "small-mistral",
+        "small-gemma3",
+        "small-gptoss",
+        "small-mla",
+        "small-falcon-h1",
+        "small-granite4",
+        "small-draft",
+        "small-eagle",
+    ],
+    [("tp1", "tp1"), ("tp2", "tp1"), ("tp1", "tp2")],
+)
+"""Every other kind of cache."""
+
+
+class Singles:
+    """Plain servers of one rank, one per model: started when first asked for, ended with the tests."""
+
+    def __init__(self, kept: ExitStack) -> None:
+        self._kept = kept
+        self._started: dict[str, Server] = {}
+
+    def of(self, model: str) -> Server:
+        """The one that serves this model. It starts while others do; a `Pair` waits for it. One at a time: memory is scarce."""
+        if model not in self._started:
+            self._kept.close()
+            self._started.clear()
+            (self._started[model],) = self._kept.enter_context(starting(ServerSpec("single", "both", model=model)))
+        return self._started[model]
+
+
+@contextmanager
+def shaped_pair(case: ShapeCase, single: Server) -> Iterator[Pair]:
+    """The two servers of a case; their connector drops what it should copy on command."""
+    sides = [
+        ServerSpec(role, role, case.mode, settings=LIMITS, holds=True, model=case.model, shape=shape)
+        for role, shape in (("prefill", case.prefill), ("decode", case.decode))
+    ]
+    with servers(*sides) as (prefill, decode):
+        yield Pair(case.mode, prefill, decode, single, vocabulary=VOCABULARY)
+
+
+async def _ask(client: Client, seed: str) -> list[tuple[Given, Given]]:
+    """Answers of the single server and of the pair, to prompts of every length, all at once."""
+    prompts = [prompt_of(length, seed) for length in LENGTHS]
+    given = await asyncio.gather(*(client.hand_off(prompt, TOKENS) for prompt in prompts))
+    alone = await asyncio.gather(*(client.alone(prompt, TOKENS) for prompt in prompts))
+    return list(zip(alone, given, strict=True))
+
+
+async def assert_same_answers(client: Client) -> None:
+    """Everything is handed over, whole, and every answer is that of the single server."""
+    for alone, given in await _ask(client, "same"):
+        assert given.record["handed_off"], given.record
+        assert not given.record["recomputed"], given.record
+        assert given.record["bytes_moved"] == given.record["bytes_planned"] > 0, given.record
+        assert not is_near_tie(alone, given), (alone.answer, given.answer)
+    await asyncio.to_thread(client.pair.wait_idle)
+
+
+async def assert_control_shows(client: Client) -> None:
+    """With nothing copied, the answers of most prompts of some length differ."""
+    with client.pair.decode.holding("drop"):
+        answers = await _ask(client, "control")
+    different = [compare(alone.answer, given.answer).verdict is Verdict.DIFFERENT for alone, given in answers]
+    assert sum(different) > len(different) / 2, different
+    await asyncio.to_thread(client.pair.wait_idle)
+
+
+@functools.cache
+def drops_of(model: str) -> tuple[str, ...]:
+    """What can be left out of a model, for a control of its own."""
+    return find_small_model(model).kinds

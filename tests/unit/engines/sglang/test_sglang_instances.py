@@ -1,0 +1,165 @@
+"""Hand-offs between SGLang's halves over real agents and memory: TP on either end, GQA and MLA, page sizes, bad peers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sglang_instances import Instance, Request, instances, wait_for
+
+from kvbaton.core.handoff import Mode
+from kvbaton.engines.sglang.halves import Poll
+from kvbaton.launch.ports import PortPicker
+
+TOKENS = 14
+PROMPT = tuple(range(TOKENS))
+ROOM = 4711
+
+
+def hand_over(prefill: Instance, decode: Instance, *, room: int = ROOM, chunk_pages: int = 2, cached_pages: int = 0) -> Request:
+    """A whole hand-off; returns the decode request in its last state."""
+    source_pages = [9 - page for page in range(-(-TOKENS // prefill.page))]
+    target_pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+    prefill.fill(source_pages, TOKENS, seed=3)
+    source, target = Request(prefill, room, PROMPT), Request(decode, room, PROMPT, prefill.address)
+    target.each("ready")
+    target.each("allocated", target_pages[cached_pages:], 2, cached_pages * decode.page)
+    for rows in prefill.rows:
+        rows["output_ids"][1].view(np.int32)[0] = 123
+    wait_for(source, Poll.WAITING, Poll.FAILED)
+    source.each("begin", len(source_pages), 1)
+    for first in range(0, len(source_pages), chunk_pages):
+        source.each("send", source_pages[first : first + chunk_pages])
+    wait_for(source, Poll.SUCCESS, Poll.FAILED)
+    wait_for(target, Poll.SUCCESS, Poll.FAILED)
+    return target
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "is_mla"),
+    [(1, 1, False), (2, 1, False), (1, 2, False), (2, 2, False), (4, 2, False), (2, 1, True), (1, 2, True)],
+)
+def test_every_head_of_every_token_arrives_on_the_right_rank(mode: Mode, prefill_tp: int, decode_tp: int, is_mla: bool) -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports, prefill_tp, is_mla=is_mla, mode=mode)
+    decode = Instance("decode", ports, decode_tp, is_mla=is_mla, mode=mode, poison=True)
+    with instances(prefill, decode):
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []
+        for rows in decode.rows:
+            assert rows["output_ids"][2].view(np.int32)[0] == 123
+            assert rows["bootstrap_room"][2].view(np.uint64)[0] == ROOM
+        untouched = [slot for page in (0, 2, 4) for slot in range(page * decode.page, (page + 1) * decode.page)]
+        for pool in decode.pools:
+            assert not any(tensor.array[untouched].any() for tensors in pool.planes for tensor in tensors)
+
+
+def test_the_check_notices_writes_that_are_dropped() -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports, 2, drop_writes=True)
+    decode = Instance("decode", ports, 1, poison=True, drop_writes=True)
+    with instances(prefill, decode):
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert len(decode.problems(pages, TOKENS, seed=3)) == 2 * 2 * TOKENS
+
+
+@pytest.mark.parametrize(("source_page", "target_page"), [(4, 2), (2, 4), (1, 4)])
+def test_page_sizes_may_differ(source_page: int, target_page: int) -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, page=source_page), Instance("decode", ports, page=target_page, poison=True)
+    with instances(prefill, decode):
+        prefill_pages = list(range(3, 3 + -(-TOKENS // source_page)))
+        pages = list(range(1, 1 + -(-TOKENS // target_page)))
+        prefill.fill(prefill_pages, TOKENS, seed=5)
+        source, target = Request(prefill, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", pages, 2, 0)
+        wait_for(source, Poll.WAITING)
+        source.each("begin", len(prefill_pages), 0)
+        source.each("send", prefill_pages)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.SUCCESS, target.reason
+        assert decode.problems(pages, TOKENS, seed=5) == []
+
+
+def test_pages_that_decode_has_cached_are_left_out() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports, poison=True)
+    with instances(prefill, decode):
+        assert hand_over(prefill, decode, cached_pages=2).poll() is Poll.SUCCESS
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3, first=2 * decode.page) == []
+        assert not decode.pools[0].k_buffer[0].array[4:8].any()
+
+
+def test_a_prefill_that_is_aborted_fails_its_decode_request_at_once() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports)
+    with instances(prefill, decode):
+        source, target = Request(prefill, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [1, 2, 3, 4], 2, 0)
+        wait_for(source, Poll.WAITING)
+        source.each("abort")
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert not decode.ranks[0].halves.live
+
+
+def test_a_decode_request_that_is_aborted_fails_its_prefill_at_once() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, 2), Instance("decode", ports, 2)
+    with instances(prefill, decode):
+        source, target = Request(prefill, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [1, 2, 3, 4], 2, 0)
+        wait_for(source, Poll.WAITING)
+        source.each("begin", 4, 0)
+        source.each("send", [5])
+        target.each("abort")
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert wait_for(source, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [({"model": "two"}, "two"), ({"is_mla": True}, "mla")],
+    ids=["another model", "another kind of cache"],
+)
+def test_a_peer_that_does_not_fit_is_refused_with_both_values(other: dict[str, object], named: str) -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports, **other)  # type: ignore[arg-type]
+    with instances(prefill, decode):
+        target = Request(decode, ROOM, PROMPT, prefill.address)
+        assert wait_for(target, Poll.FAILED) is Poll.FAILED
+        assert named in target.reason
+
+
+def test_another_prompt_under_the_same_room_is_refused_and_the_right_one_is_served() -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports)
+    stranger, decode = Instance("decode", ports), Instance("decode", ports)
+    with instances(prefill, stranger, decode):
+        source = Request(prefill, ROOM, PROMPT)
+        wrong = Request(stranger, ROOM, (9, 9, 9), prefill.address)
+        wrong.each("ready")
+        wrong.each("allocated", [1], 2, 0)
+        assert wait_for(wrong, Poll.FAILED) is Poll.FAILED
+        right = Request(decode, ROOM, PROMPT, prefill.address)
+        right.each("ready")
+        right.each("allocated", [1, 2, 3, 4], 2, 0)
+        wait_for(source, Poll.WAITING)
+        source.each("begin", 4, 0)
+        source.each("send", [5, 6, 7, 8])
+        assert wait_for(right, Poll.SUCCESS, Poll.FAILED) is Poll.SUCCESS
+
+
+def test_rooms_by_the_hundred_leave_nothing_behind() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports)
+    with instances(prefill, decode):
+        for room in range(1, 101):
+            assert hand_over(prefill, decode, room=room).poll() is Poll.SUCCESS
+        assert not prefill.ranks[0].halves.live
+        assert not decode.ranks[0].halves.live
