@@ -29,7 +29,8 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full peers check format bench bench-wire diagrams clean
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mori peers check format bench \
+	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,11 +43,12 @@ help:
 	@echo "make test-e2e     real processes, kills, the real model"
 	@echo "make test-matrix  small models of every kind of cache, from every shape to every shape: a sample, about a minute"
 	@echo "make test-compat  the real vllm-router, and transports over NIXL and Mooncake (the first time: 600 MB to install)"
+	@echo "make test-mori    the drop-in for MoRI-IO: the exchange, MoRI's behaviours, a million bad frames; three minutes"
 	@echo "make test-vllm    real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-sglang  real SGLang servers on CPUs (the first time: 2.5 GB to install)"
 	@echo "make peers        install what test-compat, test-vllm and test-sglang run against, ahead of time"
 	@echo
-	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full"
+	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full, test-attacks-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
 	@echo "make test-vllm-shapes"
 	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
@@ -113,6 +115,9 @@ $(VENV)-movers/.installed: $(VENV)/.installed-dev
 		for each in *.deb; do dpkg -x $$each system; done) || echo "== no libibverbs1: the tests of Mooncake will be skipped"
 	@touch $@
 
+test-mori: $(VENV)/.installed-dev
+	$(BIN)/pytest tests/contract/test_exchange_contract.py tests/compat/mori -rs --timeout 900 $(ARGS)
+
 test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 	$(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 $(ARGS)
 	$(MOVERS)/python -m pytest tests/contract/test_transport_hosts.py -k "nixl or mooncake" --timeout 300 $(ARGS)
@@ -143,6 +148,11 @@ test-sglang-full: $(VENV)/.installed-dev
 
 test-vllm-shapes: $(VENV)/.installed-dev
 	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
+
+# 250,000 frames of each of the four classes: 10^6 on each port.
+test-attacks-full: export KVBATON_ATTACK_FRAMES = 250000
+test-attacks-full: $(VENV)/.installed-dev
+	$(call full,attacks-full,attacks,$(call marked,attacks),1800)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests tools

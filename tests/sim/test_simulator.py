@@ -11,13 +11,16 @@ import sys
 import msgspec
 import pytest
 
+from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.handoff import LEGAL_PAIRS, Outcome
 from kvbaton.sim.campaign import PARTS, run_exhaustive, run_seeds, shrink
 from kvbaton.sim.drills import script_of_seed
-from kvbaton.sim.exhaustive import FLOWS, flow_script, makes_difference
+from kvbaton.sim.exhaustive import FLOWS, flow_script, flow_scripts, makes_difference
+from kvbaton.sim.memory import TaggedCell
 from kvbaton.sim.plants import PLANTS
-from kvbaton.sim.run import run_script
+from kvbaton.sim.run import Run, run_script
 from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.transport import SimTransport
 
 SEEDS = 2000
 NEAR = {
@@ -73,6 +76,50 @@ def test_every_single_fault_at_every_stage_of_every_flow(part: int, capsys: pyte
         print(f"\n{campaign.runs} runs, each with one fault, {campaign.events} events")
     assert not campaign.violations
     assert campaign.runs > 50_000 / PARTS
+
+
+ALONE = {
+    FaultKind.BAD_GRANT: ("grant-leap", "heals"),
+    FaultKind.REPLAY: ("late-grant", "resurrection"),
+    FaultKind.SILENT_ENGINE: ("target-trusts-agents", "silent engine"),
+    FaultKind.STUCK_ENGINE: ("renewed-for-ever", "hard end"),
+}
+"""Faults, each with a mistake that it finds by itself, and the rule by which."""
+
+
+@pytest.mark.parametrize("kind", ALONE, ids=str)
+def test_a_single_fault_finds_its_mistake_by_the_rule_that_is_broken(kind: FaultKind) -> None:
+    plant, rule = ALONE[kind]
+    flow = "push, impossible, target first, 1 rank"
+    scripts = [script for script in flow_scripts(flow) if any(fault.kind is kind for fault in script.faults)][::3]
+    assert len(scripts) > 5
+    broken = [violation.rule for script in scripts for violation in run_script(script, PLANTS[plant].bugs).violations]
+    assert set(broken) == {rule}
+    assert not [violation for script in scripts for violation in run_script(script).violations]
+
+
+@pytest.mark.parametrize("direction", [("p0", "d0"), ("d0", "p0")], ids=" to ".join)
+def test_a_link_that_is_cut_carries_no_cells_either(direction: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    landed: list[float] = []
+    land = SimTransport.land
+
+    def noted(self: SimTransport, at: int, cell: TaggedCell, copy: CopyId) -> None:
+        landed.append(run.world.now)
+        land(self, at, cell, copy)
+
+    monkeypatch.setattr(SimTransport, "land", noted)
+    script = flow_script("push, impossible, target first, 1 rank")
+    run = Run(script)
+    assert not run.run().violations
+    at_s = landed[len(landed) // 2]
+    assert any(at_s < when < at_s + 1.0 for when in landed), "the control: some land in that time"
+    landed.clear()
+    who, other = direction
+    cut = Fault(FaultKind.CUT, at_s, who=who, other=other, for_s=1.0)
+    run = Run(msgspec.structs.replace(script, faults=(cut,)))
+    assert not run.run().violations
+    assert not any(at_s < when < at_s + 1.0 for when in landed)
+    assert any(when > at_s for when in landed), "and go on when it is whole again"
 
 
 @pytest.mark.parametrize("kind", [FaultKind.DELAY, FaultKind.COPY_FAILS])

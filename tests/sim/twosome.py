@@ -72,6 +72,9 @@ class Side:
         self.dialled.add(address.host)
         self.world.frames.append((address.host, Envelope(PROTOCOL, self.name, "", message)))
 
+    def hang_up(self, address: ControlAddress) -> None:
+        """Nothing is dialled again by itself."""
+
     def send(self, peer: Incarnation, message: Message) -> None:
         """Say it to that peer."""
         self.world.frames.append((peer, Envelope(PROTOCOL, self.name, peer, message)))

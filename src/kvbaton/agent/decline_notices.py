@@ -87,6 +87,10 @@ class DeclineNotices:
         self._waiting.pop(key, None)
         self._timers.drop(key)
 
+    def unanswered(self) -> set[ControlAddress]:
+        """The addresses at which notices wait for a peer to show its card."""
+        return {each.request.source for each in self._waiting.values() if each.source is None}
+
     def on_card(self, card: Card, address: ControlAddress) -> None:
         """A peer has shown its card at `address`: notify it, unless another incarnation was meant, which is gone."""
         for notice in [each for each in self._waiting.values() if each.source is None and each.request.source == address]:

@@ -32,6 +32,9 @@ class Control(Protocol):
     def dial(self, address: ControlAddress, message: Message) -> None:
         """Send `message` to whichever incarnation answers at `address`."""
 
+    def hang_up(self, address: ControlAddress) -> None:
+        """No hand-off needs a peer at `address` any more: dial it no longer. Where one has answered, nothing changes."""
+
     def send(self, peer: Incarnation, message: Message) -> None:
         """Send `message` to a peer that has sent something before; dropped and counted when there is no route to it."""
 

@@ -147,6 +147,12 @@ class ControlSockets:
         dialled = self._dialled.get(address) or self._add(address)
         self._send_to(dialled, encode(self._me, "", message))
 
+    def hang_up(self, address: ControlAddress) -> None:
+        """Dial `address` no longer, unless a peer of ours has answered there: the requests that needed it are over."""
+        dialled = self._dialled.get(address)
+        if dialled is not None and not dialled.is_proven:
+            self._hang_up(dialled)
+
     def send(self, peer: Incarnation, message: Message) -> None:
         route = self._routes.get(peer)
         if route is None:
@@ -180,9 +186,7 @@ class ControlSockets:
         refusals = list(self._refusals.items())
         self._refusals.clear()
         for address, _ in refusals:
-            dialled = self._dialled.get(address)
-            if dialled is not None and not dialled.is_proven:
-                self._hang_up(dialled)
+            self.hang_up(address)
         return refusals
 
     def close(self) -> None:
@@ -230,7 +234,7 @@ class ControlSockets:
             if dialled.connection is not None or not dialled.frames:
                 continue
             if now - dialled.asked_at > _DIAL_LIFE_S:
-                # The last request that needed it is over, or its peer is gone: dialling ends, too.
+                # Its peer is gone: what is sent to a known one is not repeated for ever.
                 self._hang_up(dialled)
                 continue
             if dialled.retry_at <= now:

@@ -255,16 +255,16 @@ class SourceSide:
             return
         if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
             self._parked -= 1
-        # Before the effects: RETURN_BLOCKS reads the outcome from the state.
-        record.state = row.state
+        if row.state is not record.state:
+            # Before the effects: RETURN_BLOCKS reads the outcome from the state.
+            record.state = row.state
+            self.renew_cap(record)
         for effect in row.effects:
             self.effects[effect](record)
-        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: SourceRecord) -> None:
         """Raise the events that follow from counts: everything is moved and summed, or nothing is in flight."""
-        self.renew_cap(record)
         if record.state is SourceState.SERVING and self._is_summed(record):
             if record.writes and not record.is_confirmed and self._is_moved(record):
                 self.step(record, SourceEvent.WRITTEN)
@@ -465,6 +465,7 @@ class SourceSide:
             return
         record.blocks = blocks
         record.spans.extend(spans)
+        self.renew_cap(record)
         self.step(record, SourceEvent.SPAN_READY)
 
     def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
@@ -592,6 +593,10 @@ class SourceSide:
                 return
             self._control.send(sender, Stopped(stop.key, stop.grant))
             return
+        if record.state is SourceState.PARKED:
+            # The engine's own request is still on its way. Without this it would wait for a target that is gone.
+            until = self._clock() + self._limits.defer_timeout
+            self._declined.add(stop.key, record.prompt, _reason_of(stop), until)
         record.stop_asked = True
         record.target = sender
         self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), _reason_of(stop))
@@ -656,6 +661,7 @@ class SourceSide:
             case SpanMoved():
                 if report.copy.generation == record.generation:
                     record.moved.setdefault(report.rank, set()).add(report.span)
+                    self.renew_cap(record)
             case CopyStopped():
                 del record.open_copies[report.rank]
             case CopyFailed():
@@ -672,6 +678,7 @@ class SourceSide:
             self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
         else:
             record.sums[report.rank, report.span] = report.sums
+            self.renew_cap(record)
             self._settle(record)
 
     def owns_copy(self, copy: CopyId) -> bool:

@@ -310,6 +310,7 @@ class TargetSide:
         self._last_sequence: BoundedMap[Incarnation, int] = BoundedMap(_MAX_SOURCES)
         self._ended: BoundedMap[tuple[HandoffKey, int], _TargetEnd] = BoundedMap(_MAX_ENDS)
         self._dialled_at: BoundedMap[ControlAddress, float] = BoundedMap(_MAX_DIALLED)
+        self._hang_up_at = clock()
         self._questions = Questions()
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
         self.decline_notices = DeclineNotices(limits, clock, control, self._dial)
@@ -350,12 +351,10 @@ class TargetSide:
             self._progress(record)
         for effect in row.effects:
             self.effects[effect](record)
-        self.renew_cap(record)
         self._watch(record)
 
     def _settle(self, record: TargetRecord) -> None:
         """Raise the events that follow from counts: everything is in, or nothing is in flight."""
-        self.renew_cap(record)
         self._watch(record)
         if record.state is TargetState.FILLING:
             self.sum_written(record)
@@ -676,6 +675,8 @@ class TargetSide:
             record.source_blocks = announced.blocks
         record.unmoved |= {span.number: span for span in announced.spans if span.number not in record.spans}
         record.spans |= {span.number: span for span in announced.spans}
+        if record.executor is Executor.SOURCE_WRITES:
+            self.renew_cap(record)
         self.step(record, TargetEvent.ANNOUNCED)
         self._refuse_surplus(record)
         self._settle(record)
@@ -855,10 +856,16 @@ class TargetSide:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         self.decline_notices.tick()
         self._timers.tick()
+        if self._dialled_at and self._hang_up_at <= self._clock():
+            self._hang_up()
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do; may be early."""
-        moments = (self._timers.next_deadline(), self.decline_notices.next_deadline())
+        moments = (
+            self._timers.next_deadline(),
+            self.decline_notices.next_deadline(),
+            self._hang_up_at if self._dialled_at else None,
+        )
         return min((when for when in moments if when is not None), default=None)
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
@@ -933,6 +940,7 @@ class TargetSide:
         now = self._clock()
         record.give_up_at = now + self._limits.transfer_timeout
         record.retry.restart(now)
+        self.renew_cap(record)
 
     def _asks_again(self, record: TargetRecord) -> bool:
         if record.state is TargetState.FILLING and self._has_everything_sent(record):
@@ -1123,8 +1131,19 @@ class TargetSide:
         """Ask for the card of the peer at a source's address; one question does for all hand-offs that wait for the answer."""
         now = self._clock()
         if now - self._dialled_at.get(address, -math.inf) >= self._limits.retry / 2:
+            if not self._dialled_at:
+                self._hang_up_at = now + self._limits.retry
             self._dialled_at[address] = now
             self._control.dial(address, Hello(self._card, wants_answer=True))
+
+    def _hang_up(self) -> None:
+        """Dial no address any longer that has not answered and that nothing needs: dials end with their requests."""
+        self._hang_up_at = self._clock() + self._limits.retry
+        needed = {record.request.source for record in self.live.values() if record.source is None}
+        needed |= self.decline_notices.unanswered()
+        for address in [address for address in self._dialled_at if address not in needed]:
+            del self._dialled_at[address]
+            self._control.hang_up(address)
 
     def _take_source(self, record: TargetRecord, card: Card) -> None:
         """The card of the peer at the source's address is known: it is the source, if it is the incarnation that was meant.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,10 +16,12 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import AddressProof
+from kvbaton.core.handoff import room_transfer_id
 from kvbaton.errors import PeerLost, ProtocolError
 
-__all__ = ["Alone", "Answered", "AskedPrompt", "Asking", "AtOnce", "OneAfterTheOther", "post", "stream"]
+__all__ = ["Alone", "Answered", "AskedPrompt", "Asking", "AtOnce", "InOneRoom", "OneAfterTheOther", "post", "stream"]
 
 _FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
@@ -112,6 +115,25 @@ class AtOnce:
             stream(session, self.decode, prompt.body(kv_transfer_params=second), began),
         )
         return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, transfer_id)
+
+
+@dataclass(frozen=True, slots=True)
+class InOneRoom:
+    """Both at the same time, under one room: SGLang's protocol, with any backend. `source` is the bootstrap address."""
+
+    prefill: str
+    decode: str
+    source: ControlAddress
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
+        began = time.perf_counter()
+        room = secrets.randbits(62) + 1
+        where = {"bootstrap_host": self.source.host, "bootstrap_port": self.source.handshake, "bootstrap_room": room}
+        prefill_s, answered = await asyncio.gather(
+            _timed_post(session, self.prefill, prompt.body(**where), began),
+            stream(session, self.decode, prompt.body(**where), began),
+        )
+        return Answered(answered.text, answered.first_token_s, answered.total_s, prefill_s, room_transfer_id(room))
 
 
 def _proved(proof: AddressProof | None, transfer_id: str) -> dict[str, str]:

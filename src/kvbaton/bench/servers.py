@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from kvbaton.bench.asking import Alone, AskedPrompt, Asking, AtOnce, OneAfterTheOther
+from kvbaton.bench.asking import Alone, AskedPrompt, Asking, AtOnce, InOneRoom, OneAfterTheOther
 from kvbaton.bench.processes import Processes, available_memory_bytes, guarded
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware, ratio
 from kvbaton.config import HandoffSettings
@@ -96,7 +96,9 @@ class _Variants:
             parts.append(prepared.part(f"{connector}-{mode}-{role}", role, self._ports))
         prefill, decode = parts
         asking: Asking = OneAfterTheOther(prefill.base_url, decode.base_url)
-        if prefill.control_address and decode.control_address:
+        if self._engine.meets_in_rooms:
+            asking = InOneRoom(prefill.base_url, decode.base_url, ControlAddress.parse(prefill.control_address))
+        elif prefill.control_address and decode.control_address:
             source, target = (ControlAddress.parse(part.control_address) for part in parts)
             proof = AddressProof(options.cluster_key.encode(), source, target)
             asking = OneAfterTheOther(prefill.base_url, decode.base_url, proof)

@@ -305,6 +305,7 @@ def router(
 def wire(
     *,
     transport: Annotated[TransportName, Parameter(help=_WIRE_TRANSPORT)] = "auto",
+    subject: str = "",
     blocks: str = "4,16,64,1024,4096",
     batch_mib: str = "128",
     peers: str = "1",
@@ -323,6 +324,9 @@ def wire(
 
     Parameters
     ----------
+    subject
+        one thing alone, beside what it is compared with and raw NIXL: `mori`, the drop-in for MoRI-IO beside `local` over the
+        same memory; or any other name of the table that is printed.
     blocks
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
@@ -356,7 +360,7 @@ def wire(
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
     asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
-    report, described = measure_wire(transport, asked, tokens, _progress)
+    report, described = measure_wire(transport, asked, tokens, _progress, subject)
     if plot is not None:
         plot_wire_bench(report, plot)
     return _finish("wire", report, described, output)

@@ -90,3 +90,42 @@ def config(
     )
     sys.stdout.write(find_engine(engine, "ENGINE").command_line(request) + "\n")
     return 0
+
+
+@config_app.command(name="mori")
+def mori(
+    *,
+    model: str,
+    host: str = "127.0.0.1",
+    port: int = 8100,
+    router: str = "127.0.0.1:8001",
+    mode: Literal["push", "pull"] = "push",
+    paths: Literal["auto", "local", "tcp"] = "auto",
+) -> int:
+    """Print the lines that start stock vLLM (MoRIIOConnector) and stock SGLang (mori backend) on kvbaton's drop-in for MoRI.
+
+    Parameters
+    ----------
+    model
+        what the engines are to serve.
+    host
+        where they listen.
+    port
+        of the prefill instance; the next two are taken as well, and the decode instance has those ten further on.
+    router
+        discovery address (host:port) that vLLM's instances register with; SGLang's are given to its balancer by hand.
+    mode
+        `push` is WRITE, `pull` is READ; SGLang has `push` only.
+    paths
+        how bytes may go: out of the other process's memory (`local`), over TCP (`tcp`), or whichever works (`auto`).
+    """
+    from kvbaton.compat.mori.command_lines import MoriLines
+    from kvbaton.errors import ConfigError
+    from kvbaton.launch.ports import check_port
+
+    check_port(port, "--port")
+    if not router.rpartition(":")[2].isdigit():
+        raise ConfigError(f"--router is {router!r}; it must be host:port of a router's discovery port")
+    lines = MoriLines(model, host, port, router, mode == "pull", paths)
+    sys.stdout.write("\n".join((*lines.vllm(), *lines.sglang())) + "\n")
+    return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import sys
 import traceback
 
@@ -14,6 +16,7 @@ from kvbaton.cli.bench import bench_app
 from kvbaton.cli.config import config_app
 from kvbaton.cli.doctor import doctor
 from kvbaton.cli.explain import explain
+from kvbaton.cli.output import flush_outputs
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
 from kvbaton.cli.sim import sim
@@ -49,23 +52,39 @@ def make_app() -> App:
 def main() -> None:
     """Run one command and exit with its code; every failure is one clear line on standard error.
 
-    A bug of our own is shown with its traceback. It must not exit as Python does: 1 means that something was found.
+    A bug of our own is shown with its traceback. It must not exit as Python does: 1 means that something was found. Neither may
+    an output that takes no more bytes change the code: without its answer, a command could not be run.
     """
+    code = _run()
+    if not flush_outputs() and code == 0:
+        code = COULD_NOT_RUN
+    sys.exit(code)
+
+
+def _run() -> int:
     console = Console(stderr=True)
     try:
         code = make_app()(sys.argv[1:], print_error=True, exit_on_error=False, error_console=console)
+        return code if isinstance(code, int) else 0
     except cyclopts.CycloptsError:
-        sys.exit(COULD_NOT_RUN)
+        return COULD_NOT_RUN
     except KVBatonError as error:
-        console.print("error:", style="bold red", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(COULD_NOT_RUN)
+        _print_error(console, str(error))
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
-        sys.exit(COULD_NOT_RUN)
-    sys.exit(code if isinstance(code, int) else 0)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EPIPE):
+            _print_error(console, f"the output, or a file, takes no more: {error.strerror}")
+        else:
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+    return COULD_NOT_RUN
+
+
+def _print_error(console: Console, text: str) -> None:
+    with contextlib.suppress(OSError):
+        console.print("error:", style="bold red", end=" ")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

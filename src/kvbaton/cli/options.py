@@ -70,13 +70,11 @@ else:
     ]
 """How cache bytes travel: a name from the table of transports, those of other packages included."""
 
-ModelName = Annotated[
-    str,
-    Parameter(
-        help="`smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of one engine: "
-        "`tiny-gqa8`, ... of the embedded one, `small-llama`, ... of vLLM."
-    ),
-]
+_MODEL_HELP = (
+    "`smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model: `tiny-gqa8`, ... of "
+    "the embedded engine, `small-llama`, ... of vLLM."
+)
+ModelName = Annotated[str, Parameter(help=_MODEL_HELP)]
 JsonOption = Annotated[bool, Parameter(negative=(), help="print one JSON object.")]
 
 

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 
-__all__ = ["SafeOutput"]
+__all__ = ["SafeOutput", "flush_outputs"]
 
 _QUEUED_PIECES = 1024
 _FLUSH_S = 2.0
@@ -120,6 +120,26 @@ class SafeOutput(contextlib.AbstractContextManager["SafeOutput"]):
         with self._lock:
             self._lost += pieces
             self._reason = reason
+
+
+def flush_outputs() -> bool:
+    """Write what standard output and standard error still hold; false when standard output does not take it.
+
+    What cannot be written is dropped here. The interpreter would try it again at its end, and exit with code 120.
+    """
+    written = []
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+            written.append(True)
+        except (OSError, ValueError):
+            written.append(False)
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+    return written[0]
 
 
 def _stdout_descriptor() -> int | None:

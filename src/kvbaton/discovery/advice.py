@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvbaton.discovery.heartbeats import RouterEvent, RouterEventKind
 from kvbaton.discovery.messages import Registration
@@ -21,19 +22,16 @@ DEFAULT_ADVISE_AFTER_S = 60.0
 """An instance that has received no request logs advice so long after its registration."""
 
 
+@dataclass(eq=False, repr=False)
 class Adviser:
     """Logs the events of one instance's routers, and gives advice when `is_used` stays false. Belongs to one thread."""
 
-    def __init__(
-        self,
-        registration: Registration,
-        is_used: Callable[[], bool] | None = None,
-        advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
-    ) -> None:
-        self._name = f"{registration.type.word} instance {registration.http_address}"
-        self._registration = registration
-        self._is_used = is_used
-        self._advise_after_s = advise_after_s
+    _registration: Registration
+    _is_used: Callable[[], bool] | None = None
+    _advise_after_s: float = DEFAULT_ADVISE_AFTER_S
+
+    def __post_init__(self) -> None:
+        self._name = f"{self._registration.type.word} instance {self._registration.http_address}"
         self._silent_since: dict[str, float] = {}
 
     def on_event(self, event: RouterEvent, now: float) -> None:

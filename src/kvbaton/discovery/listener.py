@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Self
 
 import msgspec
@@ -40,7 +40,7 @@ from kvbaton.discovery.messages import (
 from kvbaton.discovery.registry import Left, Outcome, Refreshed, Registered, RegistrationRefused, Registry, Replaced
 from kvbaton.errors import Bug, ConfigError
 from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
-from kvbaton.wire.log_limit import LogLimit, shown
+from kvbaton.wire.log_limit import LogLimit, PacedLines, shown
 
 __all__ = ["Listener"]
 
@@ -53,7 +53,6 @@ _LONGEST_REST_S = 0.2
 _JOIN_S = 5.0
 _GUARANTEED_S = 1.0
 _FRAMES = 2
-_MOST_HELD = 64
 _MESSAGES_PER_S = 100.0
 _BURST = 200.0
 _REGISTERS_FOR = 64
@@ -128,8 +127,7 @@ class Listener:
             unknown_share=1.0,
             **limits,
         )
-        self._limit = LogLimit()
-        self._held: dict[tuple[Cause, str, str], Malformed] = {}
+        self._warnings = PacedLines()
         self._joins = LogLimit(burst=_JOIN_LINES)
         self._malformed: Counter[Cause] = Counter()
         self._messages = 0
@@ -198,8 +196,8 @@ class Listener:
             if answer is not None:
                 door.send(connection, answer)
         self._connections = len(door)
-        if self._held:
-            self._log_held(self._clock())
+        if self._warnings:
+            self._log_due(self._clock())
         self._stopping.wait(min(_REST_PER_WORK * (time.thread_time() - began), _LONGEST_REST_S))
 
     def _take_from(self, connection: PeerConnection, frames: list[bytes], door: Door) -> bytes | None:
@@ -248,21 +246,17 @@ class Listener:
         self._malformed[malformed.cause] += 1
         if malformed.cause is Cause.NOT_FRESH:
             return malformed
-        key = (malformed.cause, malformed.field, source)
-        held_back = self._limit.allow(key, now)
-        if held_back is not None:
-            self._held.pop(key, None)
-            _logger.warning("discovery: registration from %s skipped: %s%s", source, shown(str(malformed)), _more(held_back))
-        elif key in self._held or len(self._held) < _MOST_HELD:
-            self._held[key] = malformed
+        text = f"registration from {source} skipped: {shown(str(malformed))}"
+        self._warn(malformed.cause, (malformed.field, source), text, now)
         return malformed
 
-    def _log_held(self, now: float) -> None:
-        """Log what was held back, once its time has come: of two instances of one host with one mistake, both show."""
-        for key in [key for key in self._held if self._limit.is_due(key, now)]:
-            malformed, held_back = self._held.pop(key), self._limit.allow(key, now)
-            what = f"{shown(str(malformed))} (the last of several)"
-            _logger.warning("discovery: registration from %s skipped: %s%s", key[2], what, _more(max(0, (held_back or 0) - 1)))
+    def _warn(self, cause: str, key: Hashable, text: str, now: float) -> None:
+        self._warnings.add(cause, key, text, now)
+        self._log_due(now)
+
+    def _log_due(self, now: float) -> None:
+        for line in self._warnings.due(now):
+            _logger.warning("discovery: %s", line)
 
     def _log(self, message: Registration, outcome: Outcome, now: float) -> None:
         if isinstance(outcome, Refreshed):
@@ -277,9 +271,7 @@ class Listener:
             case Left(instance=instance) if instance is not None:
                 self._log_join(f"discovery: {name} said goodbye", now)
             case RegistrationRefused(reason=reason):
-                held_back = self._limit.allow((message.http_address, message.type, reason), now)
-                if held_back is not None:
-                    _logger.warning("discovery: %s refused: %s%s", name, reason, _more(held_back))
+                self._warn("refused", (message.http_address, message.type, reason), f"{name} refused: {reason}", now)
             case _:
                 pass
 

@@ -283,6 +283,7 @@ class Registry:
     def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
         """The instances that may be used, in the order they came; all, or those of one type."""
         with self._lock:
+            self._excuse_pause(now)
             return tuple(i for i in self._live.values() if self._is_alive(i, now) and kind in (None, i.type))
 
     def refused(self, now: float) -> tuple[RefusedInstance, ...]:
@@ -313,8 +314,8 @@ class Registry:
     def _excuse_pause(self, now: float) -> None:
         """Do not count the time in which this process stood still: heartbeats that came meanwhile wait to be read.
 
-        After a pause the sweep of the event loop, or the first heartbeat that the listener reads, would otherwise expire
-        every instance whose heartbeats are still in a socket.
+        After a pause the sweep of the event loop, the first request, or the first heartbeat that is read would otherwise find
+        every instance silent whose heartbeats are still in a socket.
         """
         pause_s = now - self._looked_at if self._looked_at is not None and self._notices_pauses else 0.0
         self._looked_at = now

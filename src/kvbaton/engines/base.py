@@ -166,6 +166,8 @@ class EnginePlugin(ABC):
     """Memory that one instance takes at least; benchmarks check it before they start several."""
     start_notice = ""
     """What a user should know who waits for the first instance to start."""
+    meets_in_rooms = False
+    """Whether the two instances of a request find each other by a room that the client draws, as SGLang's do."""
     reports_handover = False
     """Whether answers carry the time of the hand-over: then `bench serve` measures it alone, not against one plain server."""
 

@@ -27,15 +27,16 @@ _NO_MOMENTS: list[Moment] = []
 
 
 class Track:
-    """One side of one hand-off; `shift_s` is added to the moments of its instance's clock."""
+    """One side of one hand-off; `shift_s` is added to the moments of its instance's clock. Empty without a record."""
 
-    def __init__(self, record: SideRecord, shift_s: float = 0.0) -> None:
+    def __init__(self, record: SideRecord | None, shift_s: float = 0.0) -> None:
         self._by_stage: dict[Stage, list[Moment]] = {}
-        start = record.since_s + shift_s
-        for note in sorted(record.notes, key=lambda note: note.at_s):
+        self.is_known = record is not None
+        start, notes = (shift_s, ()) if record is None else (record.since_s + shift_s, record.notes)
+        for note in sorted(notes, key=lambda note: note.at_s):
             self._by_stage.setdefault(note.stage, []).append((start + note.at_s, note))
-        self.first_s = min(moments[0][0] for moments in self._by_stage.values())
-        self.last_s = max(moments[-1][0] for moments in self._by_stage.values())
+        self.first_s = min((moments[0][0] for moments in self._by_stage.values()), default=0.0)
+        self.last_s = max((moments[-1][0] for moments in self._by_stage.values()), default=0.0)
 
     def moments(self, stage: Stage) -> list[Moment]:
         """Every note of a stage, in order."""

@@ -78,25 +78,31 @@ class Wait(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The two tracks of one hand-off on one clock; None for a side without a record."""
+    """The two tracks of one hand-off on one clock; that of a side without a record is empty."""
 
-    source: Track | None
-    target: Track | None
+    source: Track
+    target: Track
+
+    def of(self, side: Side) -> Track:
+        """The track of a side."""
+        return self.source if side is Side.SOURCE else self.target
 
     def first(self, side: Side, stage: Stage) -> float | None:
         """When a side first reached a stage."""
-        track = self._of(side)
-        return None if track is None else track.first(stage)
+        return self.of(side).first(stage)
 
     def settled(self, side: Side, stage: Stage) -> float | None:
         """When a side first reached a stage after its last retraction."""
-        track = self._of(side)
-        return None if track is None else track.settled(stage)
+        return self.of(side).settled(stage)
 
     def moments(self, side: Side, stage: Stage) -> list[Moment]:
         """Every note of a stage of a side."""
-        track = self._of(side)
-        return [] if track is None else track.moments(stage)
+        return self.of(side).moments(stage)
+
+    @property
+    def last_s(self) -> float:
+        """When the last note of both was."""
+        return max(self.source.last_s, self.target.last_s)
 
     @property
     def first_token_s(self) -> float | None:
@@ -124,9 +130,6 @@ class Sides:
     def moved(self) -> list[Moment]:
         """Every span that was moved; none where the source writes, because only the side that executes the copy notes spans."""
         return self.moments(Side.TARGET, Stage.MOVED)
-
-    def _of(self, side: Side) -> Track | None:
-        return self.source if side is Side.SOURCE else self.target
 
 
 def bars(sides: Sides) -> tuple[Bar, ...]:
@@ -185,9 +188,7 @@ def _bar(sides: Sides, phase: HandoffPhase, side: Side, start: float | None, end
     """One bar; a phase that was not completed lasts until the last note of its side."""
     if start is None:
         return None
-    track = sides.source if side is Side.SOURCE else sides.target
-    until = end if end is not None else (start if track is None else track.last_s)
-    until = max(start, until)
+    until = max(start, sides.of(side).last_s if end is None else end)
     if side is Side.SOURCE:
         return Bar(phase, side, start, until, is_cut=end is None)
     hidden, exposed = _shares(sides, start, until)

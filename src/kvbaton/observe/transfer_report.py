@@ -127,10 +127,10 @@ def build_report(transfer_id: str, source: SideAnswer, target: SideAnswer) -> Tr
     clock = estimate_offset((Track(sources[key]), Track(targets[key])) for key in shared)
     shift = _zero(sources, targets, clock.offset_s)
     keys = sorted(sources.keys() | targets.keys())
-    joined = {key: _joined(sources.get(key), targets.get(key), shift, shift + clock.offset_s) for key in keys}
+    joined = {key: Sides(Track(sources.get(key), shift), Track(targets.get(key), shift + clock.offset_s)) for key in keys}
     participants = (_participant(Side.SOURCE, source), _participant(Side.TARGET, target))
     handoffs = tuple(_handoff(key, sides, clock, participants) for key, sides in joined.items())
-    total = max((end for sides in joined.values() for end in _ends_of(sides)), default=0.0)
+    total = max((sides.last_s for sides in joined.values()), default=0.0)
     return TransferReport(transfer_id, _summary(handoffs), total, clock, participants, handoffs)
 
 
@@ -146,19 +146,6 @@ def _zero(sources: dict[_Key, SideRecord], targets: dict[_Key, SideRecord], offs
     return -min(starts, default=0.0)
 
 
-def _joined(source: SideRecord | None, target: SideRecord | None, source_shift_s: float, target_shift_s: float) -> Sides:
-    return Sides(
-        None if source is None else Track(source, source_shift_s),
-        None if target is None else Track(target, target_shift_s),
-    )
-
-
-def _ends_of(sides: Sides) -> Iterator[float]:
-    for track in (sides.source, sides.target):
-        if track is not None:
-            yield track.last_s
-
-
 def _participant(side: Side, answer: SideAnswer) -> Participant:
     record = answer.record
     if record is None:
@@ -170,7 +157,7 @@ def _participant(side: Side, answer: SideAnswer) -> Participant:
 def _handoff(key: _Key, sides: Sides, clock: ClockOffset, participants: tuple[Participant, ...]) -> HandoffReport:
     drawn = bars(sides)
     waited = waits(sides)
-    ends = tuple(_end(side, track) for side, track in ((Side.SOURCE, sides.source), (Side.TARGET, sides.target)))
+    ends = tuple(_end(side, sides.of(side)) for side in (Side.SOURCE, Side.TARGET))
     wire = next((bar for bar in drawn if bar.phase is HandoffPhase.WIRE), None)
     return HandoffReport(
         prompt_index=key[0],
@@ -193,9 +180,7 @@ def _exposed(sides: Sides) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def _end(side: Side, track: Track | None) -> SideEnd:
-    if track is None:
-        return SideEnd(side, None, "", 0.0)
+def _end(side: Side, track: Track) -> SideEnd:
     ended = track.moments(Stage.ENDED)
     if not ended:
         return SideEnd(side, None, "", track.last_s)
@@ -264,19 +249,19 @@ def _delivery(sides: Sides, waited: tuple[Wait, ...], clock: ClockOffset) -> str
 
 
 def _bad_ends(sides: Sides, ends: tuple[SideEnd, ...], drawn: tuple[Bar, ...]) -> Iterator[str]:
-    for end, track in zip(ends, (sides.source, sides.target), strict=True):
-        if track is None or end.outcome is None or end.outcome is Outcome.DELIVERED:
+    for end in ends:
+        if end.outcome is None or end.outcome is Outcome.DELIVERED:
             continue
         cut = [bar for bar in drawn if bar.side is end.side and bar.is_cut]
         where = f", in its {cut[-1].phase}" if cut else ""
-        lasted = duration(end.at_s - track.first_s)
+        lasted = duration(end.at_s - sides.of(end.side).first_s)
         reason = f": {end.reason.rstrip('.')}" if end.reason else ""
         yield f"The hand-off {_ENDS[end.outcome]} at the {end.side} after {lasted}{where}{reason}."
 
 
 def _under_way(drawn: tuple[Bar, ...], sides: Sides) -> str:
     now = [str(bar.phase) for bar in drawn if bar.is_cut]
-    lasted = duration(max(_ends_of(sides), default=0.0))
+    lasted = duration(sides.last_s)
     return f"It is still under way, {lasted} after its first note; open: {', '.join(now) or 'nothing'}."
 
 
@@ -289,11 +274,11 @@ def _wire_sentence(drawn: tuple[Bar, ...]) -> Iterator[str]:
 
 
 def _unknowns(sides: Sides, clock: ClockOffset, participants: tuple[Participant, ...]) -> Iterator[str]:
-    for participant, track in zip(participants, (sides.source, sides.target), strict=True):
-        if track is None:
+    for participant in participants:
+        if not sides.of(participant.side).is_known:
             why = participant.problem or "the instance knows nothing of this hand-off"
             yield f"The {participant.side} side ({participant.name}) is not known: {why}."
-    if sides.source is not None and sides.target is not None and not clock.is_joined:
+    if sides.source.is_known and sides.target.is_known and not clock.is_joined:
         yield "No message between the two sides bounds the offset of their clocks; both are drawn from 0."
 
 

@@ -47,7 +47,7 @@ class RouterCore:
         routed = RoutedTransfers(rings, row, self.slots, registry)
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
-        handoffs = HandoffPages(registry, self.upstream, routed, settings, is_shared=rings.rows > 1)
+        handoffs = HandoffPages(registry, self.upstream, routed, settings)
         self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
         self.server = HttpServer(settings, self.routes.check_head, self.routes.handle, self.routes.count)
 

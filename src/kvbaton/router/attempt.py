@@ -61,30 +61,23 @@ class AttemptOwner(Protocol):
         """One side has failed, and the other was given up. The attempt is over."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Attempt(Caller):
-    """Runs `job` in `seats`, which it leaves as soon as each side is done."""
+    """Runs its pair request in `_seats`, which it leaves as soon as each side is done."""
 
-    __slots__ = (
-        "_decode", "_has_begun", "_is_over", "_is_paused", "_may_hold", "_owner", "_pair_request", "_prefill", "_seats",
-        "_settings", "_upstream", "_verdict",
-    )  # fmt: skip
-
-    def __init__(
-        self, owner: AttemptOwner, upstream: Upstream, settings: RouterSettings, job: PairRequest, seats: Seats
-    ) -> None:
-        self._owner = owner
-        self._upstream = upstream
-        self._settings = settings
-        self._pair_request = job
-        self._seats = seats
-        self._prefill: Call | None = None
-        self._decode: Call | None = None
-        self._verdict: asyncio.TimerHandle | None = None
-        self._has_begun = False
-        self._may_hold = False
-        """Whether prefill may hold a cache that only a decode which goes on would fetch."""
-        self._is_paused = False
-        self._is_over = False
+    _owner: AttemptOwner
+    _upstream: Upstream
+    _settings: RouterSettings
+    _pair_request: PairRequest
+    _seats: Seats
+    _prefill: Call | None = None
+    _decode: Call | None = None
+    _verdict: asyncio.TimerHandle | None = None
+    _has_begun: bool = False
+    _may_hold: bool = False
+    """Whether prefill may hold a cache that only a decode which goes on would fetch."""
+    _is_paused: bool = False
+    _is_over: bool = False
 
     def start(self) -> None:
         """Call the instances; in pull, only prefill."""

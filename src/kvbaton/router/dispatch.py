@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
@@ -60,27 +61,21 @@ _MOST_HELD_BYTES = 64 * 1024
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
 
 
+@dataclass(eq=False, repr=False)
 class Dispatcher:
     """Serves completion requests; what all of them share."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        registry: Registry,
-        chooser: Chooser,
-        upstream: Upstream,
-        metrics: RouterMetrics,
-        routed: RoutedTransfers,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.settings = settings
-        self.registry = registry
-        self.chooser = chooser
-        chooser.on_freed = self.wake_waiting
-        self.upstream = upstream
-        self.metrics = metrics
-        self.routed = routed
-        self.clock = clock
+    settings: RouterSettings
+    registry: Registry
+    chooser: Chooser
+    upstream: Upstream
+    metrics: RouterMetrics
+    routed: RoutedTransfers
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.chooser.on_freed = self.wake_waiting
         self.digits = Digits()
         self.deaths = DeathBook()
         self.queue = RequestQueue(settings.queue_limit, self.may_run)
@@ -173,66 +168,42 @@ class Dispatcher:
         self.queue.wake(self.clock())
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Exchange:
     """One client's request and everything it has open."""
 
-    __slots__ = (
-        "_answer_lines",
-        "_arrived",
-        "_attempt",
-        "_attempts",
-        "_avoid",
-        "_body",
-        "_connection",
-        "_dispatcher",
-        "_failure",
-        "_has_begun",
-        "_held",
-        "_hides",
-        "_id_prefix",
-        "_is_held_back",
-        "_is_over",
-        "_is_running",
-        "_is_waiting",
-        "_last",
-        "_pair_request",
-        "_request",
-        "_rewrites",
-        "_shun",
-        "_stale_retries",
-        "sequences",
-        "share",
-    )
+    _dispatcher: Dispatcher
+    _connection: ClientConnection
+    _request: HttpRequest
+    share: ClientShare
+    _arrived: float = field(init=False)
+    _hides: bool = field(init=False)
+    _body: ClientBody | None = None
+    _attempt: Attempt | None = None
+    _pair_request: PairRequest | None = None
+    _failure: Failure | None = None
+    _avoid: frozenset[str] = frozenset()
+    _shun: frozenset[str] = frozenset()
+    _attempts: int = 0
+    _stale_retries: int = 0
+    _answer_lines: bytes = b""
+    _held: bytes = b""
+    """The start of a line of decode's stream: the id in it may be cut in the middle."""
+    _last: bytes = _EVENT_END
+    _id_prefix: bytes = b""
+    """What instances put before the id of their answers: the addresses of both."""
+    _rewrites: bool = False
+    _has_begun: bool = False
+    sequences: int = 0
+    """How many sequences it is counted for; 0 until it is admitted."""
+    _is_running: bool = False
+    _is_waiting: bool = False
+    _is_held_back: bool = False
+    _is_over: bool = False
 
-    def __init__(self, dispatcher: Dispatcher, connection: ClientConnection, request: HttpRequest, share: ClientShare) -> None:
-        self.share = share
-        self._dispatcher = dispatcher
-        self._connection = connection
-        self._request = request
-        self._arrived = dispatcher.clock()
-        self._hides = not dispatcher.shows_details
-        self._body: ClientBody | None = None
-        self._attempt: Attempt | None = None
-        self._pair_request: PairRequest | None = None
-        self._failure: Failure | None = None
-        self._avoid: frozenset[str] = frozenset()
-        self._shun: frozenset[str] = frozenset()
-        self._attempts = 0
-        self._stale_retries = 0
-        self._answer_lines = b""
-        self._held = b""
-        """The start of a line of decode's stream: the id in it may be cut in the middle."""
-        self._last = _EVENT_END
-        self._id_prefix = b""
-        """What instances put before the id of their answers: the addresses of both."""
-        self._rewrites = False
-        self._has_begun = False
-        self.sequences = 0
-        """How many sequences it is counted for; 0 until it is admitted."""
-        self._is_running = False
-        self._is_waiting = False
-        self._is_held_back = False
-        self._is_over = False
+    def __post_init__(self) -> None:
+        self._arrived = self._dispatcher.clock()
+        self._hides = not self._dispatcher.shows_details
 
     def begin(self) -> None:
         """Read the request and find it a pair."""

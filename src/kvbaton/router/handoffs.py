@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 import msgspec
 
 from kvbaton.core.handoff import MAX_TRANSFER_ID
-from kvbaton.discovery.messages import InstanceType
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
@@ -36,30 +36,22 @@ _log_limit = LogLimit(every_s=1.0)
 
 _MOST_LISTED = 100
 _MOST_AT_ONCE = 16
-_MOST_SEARCHED = 64
 _MAX_RECORD_BYTES = 4 * 1024 * 1024
 
 
+@dataclass(eq=False, repr=False)
 class HandoffPages:
     """Answers /handoffs and /handoffs/{transfer_id} for the transfers in `routed`."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        upstream: Upstream,
-        routed: RoutedTransfers,
-        settings: RouterSettings,
-        *,
-        is_shared: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._registry = registry
-        self._upstream = upstream
-        self._routed = routed
-        self._timeout_s = settings.explain_timeout_s
-        self._is_shared = is_shared
-        self._lines = instance_lines(settings)
-        self._clock = clock
+    _registry: Registry
+    _upstream: Upstream
+    _routed: RoutedTransfers
+    _settings: RouterSettings
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._timeout_s = self._settings.explain_timeout_s
+        self._lines = instance_lines(self._settings)
         self._asking = 0
 
     def newest(self, _request: HttpRequest) -> Response:
@@ -72,7 +64,7 @@ class HandoffPages:
         """GET /handoffs/{transfer_id}."""
         transfer_id = unquote(request.path.removeprefix("/handoffs/"))
         routed = self._routed.get(transfer_id)
-        if routed is None and not self._is_shared:
+        if routed is None:
             message = (
                 f"this router knows no transfer {transfer_id[:MAX_TRANSFER_ID]!a}: it was routed elsewhere, or too long ago; "
                 "GET /handoffs lists the newest"
@@ -83,24 +75,9 @@ class HandoffPages:
             return error_response(503, message, code="overloaded", headers={"Retry-After": "1"})
         self._asking += 1
         try:
-            return await (self._explain(routed) if routed is not None else self._search(transfer_id))
+            return await self._explain(routed)
         finally:
             self._asking -= 1
-
-    async def _search(self, transfer_id: str) -> Response:
-        """Another process of this router may have routed it: ask the live instances."""
-        if len(transfer_id) > MAX_TRANSFER_ID:
-            return error_response(404, "a transfer id is not that long", code="handoff_not_found", param="transfer_id")
-        accounts = []
-        for kind in InstanceType:
-            live = self._registry.live(self._clock(), kind)[:_MOST_SEARCHED]
-            answers = await asyncio.gather(*(self._ask(instance, transfer_id) for instance in live))
-            found = next((account for account in answers if account.record is not None), None)
-            accounts.append(found or SideAnswer(f"a {kind.word} instance", problem="none of the live ones knows the transfer"))
-        if all(account.record is None for account in accounts):
-            message = f"no live instance knows a transfer {transfer_id!a}"
-            return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        return json_response(await asyncio.to_thread(build_report, transfer_id, *accounts))
 
     async def _explain(self, routed: Routed) -> Response:
         transfer_id, pair = routed.transfer_id, routed.pair
@@ -121,7 +98,7 @@ class HandoffPages:
             return SideAnswer(name, problem="it is gone, or was restarted since; what it noted went with it")
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
-            where = instance.registration.handoffs_address or None
+            where = instance.registration.handoffs_address
             answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where, self._lines)
             return SideAnswer(name, _read(answer, instance, transfer_id))
         except PeerError as error:

@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -40,31 +41,25 @@ _OPEN_TO_ALL = frozenset(("/health", "/ready", "/readiness", "/metrics", "/"))
 Page = Callable[[HttpRequest], Response | Awaitable[Response]]
 
 
+@dataclass(eq=False, repr=False)
 class HttpRoutes:
     """The router's HTTP surface over a registry and a dispatcher."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        registry: Registry,
-        dispatcher: Dispatcher,
-        upstream: Upstream,
-        metrics: RouterMetrics,
-        handoffs: HandoffPages,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    _settings: RouterSettings
+    _registry: Registry
+    _dispatcher: Dispatcher
+    _upstream: Upstream
+    _metrics: RouterMetrics
+    _handoffs: HandoffPages
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.is_draining = False
-        self._registry = registry
-        self._dispatcher = dispatcher
-        self._upstream = upstream
-        self._metrics = metrics
-        self._handoffs = handoffs
-        self._clock = clock
         self._started = int(time.time())
         self._page = _load_page()
-        self._hosts = AllowedHosts(settings.host, settings.allow_hosts)
-        self._shows_details = settings.shows_details
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._hosts = AllowedHosts(self._settings.host, self._settings.allow_hosts)
+        self._shows_details = self._settings.shows_details
+        self._keys = [key.encode() for key in self._settings.api_keys]
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages: dict[str, Page] = {
             "/v1/models": self._models,

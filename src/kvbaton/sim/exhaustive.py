@@ -101,7 +101,7 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
         yield Fault(FaultKind.STALL, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.SILENT_ENGINE, at_event=event, who=who, for_s=4 * _LONG_S)
         yield Fault(FaultKind.STUCK_ENGINE, at_event=event, who=who, for_s=4 * _LONG_S)
-        yield Fault(FaultKind.REPLAY, at_event=event, who=who, other=other, for_s=1.0, number=3)
+        yield Fault(FaultKind.REPLAY, at_event=event, who=who, other=other, for_s=1.0)
         yield Fault(FaultKind.QUEUE_FULL, at_event=event, who=who, for_s=0.1)
         yield Fault(FaultKind.QUEUE_FULL, at_event=event, who=who, for_s=_LONG_S)
         yield Fault(FaultKind.CUT, at_event=event, who=who, other=other, for_s=_LONG_S)

@@ -86,6 +86,9 @@ class _SimControl:
         instance.dialled.add(address.host)
         instance.send_frame(address.host, "", message)
 
+    def hang_up(self, address: ControlAddress) -> None:
+        """Nothing: a simulated dial is one frame, and is not repeated by itself."""
+
     def send(self, peer: Incarnation, message: Message) -> None:
         address = self._instance.routes.get(peer)
         if address is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvbaton.core.messages import decode
 from kvbaton.sim.world import World
@@ -61,10 +62,16 @@ class Network:
         for _ in range(copies):
             self._deliver(faults, source, target, frame)
 
-    def replay(self, source: str, target: str) -> None:
-        """Let any of the last frames of this direction arrive once more."""
-        if frames := self.recorded.get((source, target)):
-            frame = self.world.random.choice(frames)
+    def replay(self, source: str, target: str, number: int, for_s: float) -> None:
+        """Let recorded frames of this direction arrive again: `number` times any of them, or with 0 each of them once."""
+        frames: list[bytes | None] = [None] * number if number else list(self.recorded.get((source, target), ()))
+        for index, frame in enumerate(frames):
+            self.world.after(for_s * index / len(frames), None, partial(self._send_again, source, target, frame))
+
+    def _send_again(self, source: str, target: str, frame: bytes | None) -> None:
+        recorded = self.recorded.get((source, target), ())
+        if recorded and (frame is None or frame in recorded):
+            frame = frame or self.world.random.choice(recorded)
             self.world.note(f"REPLAY {source} -> {target}: {decode(frame).message}")
             self._deliver(self.link(source, target), source, target, frame)
 

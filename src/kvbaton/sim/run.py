@@ -243,9 +243,7 @@ class Run:
                 link.loss, link.double, link.reorder = 0.1, 0.1, 0.2
                 self.world.at(until, None, lambda: self._heal(fault))
             case FaultKind.REPLAY:
-                for number in range(fault.number):
-                    replay = partial(self.cluster.network.replay, fault.who, fault.other)
-                    self.world.after(fault.for_s * number / fault.number, None, replay)
+                self.cluster.network.replay(fault.who, fault.other, fault.number, fault.for_s)
             case FaultKind.CANCEL_SOURCE | FaultKind.CANCEL_TARGET:
                 self._cancel(fault)
             case _ if instance is not None:
@@ -366,8 +364,10 @@ class Run:
         else:
             peer, limit = record.source, limits.transfer_timeout
             is_waiting = record.state in (TargetState.GRANTED, TargetState.FILLING) and record.span_count is None
+        if not is_waiting:
+            return
         instance = next((each for each in self.all_instances if each.incarnation == peer), None)
-        if not is_waiting or instance is None or not instance.engine.is_silent:
+        if instance is None or not instance.engine.is_silent:
             return
         waited_s = self.world.now - max(since, instance.engine.silent_since)
         if waited_s > limit * _HARD_END_SLACK[0] + limits.beat_s + _DELAYED_S:

@@ -424,43 +424,30 @@ class LibraryPeer:
         return f"{self.peer.incarnation!r} rank {self.peer.rank}"
 
 
+@dataclass(eq=False, repr=False)
 class PeerFlights:
     """Used by the mover's thread, which `wake` wakes when a part has ended. A flight is what the lanes move of one slice.
 
     `stop_s` is how long a slice that is given up may take until the library, or the lane, ends it. `idle_s` is how often peers
-    have to be served, where that needs this process. `may_add_lane` is asked before a peer gets a second lane and more.
+    have to be served, where that needs this process. A slice of `shared_bytes` and more is cut into parts for up to
+    `most_lanes` lanes; `may_add_lane` is asked before a peer gets a second one and more.
     """
 
-    def __init__(
-        self,
-        name: str,
-        serving: ServingEngine,
-        marks: Marks,
-        settings: TransportSettings,
-        wake: Callable[[], None],
-        *,
-        slice_runs: int,
-        stop_s: float,
-        idle_s: float = 60.0,
-        reads_marks: bool = True,
-        most_lanes: int = 1,
-        shared_bytes: int = 0,
-        may_add_lane: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """A slice of `shared_bytes` and more is cut into parts for up to `most_lanes` lanes."""
-        self.idle_s = idle_s
-        self.slice_bytes = _SLICES * settings.slice_bytes
-        self.slice_runs = slice_runs
-        self.stop_s = stop_s
-        self._wake = wake
-        self._name = name
-        self._serving: ServingEngine | None = serving
-        self._marks = marks
-        self._settings = settings
-        self._reads_marks = reads_marks
-        self._most_lanes = most_lanes
-        self._shared_bytes = shared_bytes
-        self._may_add_lane = may_add_lane
+    _name: str
+    _serving: ServingEngine | None
+    _marks: Marks
+    _settings: TransportSettings
+    _wake: Callable[[], None]
+    slice_runs: int
+    stop_s: float
+    idle_s: float = 60.0
+    reads_marks: bool = True
+    most_lanes: int = 1
+    shared_bytes: int = 0
+    may_add_lane: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
+        self.slice_bytes = _SLICES * self._settings.slice_bytes
         self._lanes: list[Lane] = []
 
     def start(self, link: LibraryPeer, direction: Direction, runs: Runs, *, is_first: bool, is_last: bool) -> list[LaneSlice]:
@@ -473,8 +460,8 @@ class PeerFlights:
         """
         if not all(lane.is_open for lane in link.lanes):
             self.drop(link)
-        is_shared = self._most_lanes > 1 and int(runs[:, 2].sum()) >= self._shared_bytes
-        self._add_lanes(link, self._most_lanes if is_shared else 1)
+        is_shared = self.most_lanes > 1 and int(runs[:, 2].sum()) >= self.shared_bytes
+        self._add_lanes(link, self.most_lanes if is_shared else 1)
         parts = cut(runs, len(link.lanes)) if is_shared else [runs]
         flight = []
         for number, lane in enumerate(link.lanes):
@@ -522,16 +509,16 @@ class PeerFlights:
             raise TransportError(f"{self._name} does not release memory; end the process before that is used again")
 
     def _add_lanes(self, link: LibraryPeer, count: int) -> None:
-        while len(link.lanes) < count and (not link.lanes or self._may_add_lane()):
+        while len(link.lanes) < count and (not link.lanes or self.may_add_lane()):
             self._lanes = [lane for lane in self._lanes if not lane.is_over]
-            if len(self._lanes) >= 2 * self._settings.max_peers * self._most_lanes:
+            if len(self._lanes) >= 2 * self._settings.max_peers * self.most_lanes:
                 raise QueueFull(f"{len(self._lanes)} {self._name} sessions are open or ending (2 x max_peers); try again")
             lane = Lane(self._name, link.make_engine, self.slice_runs, self._settings.timeout_s, self._mark_of(link))
             self._lanes.append(lane)
             link.lanes.append(lane)
 
     def _mark_of(self, link: LibraryPeer) -> MarkCheck | None:
-        if not self._reads_marks:
+        if not self.reads_marks:
             return None
         slot = self._marks.take_slot()
         check = functools.partial(self._marks.check, slot, link.mark, link)

@@ -43,5 +43,14 @@ def test_a_draft_model_guesses_as_well_as_without_a_hand_off(mode: Mode) -> None
     assert document["accepted"] >= 0.9 * document["accepted_alone"] > 0
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("prefill", "decode"), [("dp2", "tp1"), ("tp1", "dp2")])
+def test_requests_reach_the_data_parallel_rank_that_holds_their_cache(prefill: str, decode: str, mode: Mode) -> None:
+    shapes = ("--model", "small-llama", "--prefill-shape", prefill, "--decode-shape", decode, "--mode", mode)
+    code, document = verify(*shapes, *REQUESTS)
+    assert code == 0, document["problems"]
+    assert document["handed_off"] == document["requests"]
+
+
 def test_controls_exist_for_every_kind_of_thing() -> None:
     assert {drop for *_, drop in CONTROLS} == {drop for model in SMALL_MODELS for drop in drops_of(model)}

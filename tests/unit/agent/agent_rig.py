@@ -94,9 +94,13 @@ class Post:
 
     sent: list[tuple[Incarnation | ControlAddress, Message]] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    hung_up: list[ControlAddress] = field(default_factory=list)
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         self.sent.append((address, message))
+
+    def hang_up(self, address: ControlAddress) -> None:
+        self.hung_up.append(address)
 
     def send(self, peer: Incarnation, message: Message) -> None:
         self.sent.append((peer, message))
@@ -274,6 +278,8 @@ class _NetControl:
     def dial(self, address: ControlAddress, message: Message) -> None:
         self._node.dialled.add(address)
         self._post(address, "", message)
+
+    def hang_up(self, address: ControlAddress) -> None: ...
 
     def send(self, peer: Incarnation, message: Message) -> None:
         address = self._node.routes.get(peer)

@@ -441,6 +441,28 @@ def test_a_dial_ends_soon_after_the_last_request_has_asked_for_it(rig: Rig, monk
         assert connections() == before
 
 
+def test_a_dial_ends_when_it_is_needed_no_longer_and_a_peer_that_answered_stays(rig: Rig) -> None:
+    alice, bob, address = rig.make(ALICE, KEY), rig.make(BOB, KEY), rig.free_address()
+    with count_connections(address) as connections:
+        alice.dial(address, BEAT)
+        turn_until(lambda: connections() > 0, alice)
+        alice.hang_up(address)
+        assert not alice._dialled
+        before = connections()
+        for _ in range(10):
+            alice.wait(0.1, [])
+            list(alice.receive())
+        assert connections() == before
+    alice.hang_up(address)
+    alice.dial(bob.address, BEAT)
+    exchange(alice, bob)
+    bob.send(ALICE, BEAT)
+    exchange(bob, alice)
+    alice.hang_up(bob.address)
+    alice.send(BOB, BEAT)
+    assert exchange(alice, bob) == [(ALICE, None)]
+
+
 def test_a_peer_that_is_gone_is_not_dialled_for_ever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets_module, "_DIAL_LIFE_S", 0.3)
     alice, bob = rig.make(ALICE, KEY), rig.make(BOB, KEY)

@@ -582,3 +582,25 @@ def test_opaque_bytes_of_the_aux_record_arrive_as_they_are(rig: Rig) -> None:
     assert decode(encode(T1, "", sent)).message == sent
     assert sent.aux is not None
     assert sent.aux.opaque == bytes(range(256))
+
+
+def test_a_parked_grant_that_was_stopped_ends_the_request_that_comes_for_it(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    assert not rig.side.live
+    rig.expect()
+    (ended,) = rig.told()
+    assert isinstance(ended, SourceEnded)
+    assert (ended.outcome, "the client left" in ended.reason) == (Outcome.CANCELLED, True)
+    # A new grant for the same room is another attempt.
+    rig.side.on_grant(T1, grant(2))
+    rig.expect()
+    assert rig.told() == [Granted(KEY)]
+
+
+def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    rig.expect("another")
+    assert rig.told() == []
+    assert rig.state() is SourceState.QUEUED

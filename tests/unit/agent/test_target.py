@@ -699,3 +699,32 @@ def test_wire_time_that_computing_hid_is_not_taken_off_the_hand_over(rig: Rig) -
     assert isinstance(landed, Landed)
     assert landed.stats.wire_s == pytest.approx(3.0 + 1.25)
     assert landed.stats.handover_s == pytest.approx(0.5)
+
+
+def test_a_dial_ends_with_the_last_request_that_needed_it(rig: Rig) -> None:
+    """While a request or its notice waits for the source it is dialled; after that, nothing may connect there again."""
+    for name in ("one", "two"):
+        rig.side.expect(rig.request(key_of(name)), None)
+    assert rig.said(Hello)
+    for name in ("one", "two"):
+        rig.pass_time(LIMITS.retry)
+        assert rig.post.hung_up == [], "it is still needed"
+        rig.side.cancel(key_of(name), "the client is gone")
+    rig.pass_time(LIMITS.retry)
+    assert rig.post.hung_up == [], "the source has to be notified that no target will come"
+    deadline = rig.clock.now + LIMITS.transfer_timeout + LIMITS.retry
+    while rig.clock.now < deadline:
+        rig.pass_time(LIMITS.retry / 2)
+    assert rig.post.hung_up == [ADDRESS]
+    assert rig.side.next_deadline() is None
+    rig.said(Hello)
+    rig.pass_time(10 * LIMITS.transfer_timeout)
+    assert rig.said(Hello) == []
+
+
+def test_a_source_that_answers_is_not_hung_up_on(rig: Rig) -> None:
+    rig.side.expect(rig.request(), None)
+    rig.side.on_card(card_of("s1", RANKS), ADDRESS)
+    rig.side.cancel(KEY, "the client is gone")
+    rig.pass_time(10 * LIMITS.transfer_timeout)
+    assert rig.post.hung_up == []

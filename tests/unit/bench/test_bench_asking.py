@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, OneAfterTheOther
+from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, InOneRoom, OneAfterTheOther
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import AddressProof
 from kvbaton.errors import PeerLost, ProtocolError
@@ -92,6 +92,16 @@ def test_both_at_once_know_the_same_transfer() -> None:
     sent = decode.seen[0]["kv_transfer_params"]
     assert (sent["remote_host"], sent["remote_port"], sent["do_remote_prefill"]) == ("h", 7, True)
     assert sent["transfer_id"] == prefill.seen[0]["kv_transfer_params"]["transfer_id"] == answered.transfer_id
+
+
+def test_servers_of_sglang_meet_in_one_room() -> None:
+    prefill, decode = Server(), Server()
+    answered = asked(lambda: InOneRoom(prefill.url, decode.url, ControlAddress.of("h", 7)), prefill, decode)
+    (first,), (second,) = prefill.seen, decode.seen
+    assert (
+        (first["bootstrap_host"], first["bootstrap_port"]) == (second["bootstrap_host"], second["bootstrap_port"]) == ("h", 7)
+    )
+    assert answered.transfer_id == f"tx-{first['bootstrap_room']:032x}" == f"tx-{second['bootstrap_room']:032x}"
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from kvbaton.bench.wire.cuda import PLANES, TOKEN_BYTES, CudaWireBench, patterns, run_cuda_wire_bench
+from kvbaton.bench.wire.cuda import PLANES, TOKEN_BYTES, measure_cuda, patterns
 from kvbaton.errors import ConfigError
 from kvbaton.transport.runs import check_runs
 
@@ -36,4 +36,4 @@ class TestPatterns:
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed here")
 def test_without_torch_the_cuda_part_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match=r"kvbaton\[cuda\]"):
-        run_cuda_wire_bench(CudaWireBench(16, 1), quiet)
+        measure_cuda(16, 1, quiet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -202,3 +203,25 @@ def test_a_bench_wire_that_measured_nothing_is_not_all_well(
     for library in ("nixl", "nixl._api", "mooncake", "mooncake.engine"):
         monkeypatch.setitem(sys.modules, library, None)
     assert "could be measured here" in refusal("bench", "wire", *options, "--blocks", "4", "--batch-mib", "1", "--idle", "0")
+
+
+FULL = [
+    ("router --port 99999 2> /dev/full", 2),
+    ("no-such-command 2> /dev/full", 2),
+    ("sim --seeds 1 2> /dev/full", 0),
+    ("sim --seeds 1 > /dev/full", 2),
+    ("sim --seeds 1 --json > /dev/full", 2),
+    ("sim --seeds 1 > /dev/full 2> /dev/full", 2),
+    ("--version > /dev/full", 2),
+    ("sim --help | true", 0),
+]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize(("line", "code"), FULL)
+def test_a_full_disk_changes_no_code_and_prints_no_traceback(line: str, code: int) -> None:
+    """Python itself would exit with 1, which means that something was found, or with 120."""
+    command = " ".join((sys.executable, "-m", "kvbaton.cli.main", line))
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr

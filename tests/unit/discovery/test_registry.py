@@ -159,6 +159,13 @@ class TestPause:
         assert isinstance(registry.register(message(port=8102), 60.2), Refreshed)
         assert len(registry.live(60.3)) == 2
 
+    def test_what_looks_first_after_a_pause_may_be_a_request(self) -> None:
+        registry = Registry(notices_pauses=True)
+        registry.register(message(), 0.0)
+        registry.expire(0.1)
+        assert len(registry.live(60.0)) == 1
+        assert registry.expire(60.1) == ()
+
     def test_after_a_pause_silence_counts_again(self) -> None:
         registry = Registry(notices_pauses=True)
         registry.register(message(), 0.0)
@@ -224,6 +231,19 @@ def test_without_a_mode_of_its_own_a_registry_takes_both() -> None:
     for port, mode in enumerate(TransferMode, 8101):
         assert isinstance(registry.register(message(port=port, mode=mode), 0.0), Registered)
     assert {i.transfer_mode for i in registry.live(0.0)} == set(TransferMode)
+
+
+@pytest.mark.parametrize("first", TransferMode)
+def test_the_first_instance_fixes_the_mode_where_that_was_chosen(first: TransferMode) -> None:
+    registry = Registry(first_fixes_mode=True)
+    other = next(mode for mode in TransferMode if mode is not first)
+    assert isinstance(registry.register(message(mode=first), 0.0), Registered)
+    refused = registry.register(message("D", 8201, mode=other), 0.1)
+    assert isinstance(refused, RegistrationRefused)
+    assert f"transfer_mode is {other} there and {first} here" in refused.reason
+    assert isinstance(registry.register(message("D", 8202, mode=first), 0.2), Registered)
+    registry.register(message(mode=first, bye=True), 0.3)
+    assert isinstance(registry.register(message("D", 8203, mode=other), 60.0), RegistrationRefused)
 
 
 def test_a_differing_model_is_refused_with_both_values() -> None:

@@ -70,6 +70,9 @@ class Wire:
     def write(self, data: bytes) -> None:
         self.written += data
 
+    def is_closing(self) -> bool:
+        return False
+
     def set_write_buffer_limits(self, high: int) -> None: ...
 
     def get_extra_info(self, name: str) -> None: ...
@@ -264,6 +267,8 @@ def test_a_scan_finds_what_a_parser_would(value: Any, max_depth: int, max_keys: 
         (b"GET /health\r\n\r\n", ""),
         (b"GET /health HTTP/0.9\r\nHost: localhost\r\n\r\n", ""),
         (b"GET /health HTTP/1.1\r\n\r\n", "no Host header"),
+        (b"GET /health HTTP/1.0\r\n\r\n", "no Host header"),
+        (b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}", "no Host header"),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", "two Host headers"),
         (b"GET /health HTTP/1.0\r\nHost: a\r\nhost: b\r\n\r\n", "two Host headers"),
     ],

@@ -109,7 +109,7 @@ async def test_a_request_may_come_byte_by_byte_and_in_chunks() -> None:
 async def test_old_clients_get_a_stream_that_ends_with_the_connection() -> None:
     body = b'{"prompt":"hello","stream":true}'
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router, raw(router) as (reader, writer):
-        writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         content = await reader.read()
     assert b"transfer-encoding" not in content.lower()
     assert content.partition(b"\r\n\r\n")[2].startswith(b'data: {"text":"one"}')

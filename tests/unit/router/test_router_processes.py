@@ -147,6 +147,23 @@ def strikes_against_decode(router: Group) -> list[int]:
     return [instance["strikes"] for live in told for instance in live if instance["type"] == "D"]
 
 
+def test_a_process_that_stood_still_finds_its_instances_alive() -> None:
+    """Requests wait for it as well as heartbeats, and whichever it reads first, no request is refused."""
+    body = json.dumps({"prompt": "x"}).encode()
+    with group("--expire-after-s", "1") as running, ThreadPoolExecutor(24) as pool:
+        worker = min(descendants(running.process.pid))
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            asked = [pool.submit(running.ask, path, body) for path in ("/v1/completions",) * 16]
+            asked += [pool.submit(running.ask, "/ready") for _ in range(8)]
+            wait_until(lambda: sum(each.done() for each in asked) >= 4, "the other process serves")
+            threading.Event().wait(2.5)  # longer than an instance may be silent
+            assert not all(each.done() for each in asked), "some wait for the process that stands still"
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert {each.result(30)[0] for each in asked} == {200}
+
+
 def test_what_one_process_holds_against_an_instance_all_do() -> None:
     """One request, so one process, finds decode gone; a replaced process is told too, and an answer clears it for all."""
     with group() as router:

@@ -63,7 +63,17 @@ def test_an_answer_is_read_token_by_token() -> None:
         "temperature": 0,
         "logprobs": 2,
         "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
     }
+
+
+def test_token_ids_beside_an_answer_are_those_that_count() -> None:
+    """SGLang writes the texts of tokens into the logprobs."""
+    document = _document()
+    document["choices"][0]["token_ids"] = [7, 8]
+    document["choices"][0]["logprobs"]["tokens"] = [" a", " b"]
+    reply, _ = _ask(200, json.dumps(document).encode())
+    assert reply.answer.tokens == (7, 8)
 
 
 def test_an_error_is_told_with_its_status_and_text() -> None:

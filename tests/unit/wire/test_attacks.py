@@ -1,152 +1,30 @@
 """Attacks on the ports that peers reach, each against a process of its own: it stays small, and serves key holders in turn.
 
-`KVBATON_ATTACK_FRAMES` is how many frames of each class are sent: 25,000 by default, so that a port gets 10^5 in all.
+`KVBATON_ATTACK_FRAMES` is how many frames of each class are sent: 25,000 by default, so that a port gets 10^5 in all. Tests
+that are marked `attacks` are run by `make test-attacks-full` with ten times as many.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import ExitStack
 
 import msgspec
 import pytest
+from attackers import ATTACKS
+from guarding import BEAT, KEY, ME, GuardedPort, guarded, holds_its_size, too_often
 
 from kvbaton.core.auth import Seal
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Heartbeat, decode, encode
-from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent, RouterEventKind
-from kvbaton.discovery.messages import Freshness, InstanceType, Registration, TransferMode, encode_registration
-from kvbaton.launch.ports import PortPicker
-from kvbaton.wire.zmtp import encode_frame
+from kvbaton.discovery.messages import Freshness, encode_registration
 from wire_peer import GREETING, READY, WirePeer, keyed_ready
 
-KEY = "the key of this cluster"
-SPARE_BYTES = 64 << 20
 FRAMES = int(os.environ.get("KVBATON_ATTACK_FRAMES", "25000"))
-BEAT = encode(Incarnation("peer"), "", Heartbeat(True, ()))
-ME = Registration(
-    type=InstanceType.DECODE,
-    http_address="127.0.0.1:8201",
-    zmq_address="host:127.0.0.1,handshake:6301,notify:6301",
-    transfer_mode=TransferMode.READ,
-    incarnation="good",
-)
-_SCRIPT = Path(__file__).with_name("guarded_port.py")
-_numbers = itertools.count(1)
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass
-class GuardedPort:
-    """A process that serves one port."""
-
-    kind: str
-    key: str
-    port: int
-    process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
-
-    @property
-    def secret(self) -> bytes | None:
-        return self.key.encode() or None
-
-    def rss(self) -> int:
-        """Bytes of memory that it has now."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE
-
-    def files(self) -> int:
-        """Descriptors that it has open now."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208
-
-    def open(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
-
-    def assert_serves(self, within_s: float = 10.0) -> None:
-        """A key holder that comes now is served."""
-        assert self.process.poll() is None, self.lines
-        if self.kind == "discovery":
-            self._assert_registers(within_s)
-            return
-        until = time.monotonic() + within_s
-        while True:
-            # A flood may take its place before its handshake is done: it connects again, as every dialler of ours does.
-            with contextlib.suppress(EOFError, ConnectionError), WirePeer.dial(self.port, self.secret) as peer:
-                peer.send(BEAT)
-                assert isinstance(decode(peer.receive()).message, Heartbeat)
-                return
-            assert time.monotonic() < until, "no key holder was served"
-
-    def _assert_registers(self, within_s: float) -> None:
-        events: list[RouterEvent] = []
-        began = time.monotonic()
-        # An instance of its own each time: without a key, any sender may have replaced the one before.
-        number = next(_numbers)
-        fresh = msgspec.structs.replace(ME, http_address=f"127.0.0.2:{number}", incarnation=f"fresh-{number}")
-        announcement = Announcement(fresh, (f"127.0.0.1:{self.port}",), 0.2, self.secret)
-        with Heartbeats(announcement, events.append, began) as beats:
-            while not any(each.kind is RouterEventKind.WELCOME for each in events):
-                beats.turn(time.monotonic())
-                time.sleep(0.01)
-                assert time.monotonic() < began + within_s, events
-
-
-@contextmanager
-def guarded(kind: str, key: str = KEY, files: int = 0) -> Iterator[GuardedPort]:
-    port = PortPicker().pick()
-    process = subprocess.Popen(
-        [sys.executable, str(_SCRIPT), kind, str(port), key, str(files)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    served = GuardedPort(kind, key, port, process)
-    reader = threading.Thread(target=lambda: served.lines.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        assert process.stdout.readline() == "ready\n", served.lines
-        served.assert_serves()
-        yield served
-    finally:
-        process.kill()
-        process.wait()
-        reader.join(10)
-        process.stdout.close()
-        process.stderr.close()
-
-
-@contextmanager
-def holds_its_size(served: GuardedPort) -> Iterator[None]:
-    """At its largest, a process has at most 64 MB more than before, and serves at the end."""
-    before, largest, stopping = served.rss(), [0], threading.Event()
-
-    def watch() -> None:
-        while not stopping.wait(0.02):
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                largest[0] = max(largest[0], served.rss())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-        served.assert_serves()
-    finally:
-        stopping.set()
-        watcher.join()
-    assert largest[0] - before < SPARE_BYTES, f"{(largest[0] - before) >> 20} MiB more"
-
 
 PORTS = [("control", KEY), ("control", ""), ("discovery", KEY), ("discovery", "")]
 each_port = pytest.mark.parametrize(("kind", "key"), PORTS, ids=lambda value: (value and value.partition(" ")[0]) or "no key")
@@ -273,72 +151,25 @@ def test_a_byte_now_and_then_buys_no_time(kind: str) -> None:
         served.assert_serves()
 
 
-def mutated(dice: random.Random, frame: bytes) -> bytes:
-    changed = bytearray(frame)
-    for _ in range(dice.randrange(1, 4)):
-        changed[dice.randrange(len(changed))] = dice.randrange(256)
-    return bytes(changed)
+ATTACKED = [*PORTS, ("tcp", KEY), ("http", KEY)]
 
 
-def in_batches(served: GuardedPort, head: bytes, make: Callable[[int], bytes]) -> None:
-    """Send frames, 500 per connection: most connections are ended by their first."""
-    for start in range(0, FRAMES, 500):
-        with contextlib.suppress(OSError), served.open() as sock:
-            sock.settimeout(2)
-            sock.sendall(head + b"".join(make(number) for number in range(start, start + 500)))
-
-
-@each_port
-def test_a_hundred_thousand_frames_of_every_class(kind: str, key: str) -> None:
-    dice = random.Random(15)
-    true = BEAT if kind == "control" else encode_registration(ME)
+@pytest.mark.attacks
+@pytest.mark.parametrize("frames", ATTACKS)
+@pytest.mark.parametrize(("kind", "key"), ATTACKED, ids=lambda value: (value and value.partition(" ")[0]) or "no key")
+def test_frames_of_every_class(kind: str, key: str, frames: str) -> None:
+    """It lives, serves key holders all the while, stays within 64 MB of its size, and logs a cause once a second at most."""
+    attack = ATTACKS[frames]
     with guarded(kind, key) as served, holds_its_size(served):
         began = time.monotonic()
-        in_batches(served, GREETING + READY, lambda _n: encode_frame(dice.randbytes(dice.randrange(60))))
-        served.assert_serves()
-        in_batches(served, b"", lambda _n: mutated(dice, GREETING + READY + encode_frame(true)))
-        served.assert_serves()
-        as_key_holder(served, dice)
-        served.assert_serves()
-        replays(served)
+        attacker = threading.Thread(target=attack, args=(served, random.Random(15), FRAMES))
+        attacker.start()
+        while attacker.is_alive():
+            served.assert_serves(30.0)
+            attacker.join(0.2)
         took_s = time.monotonic() - began
-    skipped = [line for line in served.lines if "dropped" in line or "skipped" in line]
-    assert len(skipped) <= 12 * (took_s + 2), f"{len(skipped)} lines in {took_s:.0f} s"
-
-
-def as_key_holder(served: GuardedPort, dice: random.Random) -> None:
-    """Frames that open and are no messages, or messages with changed bytes."""
-    if served.kind == "discovery":
-        seal = Seal(served.secret)
-        frame = encode_registration(ME, seal, Freshness.stamp(bytes(16), 1))
-        in_batches(served, GREETING + READY, lambda _n: encode_frame(mutated(dice, frame)))
-        return
-    with WirePeer.dial(served.port, served.secret) as peer:
-        peer.send(BEAT)
-        peer.receive()
-        drain = threading.Thread(target=peer.is_ended, args=(3.0,))
-        drain.start()
-        for number in range(FRAMES):
-            peer.send(mutated(dice, BEAT) if number % 2 else dice.randbytes(dice.randrange(80)))
-        drain.join(60)
-        assert not drain.is_alive()
-
-
-def replays(served: GuardedPort) -> None:
-    """All that a true peer has sent, on new connections."""
-    if served.kind == "discovery":
-        frame = encode_frame(encode_registration(ME, Seal(served.secret), Freshness.stamp(bytes(16), 1)))
-        in_batches(served, GREETING + READY, lambda _n: frame)
-        return
-    with WirePeer.dial(served.port, served.secret) as peer:
-        for _ in range(500):
-            peer.send(BEAT)
-        peer.receive()
-        recorded = peer.sent
-    for _ in range(0, FRAMES, 500):
-        with contextlib.suppress(OSError), served.open() as sock:
-            sock.settimeout(2)
-            sock.sendall(recorded)
+    assert too_often(served, took_s) == {}, f"in {took_s:.0f} s"
+    assert not any("Traceback" in line for line in served.lines)
 
 
 # What a recorded frame is worth.

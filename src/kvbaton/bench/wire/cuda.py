@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
+from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.pages import POISON
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
@@ -37,7 +37,7 @@ from kvbaton.transport.cuda.driver import CudaDriver
 from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
 from kvbaton.transport.source_process import SourceProcess
 
-__all__ = ["PLANES", "TOKEN_BYTES", "CudaWireBench", "main", "measure_cuda", "patterns", "run_cuda_wire_bench"]
+__all__ = ["PLANES", "TOKEN_BYTES", "main", "measure_cuda", "patterns"]
 
 Progress = Callable[[str], None]
 
@@ -50,7 +50,6 @@ TOKEN_BYTES = 2048
 _PEER = PeerRank(Incarnation("source"))
 _START_S = 120.0
 _BATCH_S = 30.0
-_START_S = 120.0
 _WARM_UP = 3
 _CURTAIN_BYTES = 1 << 30
 _FULL = "full-tensor copy"
@@ -147,21 +146,6 @@ def _words(torch: Any, places: Any) -> Any:
     """What belongs to these places; the highest bit is never set, so that no word looks like poison."""
     mixed = (places * 2654435761) ^ (places >> 7)
     return (mixed & 0x7FFFFFFF).to(torch.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class CudaWireBench:
-    """What to measure: batches of the cache of `tokens` tokens."""
-
-    tokens: int = 4096
-    rounds: int = 20
-
-    def __post_init__(self) -> None:
-        check_at_least_one(self, "rounds")
-
-    def described(self) -> dict[str, Setting]:
-        """The settings, for the report."""
-        return {"transport": "cuda", "tokens": self.tokens, "rounds": self.rounds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +246,15 @@ class _Stand:
 
 
 def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
-    """What `kvbaton bench wire` does for transport cuda; returns the report and the settings that it was made with."""
-    bench = CudaWireBench(tokens, rounds)
-    return run_cuda_wire_bench(bench, progress), bench.described()
+    """What `kvbaton bench wire` does for transport cuda, on GPU 0; returns the report and the settings that it was made with.
 
-
-def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport:
-    """Measure on GPU 0. Raises ConfigError without `kvbaton[cuda]` or a GPU, LocalError when a byte is wrong."""
+    Raises ConfigError without `kvbaton[cuda]` or a GPU, LocalError when a byte is wrong.
+    """
+    if rounds < 1:
+        raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
     torch = _torch()
-    batches = patterns(bench.tokens)
-    report = BenchReport([], _hardware(torch), [{} for _ in range(bench.rounds)])
+    batches = patterns(tokens)
+    report = BenchReport([], _hardware(torch), [{} for _ in range(rounds)])
     with ExitStack() as undo:
         arguments = str(max(pattern.source_bytes for pattern in batches)), _PEER.incarnation
         command = (sys.executable, "-m", "kvbaton.bench.wire.cuda", *arguments)
@@ -281,14 +264,14 @@ def run_cuda_wire_bench(bench: CudaWireBench, progress: Progress) -> BenchReport
         stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
         for pattern in batches:
             progress(f"{pattern.name}: {len(pattern.runs):,} runs, {pattern.wire_bytes / 1e6:,.0f} MB")
-            _measure(torch, stand, pattern, bench, report)
-    _add_full(report, bench)
-    return report
+            _measure(torch, stand, pattern, rounds, report)
+    _add_full(report, tokens)
+    return report, {"transport": "cuda", "tokens": tokens, "rounds": rounds}
 
 
-def _measure(torch: Any, stand: _Stand, pattern: Pattern, bench: CudaWireBench, report: BenchReport) -> None:
+def _measure(torch: Any, stand: _Stand, pattern: Pattern, rounds: int, report: BenchReport) -> None:
     expected = _expected_target(torch, pattern, stand.target.device)
-    taken = [stand.measure(pattern, expected) for _ in range(_WARM_UP + bench.rounds)][_WARM_UP:]
+    taken = [stand.measure(pattern, expected) for _ in range(_WARM_UP + rounds)][_WARM_UP:]
     stand.copy_all_but_one(pattern)
     if stand.is_right(pattern, expected):
         report.problems.append(f"{pattern.name}: a run that was left out was not noticed, so the check is worth nothing")
@@ -308,9 +291,9 @@ def _measure(torch: Any, stand: _Stand, pattern: Pattern, bench: CudaWireBench, 
     report.rows.append(BenchRow(f"{pattern.name}: post to completion", rate / whole, "GB/s", _FULL, full / whole, through))
 
 
-def _add_full(report: BenchReport, bench: CudaWireBench) -> None:
+def _add_full(report: BenchReport, tokens: int) -> None:
     seconds = statistics.median(one for kept in report.rounds for one in kept[_FULL])
-    wire_bytes = bench.tokens * TOKEN_BYTES * PLANES
+    wire_bytes = tokens * TOKEN_BYTES * PLANES
     settings: dict[str, Setting] = {"seconds": seconds, "wire_bytes": wire_bytes}
     report.rows.insert(0, BenchRow(_FULL, wire_bytes / 1e9 / seconds, "GB/s", _FULL, 1.0, settings))
 

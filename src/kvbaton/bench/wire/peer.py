@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from kvbaton.bench.wire.pages import Bytes, content
-from kvbaton.bench.wire.subjects import our_subjects
+from kvbaton.bench.wire.subjects import open_mori_engine, our_subjects
+from kvbaton.compat.mori.io import MemoryLocationType
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import open_entry
@@ -40,6 +41,7 @@ def main() -> None:
         "raw nixl": _serve_nixl,
         "raw nixl, its thread": _serve_nixl,
         "raw mooncake": _serve_mooncake,
+        "mori": _serve_mori,
     }
     try:
         memory = np.frombuffer(mmap.mmap(written[0], region_bytes), np.uint8) if written else content(seed, region_bytes)
@@ -107,6 +109,16 @@ def _serve_mooncake(_kind: str, memory: Bytes) -> _Served:
         return None
 
     return {"engine": f"127.0.0.1:{engine.get_rpc_port()}", "address": memory.ctypes.data}, stop
+
+
+def _serve_mori(_kind: str, memory: Bytes) -> _Served:
+    engine = open_mori_engine("peer")
+    desc = engine.register_memory(memory.ctypes.data, memory.nbytes, -1, MemoryLocationType.CPU)
+
+    def stop(_kept_alive: object = engine) -> None:
+        return None
+
+    return {"engine": engine.get_engine_desc().pack().hex(), "memory": desc.pack().hex()}, stop
 
 
 if __name__ == "__main__":

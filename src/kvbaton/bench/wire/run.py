@@ -36,6 +36,7 @@ __all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 Progress = Callable[[str], None]
 
 _MOST_PEERS = 64
+_RAW_NIXL = "raw nixl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,17 @@ def subjects_of(transport: str) -> tuple[str, ...]:
     return (*chosen, *dict.fromkeys(filter(None, map(beside_of, chosen))))
 
 
-def measure_wire(transport: str, bench: WireBench, tokens: int, progress: Progress) -> tuple[BenchReport, dict[str, Setting]]:
+def measure_wire(
+    transport: str, bench: WireBench, tokens: int, progress: Progress, subject: str = ""
+) -> tuple[BenchReport, dict[str, Setting]]:
     """Measure one transport beside its peers, `auto` being all, as the table of transports has it. Raises ConfigError.
 
-    `tokens` is for transports that are not measured by size of blocks. Returns the report and the settings it was made with.
+    `subject` is measured instead of a transport, where it is given. `tokens` is for transports that are not measured by size of
+    blocks. Returns the report and the settings it was made with.
     """
+    if subject:
+        chosen = replace(bench, subjects=tuple(dict.fromkeys(filter(None, (subject, _beside_known(subject), _RAW_NIXL)))))
+        return run_wire_bench(chosen, progress), chosen.described()
     entry = transport_entry(transport)
     if entry.bench and bench.direction not in entry.promises:
         raise ConfigError(
@@ -107,6 +114,10 @@ def measure_wire(transport: str, bench: WireBench, tokens: int, progress: Progre
         return report, described
     bench = replace(bench, subjects=subjects_of(transport))
     return run_wire_bench(bench, progress), bench.described()
+
+
+def _beside_known(subject: str) -> str:
+    return beside_of(subject) if subject in all_subjects() else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,17 @@ import msgspec
 import numpy as np
 
 from kvbaton.bench.wire.pages import Bytes, content
+from kvbaton.compat.mori.io import (
+    BackendType,
+    EngineDesc,
+    IOEngine,
+    IOEngineConfig,
+    IOEngineSession,
+    MemoryDesc,
+    MemoryLocationType,
+    RdmaBackendConfig,
+    StatusCode,
+)
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, PeerLost
@@ -38,6 +49,7 @@ __all__ = [
     "all_subjects",
     "beside_of",
     "can_write",
+    "open_mori_engine",
     "open_subject",
     "our_subjects",
 ]
@@ -265,6 +277,50 @@ class _RawMooncake:
         del self._engine
 
 
+class _MoriIo:
+    """The drop-in for MoRI as its users call it: a session, and lists of numbers per batch."""
+
+    def __init__(self, _name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
+        self.memory = np.zeros(region_bytes, np.uint8)
+        self._reads = direction is Direction.READ
+        self._engine = open_mori_engine("bench")
+        own = self._engine.register_memory(self.memory.ctypes.data, region_bytes, -1, MemoryLocationType.CPU)
+        self._sessions: list[IOEngineSession] = []
+        for peer in peers:
+            described = msgspec.json.decode(peer.description(), type=dict[str, str])
+            self._engine.register_remote_engine(EngineDesc.unpack(bytes.fromhex(described["engine"])))
+            session = self._engine.create_session(own, MemoryDesc.unpack(bytes.fromhex(described["memory"])))
+            if session is None:
+                raise ConfigError("mori: no session with the peer")
+            self._sessions.append(session)
+
+    def move(self, batches: list[Runs]) -> float:
+        started = time.perf_counter()
+        statuses = []
+        for session, runs in zip(self._sessions, batches, strict=True):
+            sources, targets, sizes = runs.T.tolist()
+            uid = session.allocate_transfer_uid()
+            if self._reads:
+                statuses.append(session.batch_read(targets, sources, sizes, uid))
+            else:
+                statuses.append(session.batch_write(sources, targets, sizes, uid))
+        posted = time.perf_counter() - started
+        if (code := self._engine.wait_all(statuses, round(_TIMEOUT_S * 1000))) is not StatusCode.SUCCESS:
+            raise ConfigError(f"mori: {code}: {'; '.join(status.Message() for status in statuses)}")
+        return posted
+
+    def close(self) -> None:
+        self._sessions.clear()
+        del self._engine
+
+
+def open_mori_engine(key: str) -> IOEngine:
+    """An engine of the drop-in on loopback, without notices, as the connectors of vLLM and SGLang have it."""
+    engine = IOEngine(f"{key}-{os.getpid()}", IOEngineConfig("127.0.0.1", 0))
+    engine.create_backend(BackendType.RDMA, RdmaBackendConfig(enable_notification=False))
+    return engine
+
+
 OpenRaw = Callable[[str, int, list[PeerProcess], Direction], WireSubject]
 
 
@@ -272,12 +328,14 @@ OpenRaw = Callable[[str, int, list[PeerProcess], Direction], WireSubject]
 class RawPeer:
     """What a user would pick instead of a transport of ours; `opener` opens this side of it.
 
+    beside:    the subject that it is compared with, if it is ours under another interface
     spins:     keeps a core of each end busy, whatever else is measured, and is therefore measured by itself
     is_stream: moves bytes in order, not blocks to their places
     """
 
     opener: OpenRaw
     can_write: bool = False
+    beside: str = ""
     spins: bool = False
     is_stream: bool = False
 
@@ -288,6 +346,7 @@ RAW: dict[str, RawPeer] = {
     "raw nixl": RawPeer(_RawNixl, can_write=True),
     "raw nixl, its thread": RawPeer(_RawNixl, can_write=True, spins=True),
     "raw mooncake": RawPeer(_RawMooncake, can_write=True),
+    "mori": RawPeer(_MoriIo, can_write=True, beside="local, process_vm_readv"),
 }
 """The peers of the benchmark, by name."""
 
@@ -304,7 +363,7 @@ def all_subjects() -> tuple[str, ...]:
 
 def beside_of(name: str) -> str:
     """What a subject of ours is compared with; empty for the peers themselves."""
-    return our_subjects()[name][1].beside if name not in RAW else ""
+    return RAW[name].beside if name in RAW else our_subjects()[name][1].beside
 
 
 def can_write(name: str) -> bool:

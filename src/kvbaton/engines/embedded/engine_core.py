@@ -8,10 +8,10 @@ No key is used again, and no block freed, before that.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -50,31 +50,25 @@ _logger = logging.getLogger(__name__)
 _NOT_STARTED = "the hand-off could not be started; see the log"
 
 
+@dataclass(eq=False, repr=False)
 class EngineCore:
     """Everything an engine does, on the caller's thread."""
 
-    def __init__(
-        self,
-        loaded: EngineModel,
-        cache: EngineCache,
-        port: HandoffPort | None,
-        settings: EngineSettings,
-        clock: Callable[[], float],
-        observe: Observer = no_observer,
-    ) -> None:
-        self._observe = observe
-        self._loaded = loaded
-        self._cache = cache
-        self._port = port
-        self._settings = settings
-        self._clock = clock
-        pool = BlockPool(cache.blocks, cache.block_tokens)
-        self._limit = min(loaded.config.context_tokens, pool.capacity_tokens)
-        self._pushes = settings.handoff.mode is Mode.PUSH
+    _loaded: EngineModel
+    _cache: EngineCache
+    _port: HandoffPort | None
+    _settings: EngineSettings
+    _clock: Callable[[], float]
+    _observe: Observer = no_observer
+
+    def __post_init__(self) -> None:
+        pool = BlockPool(self._cache.blocks, self._cache.block_tokens)
+        self._limit = min(self._loaded.config.context_tokens, pool.capacity_tokens)
+        self._pushes = self._settings.handoff.mode is Mode.PUSH
         self._scheduler = Scheduler(
             pool,
-            max_sequences=settings.max_sequences,
-            step_tokens=settings.step_tokens,
+            max_sequences=self._settings.max_sequences,
+            step_tokens=self._settings.step_tokens,
             reserved_blocks=pool.blocks_for(self._limit) if self._pushes else None,
         )
         self._counters = Counters()
@@ -267,7 +261,7 @@ class EngineCore:
     def _choose(self, sequence: Sequence, row: npt.NDArray[np.float32]) -> None:
         sampling = sequence.request.sampling
         if sequence.is_source and sampling.logprobs is None:
-            sampling = dataclasses.replace(sampling, logprobs=0)
+            sampling = replace(sampling, logprobs=0)
         try:
             sampled = sample(row, sampling, sequence.output_tokens, sequence.seed)
         except Exception as error:

@@ -6,9 +6,9 @@ llama architecture already store them so; Hugging Face stores the halves of a he
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,64 +54,52 @@ _HUGGING_FACE_NAMES = {
 _HARMLESS_ENDING = ".rotary_emb.inv_freq"
 
 
-class ModelSource(Protocol):
-    """The unprepared weights of one model."""
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The unprepared weights of one model. `read` and `tokenizer_files` raise ModelError, as `tensor` does.
 
-    @property
-    def config(self) -> ModelConfig:
-        """The model's dimensions."""
+    With `halves_apart`, query and key rows have to be brought into the order above.
+    """
 
-    def tokenizer_files(self) -> TokenizerFiles:
-        """What the model's files contain about its tokenizer. Raises ModelError."""
+    path: Path
+    config: ModelConfig
+    names: Mapping[str, str]
+    read: Callable[[str], Array]
+    tokenizer_files: Callable[[], TokenizerFiles]
+    halves_apart: bool = False
 
     def tensor(self, role: str, layer: int | None = None) -> Array:
-        """The tensor that plays `role`, in the shape the config requires. Raises ModelError."""
+        """The tensor that plays `role`, in the shape the config requires."""
+        name = self.names[role].format(layer)
+        tensor = _shaped(self.path, name, self.read(name), _expected_shape(self.config, role))
+        if self.halves_apart and role in ("query", "key"):
+            halves = tensor.reshape(-1, 2, self.config.head_size // 2, self.config.hidden_size)
+            return halves.swapaxes(1, 2).reshape(tensor.shape)
+        return tensor
 
 
 def open_source(path: Path) -> ModelSource:
     """Open a GGUF file or a Hugging Face directory and check its description; tensors are read later."""
-    return _GgufSource(path) if path.is_file() else _HuggingFaceSource(path)
+    return _open_gguf(path) if path.is_file() else _open_hugging_face(path)
 
 
-class _GgufSource:
-    def __init__(self, path: Path) -> None:
-        self._file = GgufFile(path)
-        names = self._file.tensors
-        embedding = names.get(_GGUF_NAMES["embedding"])
-        if embedding is None:
-            raise ModelError(f"{path}: tensor {_GGUF_NAMES['embedding']} is missing; use a complete file")
-        self.config = config_from_gguf(
-            self._file.metadata,
-            vocab_size=embedding.shape[0],
-            tied_head=_GGUF_NAMES["head"] not in names,
-            where=str(path),
-        )
-        _refuse_unknown(path, names, _GGUF_NAMES, self.config.layers)
-
-    def tokenizer_files(self) -> TokenizerFiles:
-        return tokenizer_from_gguf(self._file.metadata, str(self._file.path))
-
-    def tensor(self, role: str, layer: int | None = None) -> Array:
-        name = _GGUF_NAMES[role].format(layer)
-        return _shaped(self._file.path, name, self._file.tensor(name), _expected_shape(self.config, role))
+def _open_gguf(path: Path) -> ModelSource:
+    file = GgufFile(path)
+    embedding = file.tensors.get(_GGUF_NAMES["embedding"])
+    if embedding is None:
+        raise ModelError(f"{path}: tensor {_GGUF_NAMES['embedding']} is missing; use a complete file")
+    tied_head = _GGUF_NAMES["head"] not in file.tensors
+    config = config_from_gguf(file.metadata, vocab_size=embedding.shape[0], tied_head=tied_head, where=str(path))
+    _refuse_unknown(path, file.tensors, _GGUF_NAMES, config.layers)
+    return ModelSource(path, config, _GGUF_NAMES, file.tensor, lambda: tokenizer_from_gguf(file.metadata, str(path)))
 
 
-class _HuggingFaceSource:
-    def __init__(self, path: Path) -> None:
-        self._directory = SafetensorsDir(path)
-        self.config = config_from_hugging_face(self._directory.config, str(path / "config.json"))
-        _refuse_unknown(path, self._directory.tensor_names, _HUGGING_FACE_NAMES, self.config.layers)
-
-    def tokenizer_files(self) -> TokenizerFiles:
-        return self._directory.tokenizer_files()
-
-    def tensor(self, role: str, layer: int | None = None) -> Array:
-        name = _HUGGING_FACE_NAMES[role].format(layer)
-        tensor = _shaped(self._directory.path, name, self._directory.tensor(name), _expected_shape(self.config, role))
-        if role in ("query", "key"):
-            halves = tensor.reshape(-1, 2, self.config.head_size // 2, self.config.hidden_size)
-            return halves.swapaxes(1, 2).reshape(tensor.shape)
-        return tensor
+def _open_hugging_face(path: Path) -> ModelSource:
+    directory = SafetensorsDir(path)
+    config = config_from_hugging_face(directory.config, str(path / "config.json"))
+    _refuse_unknown(path, directory.tensor_names, _HUGGING_FACE_NAMES, config.layers)
+    names, files = _HUGGING_FACE_NAMES, directory.tokenizer_files
+    return ModelSource(path, config, names, directory.tensor, files, halves_apart=True)
 
 
 def _expected_shape(config: ModelConfig, role: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import orjson
@@ -117,32 +117,24 @@ async def start_server(app: web.Application, host: str, port: int, *, shutdown_t
     return runner
 
 
+@dataclass(eq=False, repr=False)
 class _Handlers:
-    def __init__(
-        self,
-        engine: EngineClient,
-        served_model: str,
-        role: Role,
-        handoff: HandoffInfo | None,
-        progress_timeout_s: float,
-        registry: CollectorRegistry,
-        handoffs: HandoffRoutes,
-        access: HandoffAccess,
-        settings: HttpSettings,
-    ) -> None:
-        self._engine = engine
-        self._served_model = served_model
-        self._role = role
-        self._handoff = handoff
-        self._progress_timeout_s = progress_timeout_s
-        self._body_timeout_s = min(progress_timeout_s, _BODY_S)
-        self._tokenizer = engine.loaded.tokenizer
-        self._limits = request_limits(engine.loaded, served_model, settings)
-        self._registry = registry
-        self._handoffs = handoffs
-        self._access = access
-        self._show_details = settings.show_details is not False
-        self.max_body_bytes = settings.max_body_bytes or 2 * self._limits.request_bytes + _SMALLEST_BODY_LIMIT
+    _engine: EngineClient
+    _served_model: str
+    _role: Role
+    _handoff: HandoffInfo | None
+    _progress_timeout_s: float
+    _registry: CollectorRegistry
+    _handoffs: HandoffRoutes
+    _access: HandoffAccess
+    _settings: HttpSettings
+
+    def __post_init__(self) -> None:
+        self._body_timeout_s = min(self._progress_timeout_s, _BODY_S)
+        self._tokenizer = self._engine.loaded.tokenizer
+        self._limits = request_limits(self._engine.loaded, self._served_model, self._settings)
+        self._show_details = self._settings.show_details is not False
+        self.max_body_bytes = self._settings.max_body_bytes or 2 * self._limits.request_bytes + _SMALLEST_BODY_LIMIT
         self._body_bytes = 0
         self._large_bodies = asyncio.Semaphore(_LARGE_BODIES_AT_ONCE)
         self._created = int(time.time())

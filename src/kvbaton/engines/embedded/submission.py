@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.core.handoff import RequestId
@@ -37,26 +38,21 @@ class EngineClient(Protocol):
         """A request was refused before it ran: notify its source, if it has one."""
 
 
+@dataclass(eq=False, repr=False)
 class Submission:
     """Owns its requests in the engine: entering submits all or none, leaving cancels those that have not finished.
 
     Sources of requests that could not be submitted are notified at once, so that they release their blocks.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        requests: tuple[GenerationRequest, ...],
-        *,
-        progress_timeout_s: float,
-        show_details: bool = True,
-    ) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._progress_timeout_s = progress_timeout_s
-        self._show_details = show_details
+    _engine: EngineClient
+    _requests: tuple[GenerationRequest, ...]
+    progress_timeout_s: float
+    show_details: bool = True
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        most_outputs = sum(request.sampling.max_tokens + 1 for request in requests)
+        most_outputs = sum(request.sampling.max_tokens + 1 for request in self._requests)
         self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue(most_outputs)
         self._running: set[int] = set()
         self._finished: set[int] = set()
@@ -84,10 +80,10 @@ class Submission:
     async def next(self) -> tuple[int, TokenOutput]:
         """The next output and the index of its choice; raises HttpError when a choice failed or nothing moves any more."""
         try:
-            async with asyncio.timeout(self._progress_timeout_s):
+            async with asyncio.timeout(self.progress_timeout_s):
                 index, output = await self._outputs.get()
         except TimeoutError as error:
-            message = f"the engine has produced nothing for {self._progress_timeout_s:g} s; the request was cancelled"
+            message = f"the engine has produced nothing for {self.progress_timeout_s:g} s; the request was cancelled"
             raise HttpError(504, "timeout", message) from error
         self._raise_if_failed(index, output)
         return index, output
@@ -101,7 +97,7 @@ class Submission:
             handoff = self._requests[index].handoff
             if isinstance(handoff, FromSource):
                 message = f"hand-off {handoff.key} from {handoff.source} failed: {output.error or 'no reason given'}"
-                if not self._show_details:
+                if not self.show_details:
                     # The reason names addresses and incarnations of peers.
                     _logger.warning("%s", message)
                     message = "the hand-off failed; the log of the decode instance has the reason"

@@ -9,6 +9,7 @@ could not be applied, so everything that depends on one raises an error by name 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ _CLASSES = {
     "bootstrap_server": "KVBatonBootstrapServer",
 }
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+_NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 
 
@@ -84,6 +86,8 @@ def register_backend() -> None:
     HookRegistry.register(f"{_DECODE}._create_receiver_and_enqueue", _keep_request, HookType.BEFORE)
     if is_cpu():
         define_rank_operators()
+        if importlib.util.find_spec("nixl") is not None:
+            HookRegistry.register(f"{_NIXL}.__init__", _keep_in_main_memory, HookType.BEFORE)
 
 
 def _add_member(backends: Any) -> Any:
@@ -98,6 +102,12 @@ def _add_member(backends: Any) -> Any:
     if backends(BACKEND) is not member:
         raise ConfigError("SGLang's TransferBackend takes no further member; this release of SGLang has another structure")
     return member
+
+
+def _keep_in_main_memory(_: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's NIXL backend registers every cache as memory of a GPU, which UCX refuses for one of a CPU."""
+    del args, kwargs
+    arguments.kv_data_mem_kinds = ["DRAM"] * len(arguments.kv_data_ptrs)
 
 
 def _keep_prefill_queue(_: Any, **arguments: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.discovery.registry import Instance
@@ -43,51 +44,38 @@ class Caller:
         """The call failed."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """One request to an instance. Its deadline is for the whole call, or for each piece of a stream."""
 
-    __slots__ = (
-        "_collected_bytes", "_connection", "_pieces", "address", "caller", "content_type", "deadline", "has_received", "idle_s",
-        "instance", "is_over", "is_paused", "is_stream", "max_bytes", "may_stream", "over", "payload", "was_cut", "was_kept",
-        "was_sent",
-    )  # fmt: skip
+    caller: Caller
+    instance: Instance
+    payload: bytes
+    deadline: float
+    idle_s: float | None = None
+    may_stream: bool = False
+    max_bytes: int = 1 << 20
+    address: str = ""
+    """Where it goes to; without one, to the address of the instance."""
+    content_type: str = "application/octet-stream"
+    is_stream: bool = False
+    is_over: bool = False
+    is_paused: bool = False
+    has_received: bool = False
+    was_sent: bool = False
+    """Whether there was a connection to send it over."""
+    was_cut: bool = False
+    """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
+    was_kept: bool = False
+    """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
+    over: Callable[[Call], object] | None = None
+    """Called once, when the call is over, however it ended."""
+    _connection: CallConnection | None = None
+    _pieces: list[bytes] | None = None
+    _collected_bytes: int = 0
 
-    def __init__(
-        self,
-        caller: Caller,
-        instance: Instance,
-        payload: bytes,
-        *,
-        deadline: float,
-        idle_s: float | None = None,
-        may_stream: bool = False,
-        max_bytes: int = 1 << 20,
-        address: str | None = None,
-    ) -> None:
-        self.caller = caller
-        self.instance = instance
-        self.address = address or instance.registration.http_address
-        self.payload = payload
-        self.deadline = deadline
-        self.idle_s = idle_s
-        self.may_stream = may_stream
-        self.max_bytes = max_bytes
-        self.content_type = "application/octet-stream"
-        self.is_stream = False
-        self.is_over = False
-        self.is_paused = False
-        self.has_received = False
-        self.was_sent = False
-        """Whether there was a connection to send it over."""
-        self.was_cut = False
-        """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
-        self.was_kept = False
-        """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
-        self.over: Callable[[Call], object] | None = None
-        """Called once, when the call is over, however it ended."""
-        self._connection: CallConnection | None = None
-        self._pieces: list[bytes] | None = None
-        self._collected_bytes = 0
+    def __post_init__(self) -> None:
+        self.address = self.address or self.instance.registration.http_address
 
     @property
     def name(self) -> str:

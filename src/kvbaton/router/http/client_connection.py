@@ -16,6 +16,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import httptools
@@ -80,66 +81,42 @@ class ConnectionServer(Protocol):
         """An answer was sent."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ClientConnection(asyncio.Protocol):
     """A connection of `server`, which hands its requests out; the owner of the current request is notified about its client."""
 
-    __slots__ = (
-        "_ahead",
-        "_ahead_bytes",
-        "_body",
-        "_chunks",
-        "_closing",
-        "_counted_bytes",
-        "_free_bytes",
-        "_head_bytes",
-        "_headers",
-        "_held_bytes",
-        "_in_head",
-        "_is_http_1_0",
-        "_is_receiving",
-        "_max_head_bytes",
-        "_owner",
-        "_parser",
-        "_path",
-        "_quiet_bytes",
-        "_refusal",
-        "_request",
-        "_server",
-        "_transport",
-        "_url",
-        "deadline",
-        "peer",
-        "stalled_since",
-    )
+    _server: ConnectionServer
+    _max_head_bytes: int = field(init=False)
+    _free_bytes: int = field(init=False)
+    _parser: httptools.HttpRequestParser = field(init=False)
+    _transport: asyncio.Transport | None = None
+    _ahead: deque[HttpRequest] = field(default_factory=deque)
+    _request: HttpRequest | None = None
+    _owner: RequestOwner | None = None
+    _refusal: Response | None = None
+    _closing: bool = False
+    _in_head: bool = False
+    _is_receiving: bool = False
+    _head_bytes: int = 0
+    _quiet_bytes: int = 0
+    _counted_bytes: int = 0
+    _ahead_bytes: int = 0
+    _held_bytes: int = 0
+    _chunks: int = 0
+    _url: bytes = b""
+    _path: str = ""
+    _is_http_1_0: bool = False
+    _headers: dict[bytes, bytes] = field(default_factory=dict)
+    _body: bytes | bytearray = b""
+    peer: bytes = b""
+    """The address that the client connects from."""
+    deadline: float | None = None
+    stalled_since: float | None = None
 
-    def __init__(self, server: ConnectionServer) -> None:
-        self._server = server
-        self._max_head_bytes = server.settings.max_head_bytes
-        self._free_bytes = min(_SMALL_BYTES, server.settings.max_body_bytes)
+    def __post_init__(self) -> None:
+        self._max_head_bytes = self._server.settings.max_head_bytes
+        self._free_bytes = min(_SMALL_BYTES, self._server.settings.max_body_bytes)
         self._parser = httptools.HttpRequestParser(self)
-        self._transport: asyncio.Transport | None = None
-        self._ahead: deque[HttpRequest] = deque()
-        self._request: HttpRequest | None = None
-        self._owner: RequestOwner | None = None
-        self._refusal: Response | None = None
-        self._closing = False
-        self._in_head = False
-        self._is_receiving = False
-        self._head_bytes = 0
-        self._quiet_bytes = 0
-        self._counted_bytes = 0
-        self._ahead_bytes = 0
-        self._held_bytes = 0
-        self._chunks = 0
-        self._url = b""
-        self._path = ""
-        self._is_http_1_0 = False
-        self._headers: dict[bytes, bytes] = {}
-        self._body: bytes | bytearray = b""
-        self.peer = b""
-        """The address that the client connects from."""
-        self.deadline: float | None = None
-        self.stalled_since: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection in, unless there are too many."""
@@ -235,7 +212,8 @@ class ClientConnection(asyncio.Protocol):
         self._path = self._url.partition(b"?")[0].decode("latin-1")
         if version not in _VERSIONS:
             self._refuse(400, f"HTTP/{version} is not supported; use HTTP/1.1")
-        elif b"host" not in headers and not self._is_http_1_0:
+        elif b"host" not in headers:
+            # HTTP/1.0 does not require it, but what names no host cannot be checked against those that are allowed.
             self._refuse(400, "the request has no Host header")
         refusal = self._server.check_head(self._path, headers)
         if refusal is not None:
@@ -250,8 +228,8 @@ class ClientConnection(asyncio.Protocol):
         if self._request is None and self._refusal is None:
             self.deadline = self._server.clock() + settings.client_timeout_s
             waits = b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and not self._is_http_1_0
-            if waits and self._transport is not None:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if waits:
+                self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body."""
@@ -302,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
             return
         head = b"%bContent-Length: %d\r\n" % (_type_line(content_type), len(body))
         pieces = (status_line(status), head, lines, self._persistence(), b"\r\n", body)
-        self._transport.write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
+        self._write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
         self._finish(status)
 
     def begin_stream(self, content_type: str, lines: bytes, first: bytes) -> None:
@@ -311,23 +289,29 @@ class ClientConnection(asyncio.Protocol):
             return
         kind = _type_line(content_type)
         if self._request.is_http_1_0:
-            self._transport.write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
+            self._write(b"".join((status_line(200), kind, lines, b"Connection: close\r\n\r\n", first)))
             return
         chunk = b"%x\r\n%b\r\n" % (len(first), first) if first else b""
-        self._transport.write(b"".join((status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n", chunk)))
+        self._write(b"".join((status_line(200), kind, lines, _CHUNKED, self._persistence(), b"\r\n", chunk)))
 
     def stream(self, piece: bytes) -> None:
         """Send more of a begun answer."""
         if self._transport is not None and self._request is not None and piece:
-            self._transport.write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def end_stream(self, *, is_whole: bool = True) -> None:
         """End a begun answer; one that is not whole also ends the connection."""
         if self._transport is None or self._request is None:
             return
         if not self._request.is_http_1_0:
-            self._transport.write(b"0\r\n\r\n")
+            self._write(b"0\r\n\r\n")
         self._finish(200, keep=is_whole and not self._request.is_http_1_0)
+
+    def _write(self, data: bytes) -> None:
+        # A write that fails closes the transport, and `connection_lost` comes in a later turn of the loop. Answers of requests
+        # that were sent ahead may still be written in this one, and asyncio logs a line for each.
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -431,7 +415,7 @@ class ClientConnection(asyncio.Protocol):
         self._server.count(self._path, refusal.status)
         head = f"Content-Type: application/json\r\nContent-Length: {len(refusal.body)}\r\nConnection: close\r\n"
         lines = head_lines(refusal.headers)
-        self._transport.write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
+        self._write(b"".join((status_line(refusal.status), head.encode(), lines, b"\r\n", refusal.body)))
         self.deadline = self._server.clock() + _LINGER_S
 
 

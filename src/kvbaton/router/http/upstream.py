@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httptools
@@ -30,45 +31,29 @@ _MAX_HEAD_BYTES = 64 * 1024
 _EVENT_STREAM = b"text/event-stream"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class InstanceConnection(asyncio.Protocol):
     """One kept connection to an instance; it serves one call at a time."""
 
-    __slots__ = (
-        "_call",
-        "_can_be_kept",
-        "_head_bytes",
-        "_headers",
-        "_in_head",
-        "_is_complete",
-        "_parser",
-        "_pieces",
-        "_status",
-        "_till_close",
-        "_transport",
-        "_upstream",
-        "address",
-        "idle_since",
-        "is_paused",
-        "is_usable",
-    )  # fmt: skip
+    _upstream: Upstream
+    address: str
+    idle_since: float = 0.0
+    is_paused: bool = False
+    is_usable: bool = False
+    _parser: httptools.HttpResponseParser = field(init=False)
+    _transport: asyncio.Transport | None = None
+    _call: Call | None = None
+    _pieces: list[bytes] = field(default_factory=list)
+    _headers: dict[bytes, bytes] = field(default_factory=dict)
+    _status: int = 0
+    _in_head: bool = True
+    _head_bytes: int = 0
+    _is_complete: bool = False
+    _can_be_kept: bool = False
+    _till_close: bool = False
 
-    def __init__(self, upstream: Upstream, address: str) -> None:
-        self.address = address
-        self.idle_since = 0.0
-        self.is_paused = False
-        self.is_usable = False
-        self._upstream = upstream
+    def __post_init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
-        self._call: Call | None = None
-        self._pieces: list[bytes] = []
-        self._headers: dict[bytes, bytes] = {}
-        self._status = 0
-        self._in_head = True
-        self._head_bytes = 0
-        self._is_complete = False
-        self._can_be_kept = False
-        self._till_close = False
 
     def begin(self, call: Call, *, was_kept: bool) -> None:
         """Send a call's bytes."""
@@ -327,7 +312,7 @@ async def fetch(
     path: str,
     timeout_s: float,
     max_bytes: int,
-    address: str | None = None,
+    address: str = "",
     lines: bytes = b"",
 ) -> InstanceAnswer:
     """Ask an instance for a page, at `address` if that is not where its API is; `lines` are more headers. Raises PeerError."""

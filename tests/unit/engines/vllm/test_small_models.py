@@ -9,6 +9,7 @@ import pytest
 
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import Controls, EngineOptions
+from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.engines.vllm.setup.plugin import VllmPlugin
 from kvbaton.engines.vllm.setup.servers import VllmServers, check_shape
@@ -68,6 +69,7 @@ def test_each_engine_of_a_data_parallel_server_has_ports_of_its_own(tmp_path: Pa
     taken: list[int] = []
     for name in ("one", "two"):
         config = json.loads(value(servers.part(name, "prefill", ports), "--kv-transfer-config"))["kv_connector_extra_config"]
+        assert parse_settings(config).dp_size == 4
         taken += [config[key] + rank for key in ("control_port", "handoffs_port") for rank in range(4)]
     assert len(set(taken)) == len(taken)
 

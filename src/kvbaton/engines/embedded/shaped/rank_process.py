@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -45,54 +46,46 @@ from kvbaton.engines.embedded.shaped.weights import Array, make_weights, weights
 __all__ = ["RankCollectives", "RankWorker", "main"]
 
 
+@dataclass(eq=False, repr=False)
 class RankCollectives:
     """The links of one rank. The first rank of a stage has one to each of the others, `stage`; the others have one, to it."""
 
-    def __init__(
-        self,
-        stage: Sequence[Channel],
-        *,
-        adds_up: bool,
-        before: Channel | None = None,
-        after: Channel | None = None,
-        timeout_s: float,
-    ) -> None:
-        self._stage = stage
-        self._adds_up = adds_up
-        self._before = before
-        self._after = after
-        self._timeout_s = timeout_s
+    stage: Sequence[Channel]
+    adds_up: bool
+    timeout_s: float
+    before: Channel | None = None
+    after: Channel | None = None
 
     def reduce(self, part: Array) -> Array:
         """The sum of this part and those of all other ranks of the stage."""
-        if not self._stage:
+        if not self.stage:
             return part
-        if not self._adds_up:
-            self._send(self._stage[0], part)
-            return self._receive(self._stage[0], part.shape)
+        if not self.adds_up:
+            self._send(self.stage[0], part)
+            return self._receive(self.stage[0], part.shape)
         total = part
-        for peer in self._stage:
+        for peer in self.stage:
             total = total + self._receive(peer, part.shape)
-        for peer in self._stage:
+        for peer in self.stage:
             self._send(peer, total)
         return total
 
     def receive_rows(self, shape: tuple[int, ...]) -> Array | None:
         """The rows that the stage before has computed; None for the first stage."""
-        return None if self._before is None else self._receive(self._before, shape)
+        return None if self.before is None else self._receive(self.before, shape)
 
     def send_rows(self, rows: Array) -> None:
         """Send the rows to the stage after, if there is one."""
-        if self._after is not None:
-            self._send(self._after, rows)
+        if self.after is not None:
+            self._send(self.after, rows)
 
     def _send(self, peer: Channel, rows: Array) -> None:
-        peer.send(np.ascontiguousarray(rows).data.cast("B"), self._timeout_s)
+        peer.send(np.ascontiguousarray(rows).data.cast("B"), self.timeout_s)
 
     def _receive(self, peer: Channel, shape: tuple[int, ...]) -> Array:
-        frame = peer.receive(self._timeout_s)
+        frame = peer.receive(self.timeout_s)
         if frame is None:
-            raise ChannelStuck(f"{peer.peer} has sent nothing of a step for {self._timeout_s:g} s")
+            raise ChannelStuck(f"{peer.peer} has sent nothing of a step for {self.timeout_s:g} s")
         return np.frombuffer(frame, np.float64).reshape(shape)
 
 
@@ -102,17 +95,15 @@ _IDLE_S = 5.0
 _LEADER = "the leader"
 
 
+@dataclass(eq=False, repr=False)
 class RankWorker:
     """Executes the orders of the leader until the leader is gone."""
 
-    def __init__(
-        self, model: ShapedModel, cache: ShapedCache, steps: Channel, collectives: RankCollectives, timeout_s: float
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._steps = steps
-        self._collectives = collectives
-        self._timeout_s = timeout_s
+    _model: ShapedModel
+    _cache: ShapedCache
+    _steps: Channel
+    _collectives: RankCollectives
+    _timeout_s: float
 
     def send(self, reply: RankReply) -> None:
         """Send a reply to the leader."""
@@ -173,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     steps, agent = (Channel(socket.socket(fileno=number), _LEADER) for number in (links.steps, links.agent))
     cache = ShapedCache(blueprint, group.blocks, group.block_tokens, cut, group.dtype)
     model = ShapedModel(blueprint, weights, cut, collectives.reduce)
-    worker = RankWorker(model, cache, steps, collectives, timeout_s=group.step_s)
+    worker = RankWorker(model, cache, steps, collectives, group.step_s)
     layout, transport = cache.layout(), open_rank_transport(group.transport, cache, cluster_key)
     loop = RankLoop(
         cut.rank,

@@ -37,6 +37,7 @@ class SglangPlugin(EnginePlugin):
     title = "SGLang"
     support = Support(aux_channels=(AuxChannel.CONTROL,), connectors=tuple(BACKENDS), crosses=True, shapes=True)
     healthy_within_s = 900.0
+    meets_in_rooms = True
     server_bytes = 2_300_000_000
     start_notice = "SGLang servers take one to two minutes to start, and about 2.2 GB of memory each"
 

@@ -24,6 +24,8 @@ MAX_MODEL_TOKENS = 2048
 
 _HOST = "127.0.0.1"
 _PAGE_TOKENS = 16
+_BLOCK_TOKENS = 128
+"""What `cache_blocks` counts; as many tokens as a block of vLLM on CPUs has, so that both get caches of the same size."""
 _CACHE_TOKENS = 8192
 _CHUNK_TOKENS = 512
 _ON_CPUS = (
@@ -70,7 +72,7 @@ class SglangServers(PreparedEngine):
         """A server of this role with this backend."""
         options, port = self.options, ports.pick()
         shape = Shape.parse(options.shape)
-        cache_tokens = _CACHE_TOKENS if options.cache_blocks is None else options.cache_blocks * _PAGE_TOKENS
+        cache_tokens = _CACHE_TOKENS if options.cache_blocks is None else options.cache_blocks * _BLOCK_TOKENS
         arguments = serve_arguments(str(self.model), _HOST, port, role, backend, bootstrap_port)
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         arguments += [*_ON_CPUS, "--page-size", str(_PAGE_TOKENS), "--max-total-tokens", str(cache_tokens)]

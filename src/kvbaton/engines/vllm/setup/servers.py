@@ -159,6 +159,7 @@ def _with_kvbaton(
     engines = check_shape(options.shape).dp
     extra: dict[str, Any] = {"control_port": ports.pick(engines), "transport": options.transport}
     extra |= {"http_address": f"{_HOST}:{port}", "handoffs_port": ports.pick(engines), "routers": list(routers)}
+    extra |= {"dp_size": engines} if engines > 1 else {}
     drop = "writes" if controls.drop_writes else controls.drop
     extra |= ({"poison": True} if controls.poison else {}) | ({"drop": drop} if drop else {})
     extra |= servers.settings

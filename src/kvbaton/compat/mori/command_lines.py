@@ -1,0 +1,59 @@
+"""The lines that start stock engines on the drop-in: the connector and the backend are theirs, only `mori` is ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+
+__all__ = ["MoriLines"]
+
+_SWITCH = "KVBATON_MORI"
+_PORTS_EACH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class MoriLines:
+    """A prefill and a decode instance of each engine on one host; those of vLLM register with `router`."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8100
+    router: str = "127.0.0.1:8001"
+    reads: bool = False
+    paths: str = "auto"
+
+    def vllm(self) -> list[str]:
+        """`vllm serve` with vLLM's own MoRIIOConnector: prefill, then decode."""
+        return [self._vllm(role, self.port + at * _PORTS_EACH) for at, role in enumerate(("kv_producer", "kv_consumer"))]
+
+    def sglang(self) -> list[str]:
+        """`sglang.launch_server` with SGLang's own mori backend: prefill, then decode."""
+        return [self._sglang(role, self.port + at * _PORTS_EACH) for at, role in enumerate(("prefill", "decode"))]
+
+    def _vllm(self, role: str, port: int) -> str:
+        proxy, _, ping_port = self.router.rpartition(":")
+        extra = {
+            "proxy_ip": proxy,
+            "proxy_ping_port": int(ping_port),
+            "host_ip": self.host,
+            "http_port": port,
+            "handshake_port": port + 1,
+            "notify_port": port + 2,
+            "read_mode": self.reads,
+        }
+        config = {"kv_connector": "MoRIIOConnector", "kv_role": role, "kv_connector_extra_config": extra}
+        command = ["vllm", "serve", self.model, "--host", self.host, "--port", str(port)]
+        return self._line([*command, "--kv-transfer-config", json.dumps(config)])
+
+    def _sglang(self, role: str, port: int) -> str:
+        command = ["python", "-m", "sglang.launch_server", "--model-path", self.model, "--host", self.host, "--port", str(port)]
+        command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "mori"]
+        if role == "prefill":
+            command += ["--disaggregation-bootstrap-port", str(port + 1)]
+        else:
+            command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        return self._line([*command, "--disable-overlap-schedule"])
+
+    def _line(self, command: list[str]) -> str:
+        return f"{_SWITCH}={self.paths} {shlex.join(command)}"

@@ -1,0 +1,41 @@
+"""vLLM's own MoRIIOConnector, unchanged, on the drop-in for MoRI: every answer is that of one plain vLLM.
+
+A few requests in one of the two modes with `--sample`. The control shows that the answers depend on what was stored.
+"""
+
+from __future__ import annotations
+
+import pytest
+from vllm_verifying import verify
+
+from kvbaton.core.handoff import Mode
+
+pytestmark = pytest.mark.timeout(1800)
+
+_FEW = ("--requests", "4", "--longest-prompt", "200", "--max-tokens", "4")
+
+
+@pytest.mark.vllm
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_answer_is_the_same(mode: Mode) -> None:
+    code, document = verify("--connector", "moriio", "--mode", mode, *_FEW)
+    assert code == 0, document["problems"]
+    assert (document["requests"], document["equal"], document["handed_off"]) == (4, 4, 4)
+    assert document["bytes_moved"] > 0
+
+
+@pytest.mark.vllm_full
+@pytest.mark.parametrize("mode", list(Mode))
+def test_twenty_answers_are_the_same(mode: Mode) -> None:
+    code, document = verify("--connector", "moriio", "--mode", mode, "--requests", "20")
+    assert code == 0, document["problems"]
+    assert document["equal"] + document["near_ties"] == document["handed_off"] == 20
+
+
+@pytest.mark.vllm_full
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_control_that_stores_nothing_is_noticed(mode: Mode) -> None:
+    code, document = verify("--connector", "moriio", "--mode", mode, "--requests", "20", "--drop-writes")
+    assert code == 1
+    assert document["different"] > 0
