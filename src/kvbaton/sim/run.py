@@ -64,7 +64,7 @@ class _Client:
     is_over: bool = False
 
 
-class _Stand(NamedTuple):
+class _LastMove(NamedTuple):
     """Where a hand-off stands, and since when. It keeps the record, whose place in memory no other one takes meanwhile."""
 
     record: SourceRecord | TargetRecord
@@ -92,7 +92,7 @@ class Run:
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self.probes: list[_Client] = []
-        self._stands: dict[str, dict[int, _Stand]] = {}
+        self._stands: dict[str, dict[int, _LastMove]] = {}
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
         self._uses: Counter[HandoffKey] = Counter()
@@ -357,7 +357,7 @@ class Run:
             place = (str(record.state), record.generation, *counts)
             stand = before.get(id(record))
             since = now if stand is None or stand.place != place else stand.since
-            stands[id(record)] = _Stand(record, place, since)
+            stands[id(record)] = _LastMove(record, place, since)
             cap = limits.queue_timeout if record.state in (SourceState.QUEUED, TargetState.QUEUED) else limits.hold_cap
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")

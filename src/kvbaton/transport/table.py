@@ -23,6 +23,7 @@ from kvbaton.errors import ConfigError
 __all__ = [
     "AUTO",
     "Direction",
+    "exchange_names",
     "LateWrites",
     "LibrarySetting",
     "MemoryKind",
@@ -341,6 +342,11 @@ def variant_of(kind: str) -> tuple[TransportEntry, TransportVariant]:
     if kind not in variants:
         raise ConfigError(f"no transport has a variant {kind!r}; known are {'; '.join(variants)}")
     return variants[kind]
+
+
+def exchange_names() -> list[str]:
+    """The transports of this package over which memories can be exchanged."""
+    return [name for name, entry in TRANSPORTS.items() if entry.exchange]
 
 
 def library_settings() -> dict[str, LibrarySetting]:
