@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvbaton.compat.mori.names import PollCqMode
 from kvbaton.transport.exchange.service import ExchangePaths
+from kvbaton.transport.table import exchange_names
 
 __all__ = [
     "BackendConfig",
@@ -153,7 +154,7 @@ def auto_xgmi() -> bool:
 def chosen_paths() -> ExchangePaths:
     """How bytes may go, as the switch states."""
     text = os.environ.get(SWITCH, "").strip().lower()
-    return ExchangePaths.named(text if text in ("local", "tcp") else "auto")
+    return ExchangePaths.named(text if text in exchange_names() else "auto")
 
 
 def stored_counts() -> npt.NDArray[np.int64] | None:

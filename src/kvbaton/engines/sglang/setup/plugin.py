@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.handoff import AuxChannel
@@ -15,7 +16,13 @@ from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, Mo
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
-from kvbaton.engines.sglang.setup.environment import NIXL_VERSION, SGLANG_VERSION, ensure_nixl, ensure_sglang
+from kvbaton.engines.sglang.setup.environment import (
+    NIXL_VERSION,
+    SGLANG_VERSION,
+    SglangEnvironment,
+    ensure_nixl,
+    ensure_sglang,
+)
 from kvbaton.engines.sglang.setup.servers import (
     BACKENDS,
     MAX_MODEL_TOKENS,
@@ -28,6 +35,16 @@ from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import default_cache_dir
 
 __all__ = ["SglangPlugin"]
+
+
+class _BackendPackage(NamedTuple):
+    """A package that a backend of SGLang needs beside it."""
+
+    version: str
+    ensure: Callable[[SglangEnvironment, Progress], None]
+
+
+_PACKAGES = {"nixl": _BackendPackage(NIXL_VERSION, ensure_nixl)}
 
 
 class SglangPlugin(EnginePlugin):
@@ -59,14 +76,14 @@ class SglangPlugin(EnginePlugin):
         """Install SGLang, and what the backend needs, and convert the model, where that was not done before."""
         cache_dir = default_cache_dir()
         environment = ensure_sglang(cache_dir, progress, self._version)
-        if options.connector == "nixl":
-            ensure_nixl(environment, progress)
+        if options.connector in _PACKAGES:
+            _PACKAGES[options.connector].ensure(environment, progress)
         model = ensure_model(locate_model(options.model, cache_dir), environment, progress, self.title)
         return SglangServers(environment, model, options)
 
     def versions(self, connector: str) -> dict[str, str]:
         """SGLang, and the package of the backend."""
-        return {"sglang": self._version} | ({"nixl": NIXL_VERSION} if connector == "nixl" else {})
+        return {"sglang": self._version} | ({connector: _PACKAGES[connector].version} if connector in _PACKAGES else {})
 
     def command_line(self, request: CommandRequest) -> str:
         """A complete line with the backend and its settings."""
