@@ -25,8 +25,10 @@ from kvbaton.sim.transport import SimTransport
 SEEDS = 2000
 NEAR = {
     "epoch-not-checked": 1425,
+    "retracted-accepted": 500,
     "freed-on-time-alone": 300,
     "renewed-for-ever": 300,
+    "rank-failure-lost": 275,
     "source-queued-for-ever": 175,
     "sums-not-compared": 125,
     "not-renewed-while-queued": 125,
