@@ -416,7 +416,7 @@ def test_every_promise_names_tests_that_exist() -> None:
     assert len(named) > 20
     for path, *names in named:
         nodes = ast.walk(ast.parse((root / path).read_text()))
-        found = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        found = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
         assert {name for name in names if name} <= found, path
     table = text.partition("## One row per fault")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]

@@ -25,13 +25,18 @@ from kvbaton.sim.transport import SimTransport
 SEEDS = 2000
 NEAR = {
     "epoch-not-checked": 1425,
-    "no-reserve": 1275,
-    "generation-not-checked": 425,
-    "freed-on-time-alone": 100,
-    "rank-failure-lost": 100,
-    "not-renewed-while-queued": 75,
-    "sums-not-compared": 50,
-    "retracted-accepted": 25,
+    "retracted-accepted": 500,
+    "freed-on-time-alone": 300,
+    "renewed-for-ever": 300,
+    "rank-failure-lost": 275,
+    "source-queued-for-ever": 175,
+    "sums-not-compared": 125,
+    "not-renewed-while-queued": 125,
+    "source-trusts-agents": 50,
+    "no-reserve": 25,
+    "generation-not-checked": 25,
+    "freed-before-acknowledgement": 25,
+    "target-trusts-agents": 25,
 }
 """Where a plant was found last: looked at first, because that is quicker. A change of the code may move it."""
 

@@ -97,7 +97,9 @@ class Run:
         self._key_of: dict[int, HandoffKey] = {}
         self._uses: Counter[HandoffKey] = Counter()
         self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
-        self.is_disturbed = bool(script.faults) or any(request.steal_id >= 0 for request in script.requests)
+        # Preemption alone excuses no failure: the prompt is computed again, and its client gets its answer.
+        is_faulty = any(fault.kind is not FaultKind.PREEMPT for fault in script.faults)
+        self.is_disturbed = is_faulty or any(request.steal_id >= 0 for request in script.requests)
         self._live_grants: dict[str, set[tuple[str, int]]] = {}
         self._over_grants: dict[str, set[tuple[str, int]]] = {}
         for address in script.addresses:
