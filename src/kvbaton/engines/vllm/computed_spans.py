@@ -79,17 +79,15 @@ class ComputedSpans:
                     self._announce(step, known, missing, [key])
                     self._drop(step, known, key)
 
-    def forget(self, key: HandoffKey) -> None:
-        """Announce nothing more of a hand-off; what is computed of it later counts from 0."""
+    def forget(self, key: HandoffKey) -> bool:
+        """Announce nothing more of a hand-off; what is computed of it later counts from 0. Returns whether anything was.
+
+        One call: a report that comes between a question and the order would announce what was just retracted.
+        """
         with self._lock:
-            self._numbers.pop(key, None)
             for step, known in list(self._steps.items()):
                 self._drop(step, known, key)
-
-    def has_announced(self, key: HandoffKey) -> bool:
-        """Whether anything of a hand-off was announced since it began, or was forgotten."""
-        with self._lock:
-            return key in self._numbers
+            return self._numbers.pop(key, None) is not None
 
     def _drop(self, step: int, known: _SpanStep, key: HandoffKey) -> None:
         if known.chunks.pop(key, None) is not None and not known.chunks:

@@ -260,9 +260,8 @@ class WorkerHalf:
 
     def _retract(self, order: SourceRetracts) -> None:
         source = self._source(order.key, order.request_id)
-        if source is None or source.has_ended or not self._spans.has_announced(order.key):
+        if source is None or source.has_ended or not self._spans.forget(order.key):
             return
-        self._spans.forget(order.key)
         self._undrained.add(order.key)
         self._port.retract(order.key)
 

@@ -88,15 +88,24 @@ def test_nothing_is_announced_of_what_was_retracted_and_numbers_start_over() -> 
     rig.spans.begin(1, [FIRST])
     rig.spans.computed(1, [0])
     rig.spans.computed(1, [0])
-    rig.spans.forget(KEY)
+    assert rig.spans.forget(KEY)
     rig.spans.computed(1, [1, 2, 3])
     rig.spans.computed(1, [1, 2, 3])
     assert len(rig.announced()) == 1
-    assert not rig.spans.has_announced(KEY)
+    assert not rig.spans.forget(KEY)
     rig.spans.begin(2, [FIRST])
     for _ in range(2):
         rig.spans.computed(2, range(4))
     assert rig.announced()[1:] == [Span(0, 0, 8, 0, 4)]
+
+
+def test_reports_that_come_after_a_retraction_announce_nothing_even_where_nothing_was_announced_before() -> None:
+    rig = Rig()
+    rig.spans.begin(1, [FIRST])
+    rig.spans.computed(1, range(4))
+    assert not rig.spans.forget(KEY)
+    rig.spans.computed(1, range(4))
+    assert not rig.announced()
 
 
 def test_other_hand_offs_of_a_step_go_on_when_one_ends() -> None:
