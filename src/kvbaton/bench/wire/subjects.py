@@ -278,7 +278,7 @@ class _RawMooncake:
 
 
 class _MoriIo:
-    """The drop-in for MoRI as its users call it: a session, and lists of numbers per batch."""
+    """The drop-in for MoRI as its users call it: a session, and offsets and sizes per batch."""
 
     def __init__(self, _name: str, region_bytes: int, peers: list[PeerProcess], direction: Direction) -> None:
         self.memory = np.zeros(region_bytes, np.uint8)
@@ -298,7 +298,7 @@ class _MoriIo:
         started = time.perf_counter()
         statuses = []
         for session, runs in zip(self._sessions, batches, strict=True):
-            sources, targets, sizes = runs.T.tolist()
+            sources, targets, sizes = runs.T  # raw NIXL is given arrays as well
             uid = session.allocate_transfer_uid()
             if self._reads:
                 statuses.append(session.batch_read(targets, sources, sizes, uid))

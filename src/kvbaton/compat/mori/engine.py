@@ -7,6 +7,7 @@ for sessions that cannot be made.
 
 from __future__ import annotations
 
+import array
 import hashlib
 import os
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.compat.mori.descriptors import IPC_HANDLE_BYTES, EngineDesc, MemoryDesc
 from kvbaton.compat.mori.names import BackendType, MemoryLocationType, StatusCode
@@ -40,6 +42,9 @@ from kvbaton.transport.exchange.channel import ExchangeChannel
 from kvbaton.transport.exchange.service import MemoryExchange
 
 __all__ = ["IOEngine", "IOEngineSession"]
+
+Offsets = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Offsets or sizes of the runs of a batch: any sequence of whole numbers."""
 
 _MAX_REQUEST_BYTES = 1 << 32
 _UIDS = 1 << 32
@@ -307,15 +312,11 @@ class IOEngineSession:
         """Fill remote memory."""
         return self.post(Direction.WRITE, [local_offset], [remote_offset], [size], uid)
 
-    def batch_read(
-        self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], uid: int
-    ) -> TransferStatus:
+    def batch_read(self, local_offsets: Offsets, remote_offsets: Offsets, sizes: Offsets, uid: int) -> TransferStatus:
         """Fill local memory, many runs as one."""
         return self.post(Direction.READ, local_offsets, remote_offsets, sizes, uid)
 
-    def batch_write(
-        self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], uid: int
-    ) -> TransferStatus:
+    def batch_write(self, local_offsets: Offsets, remote_offsets: Offsets, sizes: Offsets, uid: int) -> TransferStatus:
         """Fill remote memory, many runs as one."""
         return self.post(Direction.WRITE, local_offsets, remote_offsets, sizes, uid)
 
@@ -338,9 +339,9 @@ class IOEngineSession:
     def post(
         self,
         direction: Direction,
-        local_offsets: Sequence[int],
-        remote_offsets: Sequence[int],
-        sizes: Sequence[int],
+        local_offsets: Offsets,
+        remote_offsets: Offsets,
+        sizes: Offsets,
         uid: int,
         *,
         notifies_empty: bool = True,
@@ -389,23 +390,27 @@ def _arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _runs(sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> Runs:
+def _runs(sources: Offsets, targets: Offsets, sizes: Offsets) -> Runs:
     """The runs of a request. Raises TypeError, and _RefusedCall for lists of unequal length and for runs that are too long."""
     if not len(sources) == len(targets) == len(sizes):
         raise _RefusedCall(StatusCode.ERR_INVALID_ARGS, "offsets and sizes have unequal lengths")
-    runs = np.empty((len(sizes), 3), np.uint64)
+    runs = np.empty((len(sizes), 3), np.uint64, order="F")
     for column, values in enumerate((sources, targets, sizes)):
-        if not len(values):
-            continue
-        try:
-            numbers = np.asarray(values)
-        except (ValueError, OverflowError) as error:
-            raise TypeError(f"offsets and sizes must be whole numbers: {error}") from error
-        if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or (numbers.dtype.kind == "i" and int(numbers.min()) < 0):
-            raise TypeError("offsets and sizes must be whole numbers of at least 0")
-        runs[:, column] = numbers
+        runs[:, column] = _numbers(values)
     if len(runs) and int(runs[:, 2].max()) >= _MAX_REQUEST_BYTES:
         raise _RefusedCall(
             StatusCode.ERR_INVALID_ARGS, f"one request has {int(runs[:, 2].max())} bytes; below 2^32 are allowed"
         )
     return runs
+
+
+def _numbers(values: Any) -> Any:
+    """Whole numbers of at least 0, as an array. Raises TypeError for anything else."""
+    try:
+        # Three times as quick for a list as NumPy, which looks at every item twice; and it takes whole numbers only.
+        numbers = values if isinstance(values, np.ndarray) else np.frombuffer(array.array("Q", values), np.uint64)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise TypeError(f"offsets and sizes must be whole numbers of at least 0: {error}") from error
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or (numbers.dtype.kind == "i" and (numbers < 0).any()):
+        raise TypeError("offsets and sizes must be whole numbers of at least 0")
+    return numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import platform
 from dataclasses import dataclass
@@ -381,6 +382,7 @@ def _model(vllm_config: Any) -> ModelIdentity:
     name = names if isinstance(names, str) else (names[0] if names else model.model)
     others = [str(model.dtype), str(cache.cache_dtype), str(model.quantization), str(getattr(model, "revision", "") or "")]
     others += [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    others.append(json.dumps(getattr(model, "hf_overrides", None) or {}, sort_keys=True, default=repr))
     return ModelIdentity(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))
 
 

@@ -169,15 +169,15 @@ class OwnerSide:
             yield self._probed(call)
             return
         runs = unpack_runs(call, (yield (call.count - 1) * RUN_BYTES) if call.count > 1 else b"")
+        if call.kind is CallKind.FETCH:
+            yield from self._fetch(call, runs)
+            return
         outcome, reason = CallOutcome.OK, ""
         try:
             if call.kind is CallKind.PULL:
                 yield from self._pull(call, runs)
-            elif call.kind is CallKind.PUSH:
-                yield from self._push(call, runs)
             else:
-                yield from self._fetch(call, runs)
-                return
+                yield from self._push(call, runs)
         except RangeError as error:
             outcome, reason = CallOutcome.RANGE, str(error)
         except ProtocolError:
@@ -221,8 +221,11 @@ class OwnerSide:
             yield pack_answer(CallOutcome.RANGE, call.number, str(error))
             return
         yield pack_answer(CallOutcome.OK, call.number, payload_bytes=call.total_bytes)
-        # A memory that is withdrawn from here on ends the connection: the reply's head has promised these bytes.
-        yield send
+        try:
+            yield send
+        except RangeError as error:
+            # The reply's head has promised these bytes: whatever is sent instead, the peer would store.
+            raise PeerLost(f"a memory was withdrawn while it was sent: {error}") from error
         self._note(call)
 
     def _target(self, call: MemoryCall, runs: Runs, column: int) -> tuple[int, int]:

@@ -21,10 +21,12 @@ from kvbaton.engines.base import Progress
 from kvbaton.launch.installing import TORCH_VERSION, alone, run_logged, torch_for_cpus
 
 __all__ = [
+    "MSGPACK_VERSION",
     "NIXL_VERSION",
     "VLLM_VERSION",
     "VllmEnvironment",
     "ensure_environment",
+    "ensure_msgpack",
     "ensure_nixl",
     "requirements_of",
 ]
@@ -34,6 +36,9 @@ VLLM_VERSION = "0.32.0"
 
 NIXL_VERSION = "1.5.1"
 """The release of NIXL that benchmarks compare with."""
+
+MSGPACK_VERSION = "1.2.4"
+"""The release that MoRIIOConnector is run with."""
 
 _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes; only this once"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -104,6 +109,17 @@ def ensure_nixl(environment: VllmEnvironment, progress: Progress, version: str =
             packages = [f"nixl=={version}", f"nixl-cu12=={version}"]
             pip = [str(environment.python), "-m", "pip", "install", "--no-deps"]
             _run([*pip, *packages], environment.directory, "installing NIXL", progress)
+            done.touch()
+
+
+def ensure_msgpack(environment: VllmEnvironment, progress: Progress, version: str = MSGPACK_VERSION) -> None:
+    """What vLLM's MoRIIOConnector imports and vLLM for CPUs does not bring along, installed first if need be."""
+    with alone(environment.directory / "lock", "installing vLLM", _LOCK_S):
+        done = environment.directory / f"msgpack-{version}-installed"
+        if not done.exists():
+            progress(f"installing msgpack {version} in {environment.directory} (1 MB; only this once)")
+            pip = [str(environment.python), "-m", "pip", "install", "--no-deps", f"msgpack=={version}"]
+            _run(pip, environment.directory, "installing msgpack", progress)
             done.touch()
 
 

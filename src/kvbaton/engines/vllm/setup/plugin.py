@@ -20,7 +20,14 @@ from kvbaton.engines.embedded.tokenizer import Tokenizer
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.engines.vllm.settings import parse_settings
-from kvbaton.engines.vllm.setup.environment import NIXL_VERSION, VLLM_VERSION, ensure_environment, ensure_nixl
+from kvbaton.engines.vllm.setup.environment import (
+    MSGPACK_VERSION,
+    NIXL_VERSION,
+    VLLM_VERSION,
+    ensure_environment,
+    ensure_msgpack,
+    ensure_nixl,
+)
 from kvbaton.engines.vllm.setup.models import ensure_model
 from kvbaton.engines.vllm.setup.servers import (
     CONNECTORS,
@@ -130,7 +137,7 @@ def _check_drop(options: EngineOptions) -> None:
         raise ConfigError(f"--drop {drop}: {options.model} has nothing of that kind; it has {', '.join(kinds)}")
 
 
-_PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl)}
+_PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl), "moriio": (MSGPACK_VERSION, ensure_msgpack)}
 """What connectors need that vLLM does not bring along: the release, and what installs it."""
 
 
