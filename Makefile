@@ -148,6 +148,7 @@ test-sglang-full: $(VENV)/.installed-dev
 
 test-vllm-shapes: $(VENV)/.installed-dev
 	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
+	$(BIN)/python tools/shapes_table.py
 
 # 250,000 frames of each of the four classes: 10^6 on each port.
 test-attacks-full: export KVBATON_ATTACK_FRAMES = 250000

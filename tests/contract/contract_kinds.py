@@ -52,7 +52,7 @@ class ContractKind:
 
     def why_skipped(self) -> str:
         """Why it cannot be tested here."""
-        return "" if self.in_process else self.entry.why_not_here()
+        return "" if self.in_process else self.entry.why_not_here() or self.variant.why_not_here()
 
 
 def _open_in_memory(region: Region, settings: TransportSettings) -> Transport:

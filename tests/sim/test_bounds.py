@@ -226,7 +226,7 @@ class TestClocks:
     def test_every_time_in_a_message_is_a_duration(self) -> None:
         fields = dict(_fields(Envelope, set()))
         times = {name for name, kind in fields.items() if kind is float or float in get_args(kind)}
-        assert times == {"defer_timeout", "transfer_timeout", "held_s", "queue_s", "prefill_s", "logprob"}
+        assert times == {"defer_timeout", "transfer_timeout", "held_s", "queue_s", "prefill_s", "step_age_s", "logprob"}
         assert not [
             name for name in fields if name.endswith(("_at", "_until", "_time", "_ns")) or "deadline" in name or "stamp" in name
         ]

@@ -143,9 +143,11 @@ _CUT_TO_SOURCE = Fault(FaultKind.CUT, who="d0", other="p0", for_s=LONG_S)
 
 
 @every_flow
-def test_link_cut_both_ways(flow: Flow) -> None:
-    """Each side ends by its own clock."""
-    worst = _worst(flow, _CUT_TO_TARGET, _CUT_TO_SOURCE)
+@pytest.mark.parametrize("with_data", [False, True], ids=["control", "all"])
+def test_link_cut_both_ways(flow: Flow, with_data: bool) -> None:
+    """Each side ends by its own clock, whether the transport has a network of its own or not."""
+    severed = Fault(FaultKind.SEVER, who="p0", other="d0", for_s=LONG_S)
+    worst = _worst(flow, *((severed,) if with_data else (_CUT_TO_TARGET, _CUT_TO_SOURCE)))
     assert worst.back["p0"] < HOLD_S + NORMAL_S
     assert worst.back["d0"] < GIVE_UP_S + _fence_s(flow) + 2 * HOP_S
 

@@ -18,6 +18,7 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
+from kvbaton.agent.ports import Memory
 from kvbaton.agent.rank_orders import PoisonBlocks
 from kvbaton.agent.rank_sets import LocalRanks, RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
@@ -283,8 +284,8 @@ class RanksDriver(HandoffPort):
 class Driver(RanksDriver):
     """Runs one instance with one rank, in this process. `news` is called, from its thread, when `events` has something.
 
-    `memory` is the region that `transport` was made for; without it, or empty (the processor cannot see it), nothing can be
-    checked with checksums.
+    `memory` is the region that `transport` was made for, as bytes or as what reads them; without it nothing can be checked with
+    checksums.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class Driver(RanksDriver):
         news: Callable[[], None],
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = no_observer,
-        memory: memoryview | None = None,
+        memory: memoryview | Memory | None = None,
     ) -> None:
         ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory, unfenced_writes=settings.unfenced_writes)
         super().__init__(card, ranks, limits, sockets, news, settings, observe)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
-from kvbaton.agent.ports import Ranks
+from kvbaton.agent.ports import Memory, Ranks
 from kvbaton.agent.rank import NO_CONTROLS, RankAgent, RankControls, RegionMemory
 from kvbaton.agent.rank_orders import RankOrder, RankReport, Reports, decode_order, decode_reports, encode_order, encode_reports
 from kvbaton.core.handoff import Executor
@@ -78,14 +78,15 @@ class LocalRanks:
         layout: Layout,
         transport: Transport,
         transfer_timeout: float,
-        memory: memoryview | None = None,
+        memory: memoryview | Memory | None = None,
         *,
         unfenced_writes: bool = False,
         controls: RankControls = NO_CONTROLS,
     ) -> None:
         self.reports: deque[RankReport] = deque()
         self._transport = transport
-        region = RegionMemory(memory) if memory else None
+        if isinstance(memory, memoryview):
+            memory = RegionMemory(memory) if memory else None
         self.agent = RankAgent(
             0,
             layout,
@@ -93,7 +94,7 @@ class LocalRanks:
             self.reports.append,
             clock=time.monotonic,
             transfer_timeout=transfer_timeout,
-            memory=region,
+            memory=memory,
             unfenced_writes=unfenced_writes,
             controls=controls,
         )

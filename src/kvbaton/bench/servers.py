@@ -149,6 +149,9 @@ class ServersBench:
     rounds: int = 10
     max_tokens: int = 4
     idle_s: float = 6.0
+    device: str = "cpu"
+    cache_dtype: str = "float32"
+    engine_arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "rounds")
@@ -170,6 +173,21 @@ class ServersBench:
         """How many servers are up at once."""
         return 1 + 2 * (len(self.modes) + bool(self.peer))
 
+    @property
+    def options(self) -> EngineOptions:
+        """What every server has in common. Those on a GPU share its memory, and take all of their part for the cache."""
+        on_cpu = self.device == "cpu"
+        return EngineOptions(
+            self.model,
+            self.transport,
+            _THREADS_FOR if on_cpu else self.servers,
+            device=self.device,
+            cache_dtype=self.cache_dtype,
+            cache_blocks=_CACHE_BLOCKS if on_cpu else None,
+            served_name=_SERVED,
+            arguments=self.engine_arguments,
+        )
+
     def described(self) -> dict[str, Setting]:
         """The settings as a report shows them."""
         return {
@@ -183,13 +201,16 @@ class ServersBench:
             "lengths": ",".join(map(str, self.lengths)),
             "rounds": self.rounds,
             "max_tokens": self.max_tokens,
+            "device": self.device,
+            "cache_dtype": self.cache_dtype,
+            "engine_arguments": " ".join(self.engine_arguments),
             **self.engine.versions(self.peer),
         }
 
 
 def run_servers_bench(bench: ServersBench, progress: Progress) -> BenchReport:
     """Install, start, measure and stop. Raises LocalError when there is too little memory, KVBatonError when servers fail."""
-    options = EngineOptions(bench.model, bench.transport, _THREADS_FOR, cache_blocks=_CACHE_BLOCKS, served_name=_SERVED)
+    options = bench.options
     sides = [replace(options, shape=shape) for shape in (bench.prefill_shape, bench.decode_shape)]
     for side in sides:
         bench.engine.check_support(side)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -178,6 +179,9 @@ def serve(
     decode_shape: str = "tp1",
     lengths: str = "128,512,1500",
     rounds: int = 8,
+    device: Literal["cpu", "cuda"] = "cpu",
+    cache_dtype: str = "float32",
+    engine_arguments: str = "",
     plot: Path | None = None,
     output: Output = _DEFAULT_OUTPUT,
 ) -> int:
@@ -208,6 +212,12 @@ def serve(
         other engines: tokens of the prompts, with commas between them.
     rounds
         how often the first token is measured with and without a hand-off, in turns.
+    device
+        other engines: where they run; `cuda` for vLLM on an NVIDIA GPU that all servers share.
+    cache_dtype
+        other engines: type of the numbers in weights and caches.
+    engine_arguments
+        other engines: more arguments for the command line of every server, as one string.
     plot
         other engines: file for a plot, drawn as .png and as .svg.
     """
@@ -226,7 +236,18 @@ def serve(
         return _finish("serve", run_serve_bench(alone, plugin, _progress), alone.described(), output)
     modes = tuple(Mode) if mode == "both" else (Mode(mode),)
     bench = ServersBench(
-        plugin, model, transport, modes, peer, prefill_shape, decode_shape, _numbers(lengths, "--lengths"), rounds
+        plugin,
+        model,
+        transport,
+        modes,
+        peer,
+        prefill_shape,
+        decode_shape,
+        _numbers(lengths, "--lengths"),
+        rounds,
+        device=device,
+        cache_dtype=cache_dtype,
+        engine_arguments=tuple(shlex.split(engine_arguments)),
     )
     report = run_servers_bench(bench, _progress)
     if plot is not None:

@@ -37,15 +37,8 @@ def make_app() -> App:
         help="Hands the KV cache of a language model from a prefill instance to a decode instance.",
         version=__version__,
     )
-    app.command(up)
-    app.command(verify)
-    app.command(sim)
-    app.command(serve)
-    app.command(router)
-    app.command(explain)
-    app.command(doctor)
-    app.command(bench_app)
-    app.command(config_app)
+    for command in (up, verify, sim, serve, router, explain, doctor, bench_app, config_app):
+        app.command(command)
     return app
 
 

@@ -128,7 +128,7 @@ def open_driver(
             opened.callback(transport.close)
         card = instance_card(incarnation, model, agents.limits, [RankCard(0, layout, (transport.endpoint(),))])
         limits = limits or agents.limits
-        driver = Driver(card, layout, transport, limits, sockets, news, agents.handoff, observe, memory=region.view)
+        driver = Driver(card, layout, transport, limits, sockets, news, agents.handoff, observe, memory=region.accessor())
         opened.pop_all()
     return driver
 

@@ -33,6 +33,9 @@ _LATE_LINES = 5
 _LINE_CHARACTERS = 16384
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+KEPT_LOGS_VARIABLE = "KVBATON_KEPT_LOGS"
+"""A directory in which the logs of all parts stay, each fleet's in one of its own."""
+
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks this host itself, whatever proxy the environment names for the world outside."""
 
@@ -77,7 +80,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
     def __init__(self, on_line: Callable[[str, str], None] | None = None) -> None:
         self._on_line = on_line
         self._running: list[_Running] = []
-        self.log_directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
+        self.log_directory = Path(tempfile.mkdtemp(prefix="kvbaton-", dir=os.environ.get(KEPT_LOGS_VARIABLE)))
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -157,7 +160,8 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
             self._end_session(running, give_up_at)
             running.reader.join(1.0)
         self._running.clear()
-        shutil.rmtree(self.log_directory, ignore_errors=True)
+        if not os.environ.get(KEPT_LOGS_VARIABLE):
+            shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def _find(self, name: str) -> _Running:
         return next(running for running in self._running if running.part.name == name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvbaton.errors import BadRequest
 
 __all__ = ["is_simple", "scan"]
@@ -16,6 +18,7 @@ __all__ = ["is_simple", "scan"]
 _FEW_KEYS_BYTES = 64 * 1024
 _SLICE_BYTES = 128 * 1024
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
 
 
 def is_simple(body: bytes, max_depth: int, max_keys: int) -> bool:
@@ -29,7 +32,7 @@ def is_simple(body: bytes, max_depth: int, max_keys: int) -> bool:
 
 def scan(body: bytes, max_depth: int, max_keys: int) -> Iterator[None]:
     """Go through `body` slice by slice. Raises BadRequest, which names the limit; other faults are left to the parser."""
-    start, in_string, opened, keys, containers = 0, False, b"", 0, 0
+    start, in_string, depth, keys, containers = 0, False, 0, 0, 0
     while start < len(body):
         piece = body[start : start + _SLICE_BYTES]
         # An escape must not be cut: with an odd number of backslashes at its end, the slice takes one more byte.
@@ -47,9 +50,10 @@ def scan(body: bytes, max_depth: int, max_keys: int) -> Iterator[None]:
         if keys > max_keys or containers > max_keys:
             what = "keys" if keys > max_keys else "arrays and objects"
             raise BadRequest("body", f"the body has more than {max_keys} JSON {what} (max_json_keys)")
-        opened = _unclosed(opened + brackets, max_depth)
-        if len(opened) > max_depth:
+        change, highest = _levels(brackets)
+        if depth + highest > max_depth:
             raise BadRequest("body", f"the body is nested more than {max_depth} levels deep (max_json_depth)")
+        depth += change
         yield
 
 
@@ -63,11 +67,12 @@ def _has_more(body: bytes, mark: bytes, limit: int) -> bool:
     return True
 
 
-def _unclosed(brackets: bytes, max_depth: int) -> bytes:
-    """The brackets that are not closed; each pass removes the innermost level, so that too deep ones are left over."""
-    for _ in range(max_depth):
-        fewer = brackets.replace(b"[]", b"").replace(b"{}", b"")
-        if len(fewer) == len(brackets):
-            break
-        brackets = fewer
-    return brackets
+def _levels(brackets: bytes) -> tuple[int, int]:
+    """How many levels are open after these brackets, and how many at most on the way, both relative to the start.
+
+    Brackets that do not match are not noticed: a parser stops at the first, so what follows cannot harm it.
+    """
+    if not brackets:
+        return 0, 0
+    steps = _STEPS[np.frombuffer(brackets, np.uint8)].cumsum(dtype=np.int64)
+    return int(steps[-1]), int(steps.max())

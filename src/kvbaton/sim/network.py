@@ -23,6 +23,9 @@ class LinkFaults:
     double: float = 0.0
     reorder: float = 0.0
     cut_until: float = 0.0
+    """Until when no frame passes; transports may use another network, which still works."""
+    severed_until: float = 0.0
+    """Until when neither frames nor the bytes of transports pass."""
     clogged_until: float = 0.0
     lose_next: int = 0
     double_next: int = 0
@@ -80,10 +83,15 @@ class Network:
         for link in [link for link in self.recorded if link[0] == source]:
             del self.recorded[link]
 
-    def is_cut(self, one: str, other: str) -> bool:
-        """Whether no bytes pass between two addresses: a transport needs both directions."""
-        links = (self.faults.get((one, other)), self.faults.get((other, one)))
-        return any(link is not None and link.cut_until > self.world.now for link in links)
+    def sever(self, one: str, other: str, until: float) -> None:
+        """Cut two addresses off from each other, in both directions."""
+        for link in (self.link(one, other), self.link(other, one)):
+            link.cut_until = link.severed_until = until
+
+    def is_severed(self, one: str, other: str) -> bool:
+        """Whether nothing at all passes between two addresses."""
+        link = self.faults.get((one, other))
+        return link is not None and link.severed_until > self.world.now
 
     def _deliver(self, faults: LinkFaults, source: str, target: str, frame: bytes) -> None:
         random = self.world.random

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
@@ -64,6 +64,14 @@ class _Client:
     is_over: bool = False
 
 
+class _Stand(NamedTuple):
+    """Where a hand-off stands, and since when. It keeps the record, whose place in memory no other one takes meanwhile."""
+
+    record: SourceRecord | TargetRecord
+    place: tuple[object, ...]
+    since: float
+
+
 class Run:
     """One run of a script. Made, then perhaps watched or disturbed through its `world` and `cluster`, then run once."""
 
@@ -84,7 +92,7 @@ class Run:
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self.probes: list[_Client] = []
-        self._stands: dict[str, dict[int, tuple[tuple[object, ...], float]]] = {}
+        self._stands: dict[str, dict[int, _Stand]] = {}
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
         self._uses: Counter[HandoffKey] = Counter()
@@ -229,6 +237,8 @@ class Run:
         match fault.kind:
             case FaultKind.CUT:
                 link.cut_until = until
+            case FaultKind.SEVER:
+                self.cluster.network.sever(fault.who, fault.other, until)
             case FaultKind.CLOG:
                 link.clogged_until = until
             case FaultKind.LOSE:
@@ -345,13 +355,11 @@ class Run:
                 continue
             counts = len(record.spans), sum(map(len, record.moved.values())), len(record.sums)
             place = (str(record.state), record.generation, *counts)
-            known, since = before.get(id(record), (place, now))
-            if known != place:
-                since = now
-            stands[id(record)] = (place, since)
+            stand = before.get(id(record))
+            since = now if stand is None or stand.place != place else stand.since
+            stands[id(record)] = _Stand(record, place, since)
             cap = limits.queue_timeout if record.state in (SourceState.QUEUED, TargetState.QUEUED) else limits.hold_cap
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
-                stands[id(record)] = (place, math.inf)
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
             self._check_silent_peer(name, record, since)
 

@@ -22,6 +22,7 @@ class FaultKind(enum.StrEnum):
     PAUSE = "pause"
     CLOCK_JUMP = "clock jump"
     CUT = "cut"
+    SEVER = "sever"
     CLOG = "clog"
     LOSE = "lose"
     DOUBLE = "double"

@@ -17,7 +17,7 @@ from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, Lat
 
 __all__ = ["Fabric", "SimRank", "SimTransport"]
 
-_CUT_POLL_S = 0.02
+_SEVERED_POLL_S = 0.02
 """How often a batch looks whether its link is whole again, or it was cancelled."""
 
 
@@ -138,7 +138,7 @@ class SimTransport:
         """Ask a batch to stop; the cell that is in flight still arrives, as a posted RDMA write would."""
         if (posted := self._posted.get(ticket)) is not None:
             posted.cancelled = True
-            if self._is_cut_from(self._fabric.ranks.get(posted.batch.peer)):
+            if self._is_severed_from(self._fabric.ranks.get(posted.batch.peer)):
                 # Nothing is in flight: it need not wait until the link is looked at again.
                 self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
 
@@ -158,8 +158,8 @@ class SimTransport:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _schedule(self, posted: _PostedBatch, is_cut: bool = False) -> None:
-        delay = _CUT_POLL_S if is_cut else self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+    def _schedule(self, posted: _PostedBatch, is_severed: bool = False) -> None:
+        delay = _SEVERED_POLL_S if is_severed else self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
         when = max(self._fabric.world.now + delay, self.stall_until)
         mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
         self._fabric.world.at(when, mover, lambda: self._move(posted))
@@ -172,10 +172,10 @@ class SimTransport:
             self._complete(posted)
             return
         peer = self._fabric.ranks.get(posted.batch.peer)
-        is_cut = self._is_cut_from(peer)
+        is_severed = self._is_severed_from(peer)
         if peer is None or not peer._process.is_alive:  # noqa: SLF001
             posted.error = "PeerLost: the peer is gone"
-        elif is_cut:
+        elif is_severed:
             pass
         elif posted.batch.direction is Direction.READ:
             self._carry(posted, peer, self)
@@ -186,10 +186,10 @@ class SimTransport:
         if posted.cancelled:
             self._complete(posted)
         else:
-            self._schedule(posted, is_cut)
+            self._schedule(posted, is_severed)
 
-    def _is_cut_from(self, peer: SimTransport | None) -> bool:
-        return peer is not None and self._fabric.network.is_cut(self.address, peer.address)
+    def _is_severed_from(self, peer: SimTransport | None) -> bool:
+        return peer is not None and self._fabric.network.is_severed(self.address, peer.address)
 
     def _moves(self, direction: Direction, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
         """How a run moves: cell by cell, or at once where it is an aux record, which is always read."""

@@ -57,6 +57,7 @@ __all__ = [
     "LateWrites",
     "PeerRank",
     "Region",
+    "RegionStaging",
     "FencingTransport",
     "Runs",
     "Ticket",
@@ -76,6 +77,22 @@ class PeerRank(msgspec.Struct, frozen=True, order=True):
 
     incarnation: Incarnation
     rank: int = 0
+
+
+class RegionStaging(Protocol):
+    """Brings pieces (offset, bytes) of a region that the processor cannot see into main memory and back. For one thread."""
+
+    def room(self, count: int) -> memoryview:
+        """The first `count` bytes of its main memory, valid until more are asked for."""
+
+    def gather(self, pieces: npt.NDArray[Any]) -> memoryview:
+        """The pieces one behind the other, in main memory; valid until the next call. Raises TransportError."""
+
+    def scatter(self, pieces: npt.NDArray[Any]) -> None:
+        """Fill the pieces from `room`; they are visible when this returns. Raises TransportError."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,9 +122,24 @@ class Region:
         return cls(int(flat.ctypes.data), flat.nbytes, flat.data)
 
     @property
+    def device(self) -> int:
+        """The number of the GPU that holds it; 0 in main memory."""
+        return 0
+
+    @property
     def kind(self) -> MemoryKind:
         """Where it lies."""
         return MemoryKind.MAIN if self.view else MemoryKind.GPU
+
+    def accessor(self) -> Any:
+        """What the rank's agent reads and sums it through: the view, or an object with the methods of `agent.ports.Memory`."""
+        return self.view
+
+    def open_staging(self) -> RegionStaging | None:
+        """What brings pieces of it into main memory and back, for transports that move main memory; None where it is some."""
+        if self.kind is MemoryKind.GPU:
+            raise ConfigError("the region is GPU memory that cannot be staged; make it with DeviceRegion")
+        return None
 
     def flip_byte(self, offset: int) -> None:
         """Invert the byte at `offset`: for negative controls."""

@@ -34,6 +34,7 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.neighbour import files_left
+from kvbaton.transport.queued import check_endpoint
 from kvbaton.transport.table import AUTO, TransportEntry, library_settings, load, nearest, transport_entries, transport_entry
 from kvbaton.transport.wakeup import Wakeup
 
@@ -280,10 +281,7 @@ class AutoTransport:
                 raise TransportError(
                     f"{len(self._endpoints)} peers are known, the limit (max_peers); revoke those that are gone"
                 )
-        if endpoint.transport != self.name:
-            raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
-        if not 0 < endpoint.region_bytes < 1 << 63:
-            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
+        check_endpoint(self.name, endpoint)
         return False
 
     def _choose(self, peer: PeerRank, endpoint: Endpoint, choice: TransportChoice) -> None:

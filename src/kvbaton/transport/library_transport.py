@@ -13,7 +13,7 @@ given to another request, and `close` raises.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
@@ -63,28 +63,17 @@ class _Ending:
     cancelled: bool = False
 
 
-@dataclass(slots=True)
-class _FlightLists:
-    flights: list[_Flight] = field(default_factory=list)
-    endings: dict[Ticket, _Ending] = field(default_factory=dict)
-    forgetting: set[LibraryPeer] = field(default_factory=set)
-    refused: dict[Ticket, float] = field(default_factory=dict)
-    slice_bytes: dict[LibraryPeer, int] = field(default_factory=dict)
-
-    def of_link(self, link: LibraryPeer) -> list[_Flight]:
-        return [flight for flight in self.flights if flight.job.link is link]
-
-    def of_job(self, job: BatchJob[LibraryPeer]) -> list[_Flight]:
-        return [flight for flight in self.flights if flight.job is job]
-
-
 class FlightMover(Mover[LibraryPeer]):
     """One thread that serves the ledger's jobs through a library; ends once the ledger is shut, and shuts the library down."""
 
     def __init__(self, name: str, ledger: Ledger[LibraryPeer], settings: TransportSettings, library: PeerFlights) -> None:
         self._settings = settings
         self._library = library
-        self._books: _FlightLists = _FlightLists()
+        self._flights: list[_Flight] = []
+        self._endings: dict[Ticket, _Ending] = {}
+        self._forgetting: set[LibraryPeer] = set()
+        self._refused: dict[Ticket, float] = {}
+        self._slice_bytes: dict[LibraryPeer, int] = {}
         self._nap_s = _SHORTEST_NAP_S
         self._stuck = ""
         super().__init__(name, ledger, settings.timeout_s)
@@ -104,7 +93,7 @@ class FlightMover(Mover[LibraryPeer]):
 
     def _stop(self) -> set[Ticket]:
         self._shut_down()
-        return {flight.job.ticket for flight in self._books.flights if not self._library.release(flight.parts)}
+        return {flight.job.ticket for flight in self._flights if not self._library.release(flight.parts)}
 
     def _shut_down(self) -> None:
         try:
@@ -115,7 +104,7 @@ class FlightMover(Mover[LibraryPeer]):
             self._stuck = ""
 
     def _move(self) -> None:
-        for flight in list(self._books.flights):
+        for flight in list(self._flights):
             self._look_at(flight, time.monotonic())
         has_begun = [self._feed(link) for link in self._schedule.links()]
         if any(has_begun):
@@ -132,7 +121,7 @@ class FlightMover(Mover[LibraryPeer]):
             self._nap_s = _SHORTEST_NAP_S
             return
         self._nap_s = min(2 * self._nap_s, self._library.idle_s)
-        longest_s = _NAP_S if self._books.flights or self._schedule.links() else self._nap_s
+        longest_s = _NAP_S if self._flights or self._schedule.links() else self._nap_s
         self._ledger.work.wait(min(longest_s, self._nap_s, self._schedule.wait_s(now)))
 
     def _cancel(self, job: BatchJob[LibraryPeer]) -> None:
@@ -140,12 +129,12 @@ class FlightMover(Mover[LibraryPeer]):
             self._end(job, "cancelled", cancelled=True)
 
     def _revoke(self, link: LibraryPeer) -> None:
-        self._books.forgetting.add(link)
+        self._forgetting.add(link)
         self._fail_link(link, REVOKED, waiting=True)
 
     def _feed(self, link: LibraryPeer) -> bool:
         """Start the next slice of a peer, unless enough have begun; returns whether it has."""
-        while (job := self._schedule.head(link)) is not None and len(self._books.of_link(link)) < _WINDOW:
+        while (job := self._schedule.head(link)) is not None and len(self._of_link(link)) < _WINDOW:
             if job.cursor.remaining_bytes:
                 return self._start(job)
             self._schedule.discard(job)
@@ -153,7 +142,7 @@ class FlightMover(Mover[LibraryPeer]):
         return False
 
     def _start(self, job: BatchJob[LibraryPeer]) -> bool:
-        size = self._books.slice_bytes.get(job.link, self._library.slice_bytes)
+        size = self._slice_bytes.get(job.link, self._library.slice_bytes)
         runs = job.cursor.peek(size, self._library.slice_runs)
         count = int(runs[:, 2].sum())
         is_first, is_last = not job.cursor.done_bytes, count == job.cursor.remaining_bytes
@@ -165,9 +154,9 @@ class FlightMover(Mover[LibraryPeer]):
         except KVBatonError as error:
             self._fail_link(job.link, describe(error))
             return False
-        self._books.refused.pop(job.ticket, None)
+        self._refused.pop(job.ticket, None)
         now = time.monotonic()
-        self._books.flights.append(_Flight(job, parts, count, now, now + self._settings.timeout_s))
+        self._flights.append(_Flight(job, parts, count, now, now + self._settings.timeout_s))
         job.cursor.advance(count)
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)
@@ -176,11 +165,11 @@ class FlightMover(Mover[LibraryPeer]):
     def _refuse(self, job: BatchJob[LibraryPeer], error: QueueFull) -> None:
         """The library takes no more just now: it is asked again, but not for ever."""
         now, timeout_s = time.monotonic(), self._settings.timeout_s
-        if now - self._books.refused.setdefault(job.ticket, now) >= timeout_s:
+        if now - self._refused.setdefault(job.ticket, now) >= timeout_s:
             self._end(job, f"{describe(error)} (for {timeout_s:g} s)")
 
     def _look_at(self, flight: _Flight, now: float) -> None:
-        if flight not in self._books.flights:
+        if flight not in self._flights:
             return
         try:
             if not flight.failed and not self._library.is_done(flight.parts):
@@ -195,7 +184,7 @@ class FlightMover(Mover[LibraryPeer]):
     def _give_up(self, flight: _Flight) -> None:
         link = flight.job.link
         # The libraries report no progress within a slice. A slow link shows it only in slices that end within `timeout_s`.
-        self._books.slice_bytes[link] = max(self._library.slice_bytes // _LONGER, 1)
+        self._slice_bytes[link] = max(self._library.slice_bytes // _LONGER, 1)
         self._fail_link(link, f"PeerLost: {link}: no progress within {self._settings.timeout_s:g} s")
 
     def _land(self, flight: _Flight, now: float) -> None:
@@ -204,57 +193,63 @@ class FlightMover(Mover[LibraryPeer]):
             if now >= flight.deadline:
                 raise KVBatonError(f"a transfer to {flight.job.link} could not be stopped; open a new transport")
             return
-        self._books.flights.remove(flight)
+        self._flights.remove(flight)
         job = flight.job
         # The lanes of a peer move its slices one after another: a slice that waited for this one starts its time now.
-        for other in self._books.of_link(job.link):
+        for other in self._of_link(job.link):
             other.deadline = max(other.deadline, now + self._settings.timeout_s)
         if not flight.failed:
             job.moved_bytes += flight.wire_bytes
             self._fit_slices(flight, now)
-        if self._books.of_job(job):
+        if self._of_job(job):
             return
-        if job.ticket in self._books.endings or not job.cursor.remaining_bytes:
+        if job.ticket in self._endings or not job.cursor.remaining_bytes:
             self._finish(job)
         self._forget(job.link)
 
     def _fit_slices(self, flight: _Flight, now: float) -> None:
         """Longer slices for a quick peer, since each costs the same to start; shorter ones where progress is hard to see."""
         link, took_s = flight.job.link, now - flight.begun
-        size = self._books.slice_bytes.get(link, self._library.slice_bytes)
+        size = self._slice_bytes.get(link, self._library.slice_bytes)
         if took_s < _QUICK_S and 2 * flight.wire_bytes > size:
-            self._books.slice_bytes[link] = min(2 * size, _LONGER * self._library.slice_bytes)
+            self._slice_bytes[link] = min(2 * size, _LONGER * self._library.slice_bytes)
         elif took_s > _SLOW_S:
-            self._books.slice_bytes[link] = max(size // 2, self._library.slice_bytes // _LONGER, 1)
+            self._slice_bytes[link] = max(size // 2, self._library.slice_bytes // _LONGER, 1)
 
     def _end(self, job: BatchJob[LibraryPeer], error: str, *, cancelled: bool = False) -> None:
         """Finish a job before its last byte: at once, or when the last of its flights is over."""
         self._schedule.discard(job)
-        self._books.refused.pop(job.ticket, None)
-        self._books.endings.setdefault(job.ticket, _Ending(error, cancelled))
-        if not self._books.of_job(job):
+        self._refused.pop(job.ticket, None)
+        self._endings.setdefault(job.ticket, _Ending(error, cancelled))
+        if not self._of_job(job):
             self._finish(job)
 
     def _finish(self, job: BatchJob[LibraryPeer]) -> None:
-        ending = self._books.endings.pop(job.ticket, _Ending(""))
+        ending = self._endings.pop(job.ticket, _Ending(""))
         self._ledger.finish(job, ending.error, cancelled=ending.cancelled)
 
     def _fail_link(self, link: LibraryPeer, error: str, *, waiting: bool = False) -> None:
         """End all that is under way with a peer, and its session; what still moves has so long to stop as the library needs."""
         until = time.monotonic() + max(self._settings.timeout_s, self._library.stop_s)
-        for flight in self._books.of_link(link):
+        for flight in self._of_link(link):
             flight.failed, flight.deadline = True, until
         jobs = {job.ticket: job for job in self._schedule.discard_link(link, waiting=waiting)}
-        jobs.update((flight.job.ticket, flight.job) for flight in self._books.of_link(link))
+        jobs.update((flight.job.ticket, flight.job) for flight in self._of_link(link))
         self._library.drop(link)
         for job in jobs.values():
             self._end(job, error)
         self._forget(link)
 
+    def _of_link(self, link: LibraryPeer) -> list[_Flight]:
+        return [flight for flight in self._flights if flight.job.link is link]
+
+    def _of_job(self, job: BatchJob[LibraryPeer]) -> list[_Flight]:
+        return [flight for flight in self._flights if flight.job is job]
+
     def _forget(self, link: LibraryPeer) -> None:
-        if link in self._books.forgetting and not self._books.of_link(link):
-            self._books.forgetting.discard(link)
-            self._books.slice_bytes.pop(link, None)
+        if link in self._forgetting and not self._of_link(link):
+            self._forgetting.discard(link)
+            self._slice_bytes.pop(link, None)
             self._library.drop(link)
 
 

@@ -14,7 +14,7 @@ import logging
 import secrets
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +25,12 @@ from kvbaton.transport.library_transport import LibraryTransport, MemoryPlace
 from kvbaton.transport.neighbour import files_left
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS
+from kvbaton.transport.table import MemoryKind
 
 __all__ = ["NixlTransport", "check_nixl", "why_not_offered"]
 
-_MEMORY = "DRAM"
+_HOST = "DRAM"
+_MEMORY = {MemoryKind.MAIN: _HOST, MemoryKind.GPU: "VRAM"}
 _OPERATIONS = {Direction.READ: "READ", Direction.WRITE: "WRITE"}
 _HERE = "NIXL_INIT_AGENT"
 _MOST_PIECES = 1 << 20
@@ -82,8 +84,10 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=backends.split(","))
         try:
             self.nixl: Any = api.nixl_agent(f"kvbaton-{settings.incarnation or ''}-{secrets.token_hex(8)}", config)
-            described = [(region.address, region.region_bytes, 0, "") for region in regions]
-            self._registered = self.nixl.register_memory(described, _MEMORY)
+            self._registered = [
+                self.nixl.register_memory([(region.address, region.region_bytes, region.device, "")], _MEMORY[region.kind])
+                for region in regions
+            ]
         except Exception as error:
             raise ConfigError(f"transport nixl cannot start with {backends}: {_words(error)}") from error
         self.metadata: bytes = self.nixl.get_agent_metadata()
@@ -101,9 +105,20 @@ class NixlAgent:
         if agent is None:
             return
         try:
-            agent.deregister_memory(self._registered)
+            for registered in self._registered:
+                agent.deregister_memory(registered)
         except Exception as error:
             raise TransportError(f"NIXL does not give the memory back: {_words(error)}") from error
+
+
+class NixlMemory(NamedTuple):
+    """A kind of memory as NIXL calls it, and the number of the GPU."""
+
+    name: str
+    device: int
+
+
+_MARKS = NixlMemory(_HOST, 0)
 
 
 class NixlPeer:
@@ -114,7 +129,11 @@ class NixlPeer:
 
     is_bound = True
 
-    def __init__(self, agent: NixlAgent, metadata: bytes, there: MemoryPlace, here: MemoryPlace) -> None:
+    def __init__(
+        self, agent: NixlAgent, metadata: bytes, there: MemoryPlace, here: MemoryPlace, kinds: tuple[NixlMemory, NixlMemory]
+    ) -> None:
+        """`kinds` has which memory it is, there and here."""
+        self._kinds = kinds
         self._agent = agent
         self._metadata = metadata
         self._there = there
@@ -144,7 +163,7 @@ class NixlPeer:
                 pages_here, pages_there = numbers[:, 1].copy(), numbers[:, 0].copy()
                 transfer = nixl.make_prepped_xfer(_OPERATIONS[direction], here, pages_here, there, pages_there)
             else:
-                transfer = self._describe(direction, offsets + self._region)
+                transfer = self._describe(direction, offsets + self._region, self._kinds)
             nixl.transfer(transfer)
         self._transfer = transfer
 
@@ -153,7 +172,7 @@ class NixlPeer:
         with _nixl_errors():
             transfer = self._mark_transfer
             if transfer is None:
-                transfer = self._describe(Direction.READ, runs + self._marks)
+                transfer = self._describe(Direction.READ, runs + self._marks, (_MARKS, _MARKS))
             self._agent.nixl.transfer(transfer)
         self._transfer = self._mark_transfer = transfer
 
@@ -187,18 +206,21 @@ class NixlPeer:
             return False
         return bool((runs[:, 2] == np.uint64(size)).all()) and not (runs[:, :2] % np.uint64(size)).any()
 
-    def _describe(self, direction: Direction, places: Runs) -> Any:
+    def _describe(self, direction: Direction, places: Runs, kinds: tuple[NixlMemory, NixlMemory]) -> Any:
         """A transfer of pieces of memory, given by address at the peer, address here, and bytes."""
-        here, there = (self._agent.nixl.get_xfer_descs(_described(places, column), _MEMORY) for column in (1, 0))
+        here, there = (
+            self._agent.nixl.get_xfer_descs(_described(places, column, kinds[column].device), kinds[column].name)
+            for column in (1, 0)
+        )
         return self._agent.nixl.initialize_xfer(_OPERATIONS[direction], here, there, self._peer)
 
     def _grid(self, size: int) -> tuple[Any, Any]:
         """All pages of that size, here and there, as NIXL knows them."""
         if size not in self._prepared:
-            nixl, sides = self._agent.nixl, ((_HERE, self._here), (self._peer, self._there))
+            nixl, kinds = self._agent.nixl, self._kinds
             here, there = (
-                nixl.prep_xfer_dlist(name, nixl.get_xfer_descs(_described(_pages(side, size), 0), _MEMORY))
-                for name, side in sides
+                nixl.prep_xfer_dlist(name, nixl.get_xfer_descs(_described(_pages(side, size), 0, kind.device), kind.name))
+                for name, side, kind in ((_HERE, self._here, kinds[1]), (self._peer, self._there, kinds[0]))
             )
             self._prepared[size] = (here, there)
         return self._prepared[size]
@@ -212,8 +234,8 @@ def _pages(side: MemoryPlace, size: int) -> Runs:
     return pages
 
 
-def _described(places: Runs, column: int) -> Runs:
-    described = np.zeros((len(places), 3), np.uint64)
+def _described(places: Runs, column: int, device: int) -> Runs:
+    described = np.full((len(places), 3), device, np.uint64)
     described[:, 0] = places[:, column]
     described[:, 1] = places[:, 2]
     return described
@@ -276,14 +298,24 @@ class NixlTransport(LibraryTransport):
         )
 
     def _details(self) -> dict[str, str | int]:
-        return {"metadata": self._metadata.hex(), **self._place_details()}
+        details: dict[str, str | int] = {"memory": _MEMORY[self._region.kind], "device": self._region.device}
+        return {"metadata": self._metadata.hex(), **details, **self._place_details()}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> LibraryPeer:
         there, here = self._places(endpoint)
         metadata, mark = bytes_detail(endpoint, "metadata"), detail(endpoint, "mark", int)
+        kinds = (
+            NixlMemory(detail(endpoint, "memory", str), detail(endpoint, "device", int)),
+            NixlMemory(_MEMORY[self._region.kind], self._region.device),
+        )
+        if kinds[0].name not in _MEMORY.values() or kinds[0].device < 0:
+            raise TransportError(
+                f"nixl endpoint: memory is {kinds[0].name!r}, device {kinds[0].device}; it must be one of "
+                f"{', '.join(_MEMORY.values())}, and at least 0; fetch its card again"
+            )
 
         def make_engine() -> NixlPeer:
             agent = NixlAgent(self._settings, (self._region, self._marks.region))
-            return NixlPeer(agent, metadata, there, here)
+            return NixlPeer(agent, metadata, there, here, kinds)
 
         return LibraryPeer(peer, mark, make_engine)

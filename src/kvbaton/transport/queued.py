@@ -51,6 +51,7 @@ __all__ = [
     "Schedule",
     "SliceMover",
     "bytes_detail",
+    "check_endpoint",
     "describe",
     "detail",
 ]
@@ -583,10 +584,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
         return self._settings.timeout_s
 
     def _check(self, peer: PeerRank, endpoint: Endpoint) -> None:
-        if endpoint.transport != self.name:
-            raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {self.name!r}")
-        if not 0 < endpoint.region_bytes < 1 << 63:
-            raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
+        check_endpoint(self.name, endpoint)
         incarnation = endpoint.details.get("incarnation", "")
         if incarnation and incarnation != peer.incarnation:
             raise TransportError(
@@ -606,6 +604,14 @@ class QueuedTransport(abc.ABC, Generic[L]):
 
     def _release(self) -> None:
         """Give back what the subclass owns, once the mover has ended."""
+
+
+def check_endpoint(name: str, endpoint: Endpoint) -> None:
+    """Raise TransportError unless `endpoint` is one of the transport called `name`, with a region of a possible size."""
+    if endpoint.transport != name:
+        raise TransportError(f"endpoint transport is {endpoint.transport!r}; this transport is {name!r}")
+    if not 0 < endpoint.region_bytes < 1 << 63:
+        raise TransportError(f"endpoint region_bytes is {endpoint.region_bytes}; it must be above 0 and below 2^63")
 
 
 def detail(endpoint: Endpoint, field: str, kind: type[T]) -> T:

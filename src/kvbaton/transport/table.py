@@ -116,12 +116,18 @@ class TransportVariant:
     memory:  makes such memory from its content (an array of bytes); returns the region and an array to look at it
     subject: its name in `kvbaton bench wire`; empty where it is not measured by size of blocks
     beside:  the subject of `kvbaton bench wire` that it is compared with
+    check:   may name a function that raises KVBatonError where there is no such memory on this machine
     """
 
     kind: str
     memory: Reference = "kvbaton.transport.trial:private_memory"
     subject: str = ""
     beside: str = ""
+    check: Reference = ""
+
+    def why_not_here(self) -> str:
+        """Why there is no such memory on this machine, as far as `check` finds; else an empty string."""
+        return _complaint(self.check)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +180,17 @@ class TransportEntry:
 
     def why_not_here(self) -> str:
         """Why the transport cannot run on this machine, as far as `check` finds; else an empty string."""
-        try:
-            if self.check:
-                load(self.check)()
-        except Exception as error:  # noqa: BLE001 - a library that is broken may raise anything when it is imported
-            return str(error) or type(error).__name__
-        return ""
+        return _complaint(self.check)
+
+
+def _complaint(check: Reference) -> str:
+    """What the check raises; empty where it raises nothing, or there is none."""
+    try:
+        if check:
+            load(check)()
+    except Exception as error:  # noqa: BLE001 - a library that is broken may raise anything when it is imported
+        return str(error) or type(error).__name__
+    return ""
 
 
 def load(reference: Reference) -> Callable[..., Any]:
@@ -200,6 +211,8 @@ ENTRY_POINTS = "kvbaton.transports"
 AUTO = "auto"
 """Each pair of ranks on its own: the first that both ends offer and that works."""
 
+_GPU_MEMORY = "kvbaton.transport.cuda.region:gpu_memory"
+_CHECK_GPU = "kvbaton.transport.cuda.region:check_gpu"
 _WRITES_UNFENCED = {Direction.READ: LateWrites.IMPOSSIBLE, Direction.WRITE: LateWrites.UNFENCED}
 
 TRANSPORTS: dict[str, TransportEntry] = {
@@ -224,34 +237,42 @@ TRANSPORTS: dict[str, TransportEntry] = {
         TransportEntry(
             name="tcp",
             opener="kvbaton.transport.tcp:TcpTransport",
+            memory=frozenset(MemoryKind),
             crosses_hosts=True,
             peer_part=PeerPart.MOVE,
             stands_alone=True,
             auto_rank=30,
             exchange="kvbaton.transport.exchange.service:open_tcp",
-            variants=(TransportVariant(kind="tcp", subject="tcp", beside="socket"),),
+            variants=(
+                TransportVariant(kind="tcp", subject="tcp", beside="socket"),
+                TransportVariant(kind="GPU memory over tcp", memory=_GPU_MEMORY, check=_CHECK_GPU),
+            ),
         ),
         TransportEntry(
             name="cuda",
             opener="kvbaton.transport.cuda:CudaTransport",
             memory=frozenset({MemoryKind.GPU}),
             sees_withdrawal=False,  # memory that was opened through CUDA IPC stays readable until the process ends
-            check="kvbaton.transport.cuda.region:check_gpu",
+            check=_CHECK_GPU,
             auto_rank=10,
-            variants=(TransportVariant(kind="cuda", memory="kvbaton.transport.cuda.region:gpu_memory"),),
+            variants=(TransportVariant(kind="cuda", memory=_GPU_MEMORY),),
             bench="kvbaton.bench.wire.cuda:measure_cuda",
         ),
         TransportEntry(
             name="nixl",
             opener="kvbaton.transport.nixl:NixlTransport",
             promises=_WRITES_UNFENCED,
+            memory=frozenset(MemoryKind),
             crosses_hosts=True,
             peer_part=PeerPart.CONNECT,
             check="kvbaton.transport.nixl:check_nixl",
             auto_rank=20,
             auto_unless="kvbaton.transport.nixl:why_not_offered",
             settings=(LibrarySetting("nixl_backends", "UCX"), LibrarySetting("nixl_lanes", 2, least=1, most=16)),
-            variants=(TransportVariant(kind="nixl", subject="nixl", beside="raw nixl"),),
+            variants=(
+                TransportVariant(kind="nixl", subject="nixl", beside="raw nixl"),
+                TransportVariant(kind="GPU memory over nixl", memory=_GPU_MEMORY, check=_CHECK_GPU),
+            ),
         ),
         TransportEntry(
             name="mooncake",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -73,7 +74,8 @@ def run_verify(
     for engine, side in zip(engines, (prefill, decode), strict=True):
         engine.check_support(side)
     model = _check(engines, (prefill, decode), progress)
-    prompts = make_prompts(model.encode, settings.requests, settings.seed, _longest_prompt(settings, model, progress))
+    longest = _longest_prompt(settings, model, progress)
+    prompts = make_prompts(model.encode, settings.requests, settings.seed, longest, min(settings.shortest_prompt, longest))
     with contextlib.ExitStack() as stack:
         if counts is not None:
             stack.callback(counts.close)
@@ -112,9 +114,11 @@ def _options(pair: VerifiedPair, settings: VerifySettings, counts_directory: str
         settings.engines,
         pair.handoff,
         settings.prefill_shape,
+        settings.device,
         connector=settings.connector,
         counts_directory=counts_directory,
         cache_dtype=settings.cache_dtype,
+        arguments=tuple(shlex.split(settings.engine_arguments)),
         controls=Controls(poison=True, drop_writes=settings.drop_writes, drop=settings.drop),
         model_id=f"verify-{settings.model}" if pair.is_mixed else "",
     )

@@ -31,7 +31,7 @@ class VerifySettings:
     max_tokens
         tokens per answer, at least 2: the first one does not depend on the cache that was handed over.
     longest_prompt
-        prompt lengths are drawn from 1 to this many tokens, log-uniformly.
+        prompt lengths are drawn from `shortest_prompt` to this many tokens, log-uniformly.
     seed
         of the prompts.
     drop_writes
@@ -47,9 +47,15 @@ class VerifySettings:
         a control: another model for the decode instances, or other sizes of it as in `tiny-mamba@conv_taps=6`. They must
         refuse, with exit code 2.
     cache_dtype
-        type of the numbers in all caches: `float32`, or `float16` for the small models.
+        type of the numbers in all caches: `float32`; `float16` for the small models; `bfloat16` for vLLM.
     decode_cache_dtype
         a control: another type for the decode instances. They must refuse, with exit code 2.
+    device
+        where the engines run: `cpu`, or `cuda` for vLLM on an NVIDIA GPU that all of them share.
+    engine_arguments
+        more arguments for the command line of every engine, as one string.
+    shortest_prompt
+        see `longest_prompt`.
     connector
         which connector moves caches: `kvbaton`, or one that the engine ships and that runs here: `moriio` of vLLM.
     decode_lacks
@@ -73,10 +79,13 @@ class VerifySettings:
     cache_dtype: str = "float32"
     decode_cache_dtype: str = ""
     decode_lacks: str = ""
+    device: str = "cpu"
+    engine_arguments: str = ""
+    shortest_prompt: int = 1
     connector: str = "kvbaton"
 
     def __post_init__(self) -> None:
-        for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "longest_prompt"):
+        for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "shortest_prompt", "longest_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         if self.max_tokens < _FEWEST_TOKENS:

@@ -55,7 +55,6 @@ class StandSpec:
     """What to start: the shapes of the two sides, and the settings of both."""
 
     mode: Mode = Mode.PUSH
-    kind: str = "gqa"
     prefill_shape: str = "tp1"
     decode_shape: str = "tp1"
     transport: str = "local"
@@ -73,13 +72,13 @@ def ready() -> SglangEnvironment:
         pytest.skip(f"NOTHING IS TESTED WITH SGLANG, because it cannot be installed here: {error}")
 
 
-def tiny_model(environment: SglangEnvironment, kind: str) -> Path:
-    """A tiny model of this kind, made once."""
-    target = environment.directory / "models" / f"tiny-{kind}"
+def tiny_model(environment: SglangEnvironment) -> Path:
+    """A tiny model with grouped heads, made once."""
+    target = environment.directory / "models" / "tiny-gqa"
     target.mkdir(parents=True, exist_ok=True)
     with alone(target / "lock", "making a tiny model", 600.0):
         if not (target / "made").exists():
-            command = [str(environment.python), str(_INSIDE / "make_model.py"), str(target), kind]
+            command = [str(environment.python), str(_INSIDE / "make_model.py"), str(target)]
             subprocess.run(command, check=True, env={**os.environ, **environment.variables()}, timeout=600)
             (target / "made").touch()
     return target
@@ -107,7 +106,7 @@ class SglangStand:
             controls=Controls(poison=True, drop_writes=spec.drop_writes),
             arguments=("--skip-tokenizer-init",),
         )
-        model = tiny_model(environment, spec.kind)
+        model = tiny_model(environment)
         prefill = SglangServers(environment, model, options, spec.settings)
         decode = replace(prefill, options=replace(options, shape=spec.decode_shape))
         routers = [f"127.0.0.1:{discovery_port}"]

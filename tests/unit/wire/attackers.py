@@ -35,11 +35,15 @@ def _mutated(dice: random.Random, frame: bytes) -> bytes:
     return bytes(changed)
 
 
-def _in_batches(served: GuardedPort, frames: int, head: bytes, make: Callable[[], bytes]) -> None:
+def _in_batches(served: GuardedPort, frames: int, head: bytes, make: Callable[[], bytes]) -> int:
+    """How many frames were sent over connections that stood, until those were ended."""
+    sent = 0
     for _ in range(0, frames, _PER_CONNECTION):
         with contextlib.suppress(OSError), served.open() as sock:
+            sent += _PER_CONNECTION
             sock.settimeout(_NO_TIME_S)
             sock.sendall(head + b"".join(make() for _ in range(_PER_CONNECTION)))
+    return sent
 
 
 def _true_request(served: GuardedPort, dice: random.Random, *, is_mutated: bool = False) -> bytes:
@@ -66,30 +70,31 @@ def _true_frame(served: GuardedPort) -> bytes:
     return GREETING + READY + encode_frame(BEAT if served.kind == "control" else encode_registration(ME))
 
 
-def garbage(served: GuardedPort, dice: random.Random, frames: int) -> None:
+def garbage(served: GuardedPort, dice: random.Random, frames: int) -> int:
     """Random bytes, after a handshake where one needs no key."""
     if served.kind in ("tcp", "http"):
         end = b"\r\n\r\n" if served.kind == "http" else b""
-        _in_batches(served, frames, b"", lambda: dice.randbytes(dice.randrange(1, HANDSHAKE_BYTES)) + end)
-        return
-    _in_batches(served, frames, GREETING + READY, lambda: encode_frame(dice.randbytes(dice.randrange(60))))
+        return _in_batches(served, frames, b"", lambda: dice.randbytes(dice.randrange(1, HANDSHAKE_BYTES)) + end)
+    return _in_batches(served, frames, GREETING + READY, lambda: encode_frame(dice.randbytes(dice.randrange(60))))
 
 
-def mutated(served: GuardedPort, dice: random.Random, frames: int) -> None:
+def mutated(served: GuardedPort, dice: random.Random, frames: int) -> int:
     """True frames with one to three changed bytes."""
     true = _true_frame(served)
-    _in_batches(served, frames, b"", lambda: _mutated(dice, true))
+    return _in_batches(served, frames, b"", lambda: _mutated(dice, true))
 
 
-def sealed(served: GuardedPort, dice: random.Random, frames: int) -> None:
+def sealed(served: GuardedPort, dice: random.Random, frames: int) -> int:
     """Frames that open, by a holder of the key, and are no messages, or messages with changed bytes."""
     if served.kind == "discovery":
         frame = encode_registration(ME, Seal(served.secret), Freshness.stamp(bytes(16), 1))
-        _in_batches(served, frames, GREETING + READY, lambda: encode_frame(_mutated(dice, frame)))
-        return
+        return _in_batches(served, frames, GREETING + READY, lambda: encode_frame(_mutated(dice, frame)))
+    sent = 0
     for _ in range(0, frames, _PER_KNOWN):
         with contextlib.suppress(OSError, EOFError):
             _as_key_holder(served, dice)
+            sent += _PER_KNOWN
+    return sent
 
 
 def _as_key_holder(served: GuardedPort, dice: random.Random) -> None:
@@ -132,29 +137,30 @@ def _send_and_read(sock: socket.socket, wire: bytes) -> None:
         reader.join(20)
 
 
-def replayed(served: GuardedPort, dice: random.Random, frames: int) -> None:
+def replayed(served: GuardedPort, dice: random.Random, frames: int) -> int:
     """All that a true peer has sent, on new connections."""
     del dice
     if served.kind == "discovery":
         frame = encode_frame(encode_registration(ME, Seal(served.secret), Freshness.stamp(bytes(16), 1)))
-        _in_batches(served, frames, GREETING + READY, lambda: frame)
-        return
+        return _in_batches(served, frames, GREETING + READY, lambda: frame)
     if served.kind in ("tcp", "http"):
         frame = _true_frame(served)
-        _in_batches(served, frames, b"", lambda: frame)
-        return
+        return _in_batches(served, frames, b"", lambda: frame)
     with WirePeer.dial(served.port, served.secret) as peer:
         for _ in range(_PER_CONNECTION):
             peer.send(BEAT)
         peer.receive()
         recorded = peer.sent
+    sent = 0
     for _ in range(0, frames, _PER_CONNECTION):
         with contextlib.suppress(OSError), served.open() as sock:
+            sent += _PER_CONNECTION
             sock.settimeout(_NO_TIME_S)
             sock.sendall(recorded)
+    return sent
 
 
-ATTACKS: dict[str, Callable[[GuardedPort, random.Random, int], None]] = {
+ATTACKS: dict[str, Callable[[GuardedPort, random.Random, int], int]] = {
     each.__name__: each for each in (garbage, mutated, sealed, replayed)
 }
-"""Each by its name: sends so many frames."""
+"""Each by its name: sends so many frames; how many went over connections that stood."""

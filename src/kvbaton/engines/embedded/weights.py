@@ -61,13 +61,13 @@ class Header(msgspec.Struct, frozen=True):
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
+@dataclass(frozen=True, slots=True)
 class CachedWeights:
     """An open file: its header, its tensors as read-only views, and a digest of all of their bytes."""
 
-    def __init__(self, header: Header, tensors: dict[str, npt.NDArray[np.float32]], digest: bytes) -> None:
-        self.header = header
-        self.tensors = tensors
-        self.digest = digest
+    header: Header
+    tensors: dict[str, npt.NDArray[np.float32]]
+    digest: bytes
 
 
 def open_weights(path: Path) -> CachedWeights | None:

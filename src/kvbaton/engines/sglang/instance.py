@@ -13,7 +13,6 @@ from kvbaton.agent.engine_port import AgentStats, HandoffPort
 from kvbaton.agent.rank_sets import RankLoop, RemoteRanks
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import RankCard
-from kvbaton.core.handoff import Executor
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.messages import Dispatch
@@ -111,8 +110,7 @@ class RankInstance:
         place, region, layout = self.place, self.pool.region, self.pool.layout
         transport = agents.open_transport(incarnation, region)
         opened.callback(transport.close)
-        executor = Executor.SOURCE_WRITES if agents.handoff.unfenced_writes else Executor.TARGET_READS
-        own = SglangRank(place.tp_rank, layout, transport.endpoint(), executor)
+        own = SglangRank(place.tp_rank, layout, transport.endpoint())
         limits, writes = agents.limits, agents.handoff.unfenced_writes
         meeting = Meeting(place.tp_size) if place.is_leader else None
         path = place.broadcast(meeting.path if meeting is not None else "")

@@ -36,7 +36,7 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.agent.rank_sets import RankLoop
 from kvbaton.core.card import Endpoint
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Side
 from kvbaton.errors import LocalError
@@ -56,7 +56,6 @@ class SglangRank(msgspec.Struct, frozen=True):
     rank: int
     layout: Layout
     endpoint: Endpoint
-    executor: Executor
 
 
 class _RankLink(msgspec.Struct, frozen=True):

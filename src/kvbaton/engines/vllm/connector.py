@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import platform
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvbaton.core.topology import RankAt, Shape, collect_ranks
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import ModelIdentity
+from kvbaton.engines.vllm.device import EngineDevice, device_of, shareable_memory
 from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
@@ -105,13 +107,20 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the worker.
 
+    def get_mem_pool_context(self) -> Any:
+        """Where vLLM allocates the caches: its own choice, unless that is virtual memory, which CUDA IPC cannot share."""
+        is_virtual = getattr(self._vllm_config.model_config, "enable_cumem_allocator", False)
+        return shareable_memory(torch) if is_virtual else None
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Describe the cache, and start the agents over it."""
         self._caches = kv_caches
         exchange = _Workers(self._vllm_config)
         specs = layer_specs(self._kv_cache_config, _facts(self._vllm_config, exchange))
-        cache = RegisteredCache(read_tensors(kv_caches), specs)
-        instance = self.instance_class(self._settings, cache, _model(self._vllm_config), self._role, exchange, self._dp_rank)
+        device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
+        cache = RegisteredCache(read_tensors(kv_caches), specs, device)
+        model = _model(self._vllm_config, device)
+        instance = self.instance_class(self._settings, cache, model, self._role, exchange, self._dp_rank)
         self._layer_index = instance.caches.numbers
         self._instance = instance
         instance.start()
@@ -143,8 +152,13 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         if layer is not None and self._instance is not None:
             self._instance.half.layer_computed(layer)
 
+    def finish_forward(self) -> None:
+        """The forward is over, or queued: let the layers stream that had no hook, as in a full CUDA graph."""
+        if self._instance is not None:
+            self._instance.half.forward_done()
+
     def wait_for_save(self) -> None:
-        """The forward is over: let the layers stream that had no hook. Blocks stay until the sending is reported."""
+        """The same, for releases that do not call `finish_forward`. Blocks stay until the sending is reported."""
         if self._instance is not None:
             self._instance.half.forward_done()
 
@@ -374,13 +388,14 @@ def _is_channel_first() -> bool:
     return bool(is_conv_state_dim_first())
 
 
-def _model(vllm_config: Any) -> ModelIdentity:
-    """The fingerprint covers what decides the meaning of a cache: architecture, weights, dtypes, kind of CPU."""
+def _model(vllm_config: Any, device: EngineDevice) -> ModelIdentity:
+    """The fingerprint covers what decides the meaning of a cache: architecture, weights, dtypes, kind of device."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     names = model.served_model_name
     name = names if isinstance(names, str) else (names[0] if names else model.model)
     others = [str(model.dtype), str(cache.cache_dtype), str(model.quantization), str(getattr(model, "revision", "") or "")]
-    others += [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    others += device.kinds
+    others.append(json.dumps(getattr(model, "hf_overrides", None) or {}, sort_keys=True, default=repr))
     return ModelIdentity(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))
 
 

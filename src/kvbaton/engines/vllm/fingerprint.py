@@ -20,9 +20,13 @@ _SAMPLE_BYTES = 4096
 def fingerprint(config: Mapping[str, Any], model: str, others: Iterable[str]) -> str:
     """Digest of a model's configuration, of its weights by samples, and of `others`.
 
-    `model` is a directory, whose path does not count, or a name, which does where there are no weights to look at.
+    `model` is a directory, whose path does not count, or a name, which does where there are no weights to look at. Of a
+    directory that has a `config.json`, only what is stated there counts, with the values that the engine has for it: libraries
+    add defaults of their own, and two releases of an engine would be two models.
     """
     directory = Path(model)
+    if (stated := directory / "config.json").is_file():
+        config = _as_stated(config, json.loads(stated.read_text()))
     weights = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     parts = [json.dumps(_meaning(config), sort_keys=True, default=str), *others]
     parts += [f"{path.name} {_sampled(path)}" for path in weights] or [model]
@@ -38,6 +42,15 @@ def _sampled(path: Path) -> str:
             file.seek(max(0, size - _SAMPLE_BYTES) * index // _SAMPLES)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _as_stated(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's own file has, as the engine reads it; and how positions are encoded, which an operator may override."""
+    return {
+        key: _as_stated(value, stated[key]) if isinstance(value, Mapping) and isinstance(stated.get(key), Mapping) else value
+        for key, value in config.items()
+        if key in stated or key.startswith("rope_")
+    }
 
 
 def _meaning(value: Any) -> Any:

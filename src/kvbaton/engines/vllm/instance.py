@@ -15,6 +15,7 @@ import msgspec
 
 from kvbaton.agent.channel import Channel, channel_pair
 from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.agent.rank import RankControls
 from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
 from kvbaton.agent.sockets import ControlSockets
@@ -26,6 +27,7 @@ from kvbaton.engines.base import Role
 from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, instance_card, new_incarnation
 from kvbaton.engines.vllm.computed_spans import ComputedSpans
 from kvbaton.engines.vllm.controls import share_filter
+from kvbaton.engines.vllm.device import GatedPort
 from kvbaton.engines.vllm.rank_links import (
     FirstRankLinks,
     OneRank,
@@ -81,12 +83,14 @@ class WorkerInstance:
         self._shape, self._rank = exchange.shape, exchange.rank
         described = exchange.gather(_Described(new_incarnation(), this_process().host, cache.caches))
         check_one_host([each.host for each in described])
+        cache.device.check_ranks(self._shape.ranks)
         self._incarnation = described[0].incarnation
         has_drafts = settings.draft == DRAFTS[0]
         self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
         self.info = HandoffInfo(self._base.control_address, self._incarnation, self._shape.tp, dp_rank)
         self.driver: RanksDriver | None = None
         self._loop: RankLoop | None = None
+        self._port: HandoffPort | None = None
         self._links: FirstRankLinks | RankLinks | None = None
         self._notes: HandoffsServer | None = None
         self._announcer: LateAnnouncer | None = None
@@ -95,7 +99,7 @@ class WorkerInstance:
             opened.callback(self._close_agents)
             if exchange.rank == 0 and self._shape.ranks > 1:
                 self._links = FirstRankLinks(self._incarnation, self._shape)
-            transport = self.open_transport(settings, self._incarnation, cache.region)
+            transport = cache.device.ordered(self.open_transport(settings, self._incarnation, cache.region))
             opened.callback(transport.close)
             endpoints = exchange.gather(transport.endpoint())
             cards = [RankCard(number, self.caches.layouts[number], (each,)) for number, each in enumerate(endpoints)]
@@ -131,9 +135,10 @@ class WorkerInstance:
             self.driver = driver = RanksDriver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
             opened.pop_all()
         holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
-        spans = ComputedSpans(driver, holders, self.caches.lists)
+        self._port = port = self._cache.device.port(driver, news.set)
+        spans = ComputedSpans(port, holders, self.caches.lists)
         self.half = WorkerHalf(
-            driver,
+            port,
             spans,
             self.caches.layouts[0].layers,
             news,
@@ -156,7 +161,7 @@ class WorkerInstance:
                 self.caches.layouts[0],
                 transport,
                 self.agent_limits(settings).transfer_timeout,
-                self._cache.region.view,
+                self._cache.region.accessor(),
                 unfenced_writes=settings.unfenced_writes,
                 controls=self._controls(),
             )
@@ -255,6 +260,8 @@ class WorkerInstance:
     def _close_agents(self) -> None:
         if self._notes is not None:
             self._notes.close()
+        if isinstance(self._port, GatedPort):
+            self._port.close()
         if self.driver is not None:
             self.driver.close()
         if self._loop is not None:

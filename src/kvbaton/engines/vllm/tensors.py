@@ -2,8 +2,9 @@
 
 vLLM 0.32 registers one tensor per layer. That of an attention layer has the axes (blocks, KV heads, tokens, channels); keys and
 values share the channels of a head. On CPUs the shape is not the truth: the attention kernels keep the keys and values that one
-head has of a block in an order of their own, so heads are moved one by one, each of them whole. A tensor of states is raw
-bytes: the state tensors of a request, one after the other, and padding.
+head has of a block in an order of their own, so heads are moved one by one, each of them whole. On GPUs it is, and views may
+have their axes in another order in memory (LBNHC, the default there: tokens before heads), also a different one on each side. A
+tensor of states is raw bytes: the state tensors of a request, one after the other, and padding.
 
 Layers of one block list may differ (a draft model has other heads than its target), so a block list becomes one group of the
 layout per kind of layer. Each rank describes its own layers; the layouts of an instance are made from the descriptions of all
@@ -13,7 +14,6 @@ stages. What is not understood is refused by name: other axes, blocks in pieces,
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import re
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvbaton.core.handoff import BlockLists
 from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane
 from kvbaton.core.segments import HOLE
 from kvbaton.core.tensors import LayerTensor, tensor_group
 from kvbaton.core.topology import Shape
+from kvbaton.engines.vllm.device import BlockRows, EngineDevice, HostDevice
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region
 
@@ -152,9 +152,13 @@ class InstanceCaches(msgspec.Struct, frozen=True):
 class RegisteredCache:
     """The memory that vLLM registered on this rank. Keeps nothing alive itself."""
 
-    def __init__(self, tensors: Sequence[CacheTensor], specs: Mapping[str, LayerSpec]) -> None:
+    def __init__(
+        self, tensors: Sequence[CacheTensor], specs: Mapping[str, LayerSpec], device: EngineDevice | None = None
+    ) -> None:
         if not tensors:
             raise ConfigError("vLLM registered no KV cache; a model without attention or state cannot be handed over")
+        self.device: EngineDevice = device or HostDevice()
+        self._ranges = [(tensor.address, tensor.end - tensor.address) for tensor in tensors]
         self.address = min(tensor.address for tensor in tensors)
         self.region_bytes = max(tensor.end for tensor in tensors) - self.address
         for tensor in tensors:
@@ -166,27 +170,23 @@ class RegisteredCache:
     @property
     def region(self) -> Region:
         """Everything from the first to the last registered byte."""
-        return Region.of(self._bytes())
+        return self.device.region(self._ranges)
 
     def poison(self, layout: Layout, blocks: BlockLists, cached_tokens: int) -> None:
         """Fill the blocks of every group, but for those of the cached tokens, with a pattern that no real cache holds."""
-        memory = self._bytes()
         for group, ids in zip(layout.groups, blocks, strict=True):
             first = 0 if group.is_state else cached_tokens // group.block_tokens
-            chosen = np.asarray([number for number in ids[first:] if number != HOLE], np.int64)
+            chosen = [number for number in ids[first:] if number != HOLE]
             for plane in group.planes:
                 size = sum((axis.count - 1) * axis.stride for axis in group.axes(plane)[1:]) + plane.element_bytes
                 for offset in plane.layer_offsets:
-                    each = memory[offset : offset + (group.blocks - 1) * plane.block_stride + size]
-                    np.lib.stride_tricks.as_strided(each, (group.blocks, size), (plane.block_stride, 1))[chosen] = POISON_BYTE
-
-    def _bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        memory = (ctypes.c_uint8 * self.region_bytes).from_address(self.address)
-        return np.frombuffer(memoryview(memory), np.uint8)
+                    rows = BlockRows(self.address + offset, group.blocks, size, plane.block_stride)
+                    self.device.fill_blocks(rows, chosen, POISON_BYTE)
 
     def _layer(self, tensor: CacheTensor, spec: LayerSpec) -> LayerCache:
         offset = tensor.address - self.address
-        group = _states(tensor, spec, offset) if spec.states else _attention(tensor, spec, offset)
+        whole = self.device.reorders_blocks
+        group = _states(tensor, spec, offset) if spec.states else _attention(tensor, spec, offset, whole_blocks=whole)
         return LayerCache(tensor.layer, spec.block_list, spec.is_draft, group)
 
 
@@ -196,8 +196,6 @@ def read_tensors(caches: Mapping[str, Any]) -> list[CacheTensor]:
     for layer, tensor in caches.items():
         if not hasattr(tensor, "data_ptr"):
             raise ConfigError(f"layer {layer}: vLLM registered a {type(tensor).__name__} as its cache, not one tensor")
-        if tensor.device.type != "cpu":
-            raise ConfigError(f"layer {layer}: its cache is on {tensor.device}; only caches in main memory are possible so far")
         size = tensor.element_size()
         strides = tuple(step * size for step in tensor.stride())
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -272,19 +270,20 @@ def _with_holes(ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(HOLE if number == NULL_BLOCK else number for number in ids) if NULL_BLOCK in ids else ids
 
 
-def _attention(tensor: CacheTensor, spec: LayerSpec, offset: int) -> Group:
+def _attention(tensor: CacheTensor, spec: LayerSpec, offset: int, *, whole_blocks: bool) -> Group:
     understood = f"(blocks, {spec.head_count} heads, {spec.block_tokens} tokens, channels)"
     if len(tensor.shape) != 4 or tensor.shape[1:3] != (spec.head_count, spec.block_tokens):
         raise ConfigError(f"the cache of {tensor.layer} has the shape {tensor.shape}; {understood} is understood")
     tokens, channels = tensor.shape[2:]
     token_bytes = channels * tensor.element_bytes
     dense = (tokens * token_bytes, token_bytes, tensor.element_bytes)
-    if any(step != given for step, given, count in zip(dense, tensor.strides[1:], tensor.shape[1:], strict=True) if count > 1):
+    steps = dense if whole_blocks else tensor.strides[1:]
+    if any(step != given for step, given, count in zip(steps, tensor.strides[1:], tensor.shape[1:], strict=True) if count > 1):
         raise ConfigError(
             f"the blocks of {tensor.layer} are in pieces (shape {tensor.shape}, steps of {tensor.strides} bytes); "
             "only blocks in one piece can be handed over so far"
         )
-    layer = LayerTensor(offset, tensor.shape, (tensor.strides[0], *dense), tensor.dtype, tensor.element_bytes)
+    layer = LayerTensor(offset, tensor.shape, (tensor.strides[0], *steps), tensor.dtype, tensor.element_bytes)
     return tensor_group(
         spec.kind,
         (0,),
@@ -294,7 +293,7 @@ def _attention(tensor: CacheTensor, spec: LayerSpec, offset: int) -> Group:
         total_heads=spec.total_heads,
         planes=("kv",),
         window=spec.window,
-        whole_blocks=True,
+        whole_blocks=whole_blocks,
     )
 
 

@@ -18,6 +18,7 @@ from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport.base import AfterEvent, Region
 from kvbaton.transport.cuda.copier import Placement, Segment
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, CudaDriver, GpuAllocation, MemoryDriver
+from kvbaton.transport.cuda.staging import DeviceMemory, Staging
 
 __all__ = [
     "DeviceRegion",
@@ -58,9 +59,14 @@ class DeviceTensor(Protocol):
 class DeviceRegion(Region):
     """Memory of one GPU that peers may reach; `view` is empty, since the processor cannot see it. Keeps its tensors alive."""
 
-    device: int
+    gpu: int
     spans: tuple[Segment, ...]
     owners: tuple[DeviceTensor, ...]
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU, as this process counts."""
+        return self.gpu
 
     @classmethod
     def of_tensors(cls, *tensors: DeviceTensor) -> DeviceRegion:
@@ -74,9 +80,25 @@ class DeviceRegion(Region):
         devices = {int(tensor.device.index or 0) for tensor in tensors}
         if len(devices) != 1:
             raise ConfigError(f"the tensors of a region lie on GPUs {sorted(devices)}; it needs one or more of one GPU")
-        start = min(tensor.data_ptr() for tensor in tensors)
-        spans = _joined(sorted(Segment(tensor.data_ptr() - start, tensor.nbytes, tensor.data_ptr()) for tensor in tensors))
-        return cls(start, spans[-1].end, memoryview(b""), devices.pop(), spans, tensors)
+        return cls.of_ranges(devices.pop(), [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], tensors)
+
+    @classmethod
+    def of_ranges(cls, device: int, ranges: Sequence[tuple[int, int]], owners: tuple[DeviceTensor, ...] = ()) -> DeviceRegion:
+        """The region from the first to the last of these (address, bytes), whatever the tensors over them look like.
+
+        A cache that is a permuted view is not contiguous for torch, and yet fills its memory without a gap.
+        """
+        start = min(address for address, _ in ranges)
+        spans = _joined(sorted(Segment(address - start, count, address) for address, count in ranges))
+        return cls(start, spans[-1].end, memoryview(b""), device, spans, owners)
+
+    def accessor(self) -> DeviceMemory:
+        """Reads and sums it through memory of the host, on a stream of its own."""
+        return DeviceMemory(self)
+
+    def open_staging(self) -> Staging:
+        """Pinned memory of the host beside it. Raises ConfigError when torch, Triton or the GPU does not work."""
+        return Staging(self)
 
     def flip_byte(self, offset: int) -> None:
         driver = CudaDriver(self.device)

@@ -157,7 +157,13 @@ class _Reader:
             self._answer_with(_ReaderPhase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
             return
         head = pack_reply(Status.OK, self._request_id, int(pieces[:, 1].sum()))
-        self._reply = _vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
+        staging = self._owner.staging
+        if staging is None:
+            self._reply = _vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
+        else:
+            # A copy: another reader's request may be staged before this reply is sent.
+            data = np.frombuffer(staging.gather(pieces), np.uint8).copy()
+            self._reply = _vectors_of(head, np.array([[data.ctypes.data, len(data)]], np.uint64), data)
         self.phase = _ReaderPhase.REPLY
 
     def _refuse(self, reason: str) -> None:
@@ -177,6 +183,7 @@ class RegionServer:
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self.region = region
+        self.staging = region.open_staging()
         self.calls = VectorCalls()
         self._timeout_s = settings.timeout_s
         self._max_peers, self._streams = settings.max_peers, settings.streams
@@ -219,6 +226,8 @@ class RegionServer:
         self._selector.close()
         self._listener.close()
         self._stopping.close()
+        if self.staging is not None:
+            self.staging.close()
         return True
 
     def _run(self) -> None:
@@ -340,11 +349,11 @@ def _is_overdue(reader: _Reader, now: float) -> bool:
     return reader.deadline is not None and reader.deadline <= now
 
 
-def _vectors_of(head: bytes, pieces: Runs = _NO_PIECES) -> Vectors:
+def _vectors_of(head: bytes, pieces: Runs = _NO_PIECES, keep: object = None) -> Vectors:
     """A head and the pieces of memory that follow it."""
     kept = np.frombuffer(head, np.uint8)
     first = np.array([[kept.ctypes.data, len(kept)]], np.uint64)
-    return Vectors(np.concatenate([first, pieces]), kept)
+    return Vectors(np.concatenate([first, pieces]), (kept, keep))
 
 
 def listen(settings: TransportSettings) -> socket.socket:

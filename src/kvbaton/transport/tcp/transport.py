@@ -20,12 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.errors import PeerError, PeerLost, PeerRefused, ProtocolError, TransportError
-from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.transport.base import Endpoint, PeerRank, Region, RegionStaging, Runs, TransportSettings
 from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, detail
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
@@ -76,6 +78,8 @@ class _ReadRequest:
     payload_bytes: int
     target: Vectors
     job: BatchJob[TcpPeer] | None
+    land: Callable[[], None] | None = None
+    """Brings what was received into memory that sockets cannot fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +164,17 @@ class TcpLink:
         self._head.clear()
         return list(jobs.values())
 
-    def ask(self, job: BatchJob[TcpPeer], runs: Runs, region: Region) -> None:
-        """Queue one request whose bytes go to the target side of `runs`."""
+    def ask(self, job: BatchJob[TcpPeer], runs: Runs, region: Region, staging: RegionStaging | None) -> None:
+        """Queue one request whose bytes go to the target side of `runs`, by way of `staging` where there is one."""
         self._last_id += 1
-        target = Vectors(runs[:, 1:3] + np.array([region.address, 0], np.uint64), region)
-        self._requests.append(_ReadRequest(self._last_id, target.total_bytes, target, job))
+        land = None
+        if staging is None:
+            target = Vectors(runs[:, 1:3] + np.array([region.address, 0], np.uint64), region)
+        else:
+            received = np.empty(int(runs[:, 2].sum()), np.uint8)
+            target = Vectors(np.array([[received.ctypes.data, len(received)]], np.uint64), received)
+            land = partial(_land, staging, received, runs[:, 1:3].copy())
+        self._requests.append(_ReadRequest(self._last_id, target.total_bytes, target, job, land))
         self._outbox += pack_request(self._last_id, runs)
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
@@ -269,6 +279,12 @@ class TcpLink:
             return []
         if reply.status is Status.RANGE:
             return [ReadAnswer(request.job, 0, f"RangeError: {self}: {text}")]
+        if request.land is not None:
+            # Not before the whole reply is there: a job that is cancelled meanwhile must not touch its memory again.
+            try:
+                request.land()
+            except TransportError as error:
+                return [ReadAnswer(request.job, 0, f"TransportError: {self}: {error}")]
         return [ReadAnswer(request.job, request.payload_bytes)]
 
     def _on_proof(self) -> None:
@@ -278,6 +294,11 @@ class TcpLink:
                 "is gone, and its port is another process's; nothing was taken from it. Fetch the peer's card again"
             )
         self.state, self.attempts = LinkState.OPEN, 0
+
+
+def _land(staging: RegionStaging, received: npt.NDArray[np.uint8], pieces: Runs) -> None:
+    staging.room(len(received))[:] = received.data
+    staging.scatter(pieces)
 
 
 class TcpPeer:
@@ -315,6 +336,7 @@ class TcpMover(Mover[TcpPeer]):
 
     def __init__(self, ledger: Ledger[TcpPeer], region: Region, settings: TransportSettings) -> None:
         self._region = region
+        self._staging = region.open_staging()
         self._slice_bytes = settings.slice_bytes
         self._timeout_s = settings.timeout_s
         self._open: set[TcpLink] = set()
@@ -326,6 +348,8 @@ class TcpMover(Mover[TcpPeer]):
         for link in list(self._open):
             self._shut_link(link)
         self._selector.close()
+        if self._staging is not None:
+            self._staging.close()
         return ()
 
     def _move(self) -> None:
@@ -364,7 +388,7 @@ class TcpMover(Mover[TcpPeer]):
 
     def _ask(self, link: TcpLink, job: BatchJob[TcpPeer]) -> None:
         runs = job.cursor.peek(self._slice_bytes, MAX_PIECES)
-        link.ask(job, runs, self._region)
+        link.ask(job, runs, self._region, self._staging)
         job.cursor.advance(int(runs[:, 2].sum()))
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)

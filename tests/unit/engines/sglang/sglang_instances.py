@@ -110,11 +110,13 @@ class Instance:
         self.tp, self.page, self.is_mla = tp, page, is_mla
         self.control_port = ports.pick()
         fingerprint = settings.pop("model", "one")
+        self.total_heads: int = settings.pop("total_heads", HEADS)
+        dtype: str = settings.pop("dtype", "float32")
         self.settings = SglangSettings(**{"control_port": self.control_port, **settings})
         self.model = ModelIdentity("model", fingerprint)
         self.role = role
-        heads = max(1, HEADS // tp)
-        self.pools: list[Any] = [LatentPool() if is_mla else ArrayPool(heads) for _ in range(tp)]
+        heads = max(1, self.total_heads // tp)
+        self.pools: list[Any] = [LatentPool() if is_mla else ArrayPool(heads, dtype=dtype) for _ in range(tp)]
         self.rows = [{name: np.zeros((8, size), np.uint8) for name, size in ROW.items()} for _ in range(tp)]
         self.ranks: list[RankInstance] = []
 
@@ -131,7 +133,7 @@ class Instance:
 
         def run(rank: int) -> None:
             try:
-                facts = PoolFacts(self.page, 0, HEADS, self.tp, rank)
+                facts = PoolFacts(self.page, 0, self.total_heads, self.tp, rank)
                 pool = read_pool(self.pools[rank], facts)
                 place = SglangPlace(self.role, "127.0.0.1", 1, self.control_port, self.tp, rank, exchange.of(rank))
                 rows = MetadataRows(list(self.rows[rank].items()))
@@ -176,8 +178,8 @@ class Instance:
         return found
 
     def _expected(self, rank: int, plane: int, layer: int, token: int, seed: int) -> npt.NDArray[np.float32]:
-        held = 1 if self.is_mla else max(1, HEADS // self.tp)
-        first = 0 if self.is_mla else rank * HEADS // self.tp
+        held = 1 if self.is_mla else max(1, self.total_heads // self.tp)
+        first = 0 if self.is_mla else rank * self.total_heads // self.tp
         heads = np.arange(first, first + held, dtype=np.float32)[:, None]
         channels = np.arange(CHANNELS, dtype=np.float32)[None, :]
         place = np.float32(seed * 1e4 + token * 100 + layer * 40 + plane * 20)

@@ -47,3 +47,12 @@ def test_other_weights_of_the_same_size_count(tmp_path: Path, at: int) -> None:
     weights[at : at + 20_000] = b"x" * len(weights[at : at + 20_000])
     (Path(two) / "model.safetensors").write_bytes(weights)
     assert fingerprint(CONFIG, one, ()) != fingerprint(CONFIG, two, ())
+
+
+def test_defaults_that_a_library_adds_do_not_count_and_stated_values_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"layers": 2, "rope": {"theta": 1}}')
+    one = {"layers": 2, "rope": {"theta": 1}}
+    newer = {"layers": 2, "rope": {"theta": 1, "kind": "default"}, "added_in_5_19": False}
+    assert fingerprint(one, str(tmp_path), []) == fingerprint(newer, str(tmp_path), [])
+    for other in ({**one, "layers": 3}, {**one, "rope": {"theta": 2}}, {**one, "rope_scaling": {"factor": 8}}):
+        assert fingerprint(other, str(tmp_path), []) != fingerprint(one, str(tmp_path), [])

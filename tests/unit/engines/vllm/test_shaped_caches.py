@@ -264,6 +264,15 @@ def test_one_side_with_draft_layers_is_refused_with_both_values() -> None:
         move(source, target, ((1, 3, 5),), 10)
 
 
+def test_an_instance_that_keeps_its_draft_layers_fits_one_that_has_none() -> None:
+    source, target = Instance("full", Shape(), seed=7), Instance("full", Shape(tp=2), seed=None, draft=True)
+    target.caches = instance_caches(target.shape, [each.caches for each in target.registered], has_drafts=False)
+    assert "draft_model.layers.0.attn" not in target.caches.numbers
+    move(source, target, ((1, 3, 5),), 10)
+    assert target.read() == expected(source, target, ((1, 3, 5),))
+    assert not any(array.any() for arrays in target.arrays for name, array in arrays.items() if "draft" in name)
+
+
 def test_an_unknown_kind_of_cache_is_refused_by_name() -> None:
     group = SimpleNamespace(layer_names=["a"], kv_cache_spec=attention(ChunkedLocalAttentionSpec, 1))
     with pytest.raises(ConfigError, match="the cache of a is a ChunkedLocalAttentionSpec"):

@@ -12,6 +12,7 @@ import pytest
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.plan import pair_layouts, plan_runs
 from kvbaton.core.topology import Shape
+from kvbaton.engines.vllm.device import device_of
 from kvbaton.engines.vllm.tensors import CacheTensor, LayerSpec, RegisteredCache, instance_caches, read_tensors
 from kvbaton.errors import ConfigError
 
@@ -132,9 +133,14 @@ def test_layers_that_share_some_bytes_are_refused() -> None:
         registered([storage[:-1], storage[1:]])
 
 
-def test_a_cache_on_a_device_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="its cache is on cuda"):
-        read_tensors({"layer.0": Tensor(one_storage(1)[0], "cuda")})
+def test_a_cache_on_an_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="lie on xpu; main memory and NVIDIA GPUs"):
+        device_of([Tensor(one_storage(1)[0], "xpu")])
+
+
+def test_caches_on_two_devices_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="lie on cpu, cuda; a worker has one device"):
+        device_of([Tensor(one_storage(1)[0], "cpu"), Tensor(one_storage(1)[0], "cuda")])
 
 
 def test_what_is_no_tensor_is_refused_by_name() -> None:

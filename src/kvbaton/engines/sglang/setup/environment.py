@@ -82,6 +82,8 @@ class SglangEnvironment:
             "HOST_IP": "127.0.0.1",
             "SGLANG_LOCAL_IP_NIC": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
+            # With several ranks SGLang compiles its embedding at the first request, for longer than its health check waits.
+            "TORCHDYNAMO_DISABLE": "1",
         }
 
 

@@ -7,6 +7,7 @@ CPUs is not called `vllm`, a small metadata file names the installed package to 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -18,16 +19,19 @@ from pathlib import Path
 
 import kvbaton
 from kvbaton.engines.base import Progress
+from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import TORCH_VERSION, alone, run_logged, torch_for_cpus
 
 __all__ = [
     "MSGPACK_VERSION",
     "NIXL_VERSION",
     "VLLM_VERSION",
+    "GpuEnvironment",
     "VllmEnvironment",
     "ensure_environment",
     "ensure_msgpack",
     "ensure_nixl",
+    "find_gpu_environment",
     "requirements_of",
 ]
 
@@ -46,6 +50,14 @@ _STEP_S = 3600.0
 _LOCK_S = 3600.0
 
 _PACKAGE = Path(kvbaton.__file__).parent
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +88,40 @@ class VllmEnvironment:
             "PYTHONPATH": os.pathsep.join((str(self.kvbaton_path), str(self.directory / "path"))),
             "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
             "PYTHONDONTWRITEBYTECODE": "",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
+        } | _OFFLINE
+
+
+class GpuEnvironment(VllmEnvironment):
+    """vLLM for NVIDIA GPUs as the Python has it that runs this command: nothing is installed. `directory` is not used."""
+
+    @property
+    def python(self) -> Path:
+        """This interpreter."""
+        return Path(sys.executable)
+
+    @property
+    def kvbaton_path(self) -> Path:
+        """Where this very kvbaton is imported from."""
+        return _PACKAGE.parent
+
+    def variables(self) -> dict[str, str]:
+        """Environment of a vLLM server that reaches no hub and finds this very kvbaton, beside what it finds already."""
+        paths = [str(self.kvbaton_path), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}
+        if not importlib.util.find_spec("flashinfer"):
+            own["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        return own | _OFFLINE
+
+
+def find_gpu_environment() -> GpuEnvironment:
+    """The vLLM of this Python. Raises ConfigError where it has none."""
+    if not importlib.util.find_spec("vllm"):
+        raise ConfigError(
+            f"--device cuda needs vLLM for NVIDIA GPUs in the Python that runs kvbaton ({sys.executable}), which has no module "
+            "vllm; install vllm there, and run the kvbaton of that environment"
+        )
+    return GpuEnvironment(Path(sys.prefix))
 
 
 def ensure_environment(directory: Path, progress: Progress, version: str = VLLM_VERSION) -> VllmEnvironment:

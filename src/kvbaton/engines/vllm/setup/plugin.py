@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import urllib.request
+import zlib
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
@@ -27,13 +30,16 @@ from kvbaton.engines.vllm.setup.environment import (
     ensure_environment,
     ensure_msgpack,
     ensure_nixl,
+    find_gpu_environment,
 )
 from kvbaton.engines.vllm.setup.models import ensure_model
 from kvbaton.engines.vllm.setup.servers import (
     CONNECTORS,
+    GPU_MODEL_TOKENS,
     MAX_MODEL_TOKENS,
     VllmServers,
     check_shape,
+    gpu_cache_bytes,
     serve_arguments,
     transfer_config,
 )
@@ -50,6 +56,9 @@ from kvbaton.launch.installing import default_cache_dir
 
 __all__ = ["VllmPlugin"]
 
+_SPECIAL_TOKENS = 16
+"""Models keep their first tokens for ends and pads."""
+
 
 class VllmPlugin(EnginePlugin):
     """vLLM of one release."""
@@ -57,7 +66,12 @@ class VllmPlugin(EnginePlugin):
     name = "vllm"
     title = "vLLM"
     support = Support(
-        aux_channels=(AuxChannel.CONTROL,), connectors=tuple(CONNECTORS), controls=("drop_writes", "drop"), shapes=True
+        aux_channels=(AuxChannel.CONTROL,),
+        devices=("cpu", "cuda"),
+        connectors=tuple(CONNECTORS),
+        controls=("drop_writes", "drop"),
+        shapes=True,
+        cache_dtypes=("float32", "bfloat16"),
     )
     healthy_within_s = 900.0
     server_bytes = 2_700_000_000
@@ -80,11 +94,17 @@ class VllmPlugin(EnginePlugin):
             find_small_model(prefill.model)
             tokenizer = Tokenizer(byte_tokenizer(), prefill.model)
             return ModelFacts(prefill.model, min(CONTEXT_TOKENS, MAX_MODEL_TOKENS), tokenizer.encode, range(32, 256))
+        if prefill.device != "cpu":
+            return _facts_of_directory(Path(prefill.model))
         loaded = find_model(prefill.model, progress=progress)
         return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
 
     def prepare(self, options: EngineOptions, progress: Progress) -> VllmServers:
         """Install vLLM, and what the connector needs, and convert the model, where that was not done before."""
+        if options.device != "cpu":
+            model = Path(options.model)
+            cache_bytes = gpu_cache_bytes(model, options.cache_dtype)
+            return VllmServers(find_gpu_environment(), model, options, cache_bytes=cache_bytes)
         cache_dir = default_cache_dir()
         environment = ensure_environment(cache_dir, progress, self._version)
         if options.connector in _PACKAGES:
@@ -139,6 +159,26 @@ def _check_drop(options: EngineOptions) -> None:
 
 _PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl), "moriio": (MSGPACK_VERSION, ensure_msgpack)}
 """What connectors need that vLLM does not bring along: the release, and what installs it."""
+
+
+def _facts_of_directory(directory: Path) -> ModelFacts:
+    """What the configuration in a directory of Hugging Face safetensors shows. Raises ConfigError for one that is none.
+
+    Prompts are tokens: a hash of each word and its place in the text, spread over the vocabulary. Any model takes them.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        vocabulary, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--model is {directory}; with --device cuda it is a directory of Hugging Face safetensors ({error})"
+        ) from error
+
+    def encode(text: str) -> list[int]:
+        usable = max(1, vocabulary - _SPECIAL_TOKENS)
+        return [_SPECIAL_TOKENS + zlib.crc32(f"{place} {word}".encode()) % usable for place, word in enumerate(text.split())]
+
+    return ModelFacts(directory.name, min(context, GPU_MODEL_TOKENS), encode)
 
 
 def _extra_config(request: CommandRequest) -> dict[str, Any]:

@@ -18,12 +18,28 @@ from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["CONNECTORS", "MAX_MODEL_TOKENS", "VllmServers", "check_shape", "serve_arguments", "transfer_config"]
+__all__ = [
+    "CONNECTORS",
+    "GPU_MODEL_TOKENS",
+    "MAX_MODEL_TOKENS",
+    "VllmServers",
+    "check_shape",
+    "gpu_cache_bytes",
+    "serve_arguments",
+    "transfer_config",
+]
 
 MAX_MODEL_TOKENS = 2048
-"""Prompt and answer together, in local set-ups."""
+"""Prompt and answer together, in local set-ups on CPUs."""
+
+GPU_MODEL_TOKENS = 10_240
+"""The same on a GPU."""
 
 _HOST = "127.0.0.1"
+_GPU_SHARE = 0.93
+"""Of the memory of a GPU, for all servers together."""
+_GPU_CACHE_TOKENS = 32_768
+"""What the cache of a server on a GPU holds."""
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
@@ -93,15 +109,47 @@ class VllmServers(PreparedEngine):
         arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape)]
         arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
-        arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
         if options.step_tokens is not None:
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
-        variables = self.environment.variables() | core_share(options.sharing * shape.ranks * shape.dp)
+        variables = self.environment.variables()
+        if options.device == "cpu":
+            arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
+            variables |= core_share(options.sharing * shape.ranks * shape.dp)
+        else:
+            arguments += _gpu_arguments(options)
+            # Triton rounds the numbers of a product to 19 bits otherwise, differently in prefill and in decode.
+            variables["TRITON_F32_DEFAULT"] = "ieee"
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)
+
+
+def _gpu_arguments(options: EngineOptions) -> list[str]:
+    """Several servers share one GPU, each with its part of the memory.
+
+    No prefixes are cached: a request would be computed in other steps than on the server that it is compared with, and round
+    differently.
+    """
+    share = f"{_GPU_SHARE / max(options.sharing, 1):.3f}"
+    arguments = ["--max-model-len", str(GPU_MODEL_TOKENS), "--gpu-memory-utilization", share, "--no-enable-prefix-caching"]
+    # FlashAttention has no kernels for float32; Triton's are compiled on the machine, for every type.
+    return arguments + (["--attention-backend", "TRITON_ATTN"] if options.cache_dtype == "float32" else [])
+
+
+def gpu_cache_bytes(model: Path, dtype: str) -> int:
+    """The size of the cache of a server on a GPU. Raises ConfigError for a directory whose configuration does not show it.
+
+    vLLM would measure what is free, and takes what another server allocates meanwhile for its own.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text())
+        heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+        channels = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model is {model}: its config.json does not show how large its cache is ({error!r})") from error
+    return int(_GPU_CACHE_TOKENS * 2 * layers * heads * channels * (4 if dtype == "float32" else 2))
 
 
 def _with_kvbaton(
@@ -127,7 +175,7 @@ def _with_kvbaton(
 def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
     """The NixlConnector that vLLM ships, as its documentation has it; to compare with."""
     del routers  # It registers with no router: its clients forward `kv_transfer_params` themselves.
-    config = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "kv_buffer_device": "cpu"}
+    config = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "kv_buffer_device": servers.options.device}
     part = servers.plain_part(name, port, config)
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick())}
     return replace(part, environment=part.environment | side_channel)

@@ -1,0 +1,251 @@
+"""A P/D pair of vLLM on one GPU under stress: many requests at once, clients that leave, servers that are killed.
+
+    gpu_storm.py MODEL [--mode push] [--no-kills]
+
+Every answer is compared with that of one plain vLLM on the same GPU. Afterwards no hand-off may be live, no block held, and no
+descriptor, thread or mapping of GPU memory be more than before. Prints one JSON object; exits with 1 when something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvbaton.config import HandoffSettings
+from kvbaton.core.handoff import Mode
+from kvbaton.engines.base import Controls, EngineOptions, pair_parts
+from kvbaton.engines.table import find_engine
+from kvbaton.errors import KVBatonError
+from kvbaton.launch.fleet import Fleet, FleetPart
+from kvbaton.launch.local import router_part
+from kvbaton.launch.ports import PortPicker
+from kvbaton.verify.client import ask
+from kvbaton.verify.compare import Verdict, compare
+
+SIDES = ("prefill-0", "decode-0")
+NAME = "storm"
+LIVE = ("kvbaton_handoffs_live", "kvbaton_quarantined_blocks", "kv_cache_usage_perc", "num_requests_running")
+
+
+@dataclass
+class Stand:
+    """The servers, and what was found."""
+
+    fleet: Fleet
+    parts: dict[str, FleetPart]
+    router: str
+    healthy_s: float
+    session: aiohttp.ClientSession
+    generator: random.Random = field(default_factory=lambda: random.Random(4))
+    problems: list[str] = field(default_factory=list)
+
+    def prompt(self, tokens: int) -> tuple[int, ...]:
+        """A prompt that was never sent before."""
+        return tuple(self.generator.randrange(100, 30_000) for _ in range(tokens))
+
+    async def compared(self, prompt: tuple[int, ...], leave_after_s: float | None = None) -> str:
+        """Ask the pair and the single server; the verdict, or what became of the request."""
+        pair = asyncio.create_task(ask(self.session, self.router, NAME, prompt, 12))
+        if leave_after_s is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(pair), leave_after_s)
+            except TimeoutError:
+                pair.cancel()
+                return "left"
+            except KVBatonError as error:
+                return f"failed: {error}"
+        try:
+            single, handed = await asyncio.gather(ask(self.session, self.parts["single"].base_url, NAME, prompt, 12), pair)
+        except KVBatonError as error:
+            return f"failed: {error}"
+        comparison = compare(single.answer, handed.answer)
+        if comparison.verdict is Verdict.EQUAL and not handed.record.get("handed_off"):
+            return "not handed off"
+        return str(comparison.verdict) + (f": {comparison.detail}" if comparison.verdict is Verdict.DIFFERENT else "")
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """What a server still has under way."""
+        with urllib.request.urlopen(f"{self.parts[name].base_url}/metrics", timeout=10) as answer:  # noqa: S310 - loopback
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if (match := re.match(r"vllm:(\w+)(?:\{.*\})? ([0-9.e+-]+)$", line)) and match[1] in LIVE:
+                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+        return found
+
+    def resources(self, name: str) -> dict[str, int]:
+        """Descriptors, threads and mappings of GPU memory of all processes of a server."""
+        total = {"descriptors": 0, "threads": 0, "gpu_mappings": 0}
+        for process in session_of(self.fleet.pid(name)):
+            try:
+                total["descriptors"] += len(list((process / "fd").iterdir()))
+                total["threads"] += len(list((process / "task").iterdir()))
+                total["gpu_mappings"] += (process / "maps").read_text().count("/dev/nvidia")
+            except OSError:
+                continue
+        return total
+
+    async def quiet(self) -> dict[str, dict[str, float]]:
+        """Wait until nothing is under way; an idle server publishes after a step, so it is asked for one now and then."""
+        deadline = time.monotonic() + 45
+        while True:
+            now = {name: self.metrics(name) for name in SIDES}
+            if not any(value for each in now.values() for value in each.values()):
+                return now
+            if time.monotonic() > deadline:
+                self.problems.append(f"not quiet: {now}")
+                return now
+            await self.compared(self.prompt(40))
+            await asyncio.sleep(0.5)
+
+
+def session_of(leader: int) -> list[Path]:
+    """The processes in the session of `leader`."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and os.getsid(int(path.name)) == leader:
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def count(stand: Stand, verdicts: list[str], allowed: tuple[str, ...]) -> dict[str, int]:
+    """How often each; what is not allowed is a problem."""
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        kind = verdict.split(":")[0]
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind not in allowed and len(stand.problems) < 20:
+            stand.problems.append(verdict[:300])
+    return counts
+
+
+async def at_once(stand: Stand) -> dict[str, Any]:
+    """64 requests in one moment."""
+    prompts = [stand.prompt(stand.generator.randrange(16, 480)) for _ in range(64)]
+    began = time.monotonic()
+    verdicts = await asyncio.gather(*(stand.compared(prompt) for prompt in prompts))
+    return {"requests": 64, "seconds": time.monotonic() - began, **count(stand, list(verdicts), ("equal", "near tie"))}
+
+
+async def with_aborts(stand: Stand) -> dict[str, Any]:
+    """300 requests, 40 at a time; the clients of a third leave at any moment."""
+    gate = asyncio.Semaphore(40)
+
+    async def one() -> str:
+        leave = stand.generator.uniform(0.0, 0.6) if stand.generator.random() < 1 / 3 else None
+        async with gate:
+            return await stand.compared(stand.prompt(stand.generator.randrange(16, 700)), leave)
+
+    verdicts = await asyncio.gather(*(one() for _ in range(300)))
+    return {"requests": 300, **count(stand, list(verdicts), ("equal", "near tie", "left"))}
+
+
+async def killed(stand: Stand, name: str, after_s: float) -> dict[str, Any]:
+    """Kill one server under load; the other answers alone, and both again when it is back."""
+    other = SIDES[1 - SIDES.index(name)]
+    under_way = [asyncio.create_task(stand.compared(stand.prompt(3000))) for _ in range(8)]
+    await asyncio.sleep(after_s)
+    os.killpg(stand.fleet.pid(name), signal.SIGKILL)
+    verdicts = list(await asyncio.gather(*under_way))
+    prompt = stand.prompt(700)
+    single, alone = await asyncio.gather(
+        *(ask(stand.session, stand.parts[each].base_url, NAME, prompt, 12) for each in ("single", other))
+    )
+    survives = compare(single.answer, alone.answer).verdict
+    if survives is Verdict.DIFFERENT:
+        stand.problems.append(f"{other} answers differently after {name} was killed")
+    stand.fleet.restart(name)
+    await asyncio.to_thread(stand.fleet.wait_healthy, stand.healthy_s)
+    again: list[str] = []
+    for _ in range(60):  # the router learns of the new one when it registers
+        again = list(await asyncio.gather(*(stand.compared(stand.prompt(700)) for _ in range(6))))
+        if not any(each.startswith("failed") for each in again):
+            break
+        await asyncio.sleep(0.5)
+    return {
+        "killed": name,
+        "after_s": after_s,
+        "under_way": count(stand, verdicts, ("equal", "near tie", "failed", "not handed off")),
+        "the_other_alone": str(survives),
+        "with_the_new_one": count(stand, again, ("equal", "near tie")),
+    }
+
+
+async def run(fleet: Fleet, parts: dict[str, FleetPart], router: str, healthy_s: float, kills: bool) -> dict[str, Any]:
+    """Everything, in order."""
+    timeout = aiohttp.ClientTimeout(total=240)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        stand = Stand(fleet, parts, router, healthy_s, session)
+        warm = list(await asyncio.gather(*(stand.compared(stand.prompt(200)) for _ in range(64))))
+        report: dict[str, Any] = {"warm_up": count(stand, warm, ("equal", "near tie"))}
+        await stand.quiet()
+        before = {name: stand.resources(name) for name in SIDES}
+        report["at_once"] = await at_once(stand)
+        report["with_aborts"] = await with_aborts(stand)
+        report["left_over"] = await stand.quiet()
+        after = {name: stand.resources(name) for name in SIDES}
+        report["resources"] = {"before": before, "after": after}
+        for name in SIDES:
+            if (
+                after[name]["gpu_mappings"] > before[name]["gpu_mappings"]
+                or after[name]["threads"] > before[name]["threads"] + 2
+            ):
+                stand.problems.append(f"{name} has more than before: {before[name]}, {after[name]}")
+        if kills:
+            report["kills"] = [await killed(stand, name, after_s) for after_s in (0.05, 0.6) for name in SIDES]
+            report["left_over_after_kills"] = await stand.quiet()
+        return {"ok": not stand.problems, "problems": stand.problems, **report}
+
+
+def main() -> int:
+    """Start the servers, and do it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--mode", default="push")
+    parser.add_argument("--transport", default="cuda")
+    parser.add_argument("--no-kills", action="store_true")
+    chosen = parser.parse_args()
+    engine = find_engine("vllm")
+    options = EngineOptions(
+        chosen.model,
+        chosen.transport,
+        3,
+        HandoffSettings(mode=Mode(chosen.mode)),
+        device="cuda",
+        served_name=NAME,
+        controls=Controls(poison=True),
+    )
+    engine.check_support(options)
+    prepared = engine.prepare(options, lambda _: None)
+    ports = PortPicker()
+    router_port, discovery_port = ports.pick(), ports.pick()
+    with Fleet() as fleet:
+        fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=options.cluster_key))
+        parts = [*pair_parts(prepared, prepared, (1, 1), ports, discovery_port), prepared.part("single", "both", ports)]
+        for part in parts:
+            fleet.start(part)
+        fleet.wait_healthy(engine.healthy_within_s)
+        named = {part.name: part for part in parts}
+        report = asyncio.run(run(fleet, named, f"http://127.0.0.1:{router_port}", engine.healthy_within_s, not chosen.no_kills))
+    sys.stdout.write(json.dumps({"command": "gpu_storm", "mode": chosen.mode, "transport": chosen.transport, **report}) + "\n")
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

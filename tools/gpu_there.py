@@ -1,0 +1,197 @@
+"""Runs kvbaton with vLLM on a machine that has an NVIDIA GPU, torch and no network, from archives that were carried there.
+
+    python3 tools/gpu_there.py --archives DIR --work DIR --out DIR STEP…
+
+`tools/gpu_bundle.py` makes the archives. They are unpacked into `--work` the first time; models with random weights are written
+there too. Every step leaves what it printed, and its JSON, in `--out`. See docs/gpu.md for the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parent / "src"
+
+FULL_GRAPHS = (
+    '--no-enforce-eager --compilation-config {"mode":0,"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1,2,4,8,16]}'
+)
+COMPILED = "--no-enforce-eager --compilation-config " + '{"cudagraph_capture_sizes":[1,2,4,8,16]}'
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: arguments of `kvbaton`, or with `script` of Python; `fails` marks a control that must exit with 1."""
+
+    command: str
+    seconds: int
+    fails: bool = False
+    script: bool = False
+
+
+def verify(more: str, *, model: str = "m8b", requests: int = 12, fails: bool = False, seconds: int = 300) -> Step:
+    """A verification on the GPU."""
+    common = f"verify --engine vllm --device cuda --model {{models}}/{model} --requests {requests} --json"
+    lengths = "--shortest-prompt 16 --longest-prompt 8192 --max-tokens 16"
+    return Step(f"{common} {lengths} {more}", seconds, fails)
+
+
+def bench(more: str) -> Step:
+    """What a hand-off costs, with the types and kernels that are used in earnest."""
+    common = "bench serve --engine vllm --device cuda --model {models}/m8b --transport cuda --cache-dtype bfloat16"
+    return Step(f"{common} --lengths 512,4096,8192 --rounds 5 --json {more}", 420)
+
+
+STEPS: dict[str, Step] = {
+    "tiny-push": verify("--transport cuda --mode push --concurrency 8", model="tiny", seconds=240),
+    "tiny-pull": verify("--transport cuda --mode pull --concurrency 8", model="tiny", seconds=240),
+    "tiny-tcp": verify("--transport tcp --mode push --concurrency 4", model="tiny", seconds=240),
+    "tiny-local": verify("--transport local --mode push --concurrency 4", model="tiny", seconds=240),
+    "tiny-nixl": verify("--transport nixl --mode pull --concurrency 4", model="tiny", seconds=240),
+    "tiny-virtual": verify(
+        "--transport cuda --mode push --concurrency 4 --engine-arguments=--enable-cumem-allocator", model="tiny", seconds=240
+    ),
+    "tiny-drop": verify("--transport cuda --mode push --drop-writes", model="tiny", requests=8, fails=True, seconds=240),
+    "push-eager": verify("--transport cuda --mode push --concurrency 1"),
+    "pull-eager": verify("--transport cuda --mode pull --concurrency 1"),
+    "push-graphs": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "pull-graphs": verify(f"--transport auto --mode pull --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "push-compiled": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(COMPILED)}"),
+    "drop-writes": verify("--transport cuda --mode push --drop-writes", requests=4, fails=True),
+    "storm-push": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode push", 420, script=True),
+    "storm-pull": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode pull --no-kills", 200, script=True),
+    "storm-8b": Step(f"{HERE}/gpu_storm.py {{models}}/m8b --mode push --no-kills", 300, script=True),
+    "bench-push": bench("--mode push --peer nixl"),
+    "bench-pull": bench("--mode pull --peer nixl"),
+    "bench-graphs": bench(f"--mode push --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
+    "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
+    "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),
+}
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def environment(work: Path) -> dict[str, str]:
+    """What every command gets: the carried packages before the machine's own, this very kvbaton, and no hub."""
+    own = {
+        "PYTHONPATH": os.pathsep.join((str(work / "site"), str(SOURCES))),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | own
+
+
+def unpack(archives: Path, work: Path) -> None:
+    """Unpack every archive once, side by side, and compile what was unpacked."""
+    done = work / "unpacked"
+    if done.exists():
+        return
+    site = work / "site"
+    site.mkdir(parents=True, exist_ok=True)
+
+    def one(archive: Path) -> None:
+        target = work if archive.name.startswith(("p_site", "p_kvb")) else site
+        if subprocess.run(["tar", "xJf", str(archive), "-C", str(target)], check=False).returncode:
+            with tarfile.open(archive) as content:
+                content.extractall(target, filter="fully_trusted")  # noqa: S202 - made by tools/gpu_bundle.py
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, sorted(archives.glob("p_*.tar.xz"))))
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "16", str(site)], check=False, stdout=subprocess.DEVNULL)
+    done.touch()
+
+
+def run_step(name: str, step: Step, work: Path, out: Path) -> bool:
+    """Run one step; returns whether it ended as it should."""
+    command = shlex.split(step.command.replace("{models}", str(work / "models")).replace("{out}", str(out)))
+    start = [sys.executable] if step.script else [sys.executable, "-m", "kvbaton.cli.main"]
+    began = time.monotonic()
+    logs = work / "logs" / name
+    logs.mkdir(parents=True, exist_ok=True)
+    variables = environment(work) | {"KVBATON_KEPT_LOGS": str(logs)}
+    with (out / f"{name}.json").open("wb") as answer, (logs / "command.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*start, *command], stdout=answer, stderr=log, env=variables, cwd=work, start_new_session=True
+        )
+        try:
+            code = process.wait(step.seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            code = process.wait(30)
+    ok = code == (1 if step.fails else 0)
+    say(f"{name}: exit code {code} after {time.monotonic() - began:.0f} s; {'as it should be' if ok else 'WRONG'}")
+    summarise(out / f"{name}.json")
+    if not ok:
+        say("\n".join((logs / "command.log").read_text(errors="replace").splitlines()[-8:]))
+        for path in sorted(logs.rglob("*.log")):
+            wrong = [line for line in path.read_text(errors="replace").splitlines() if "Error" in line or "kvbaton" in line]
+            say("\n".join(f"{path.name}: {line[:300]}" for line in wrong[-12:]))
+    return ok
+
+
+def summarise(path: Path) -> None:
+    """Print the numbers of a report, without its rows."""
+    try:
+        report = json.loads(path.read_text())
+    except ValueError:
+        return
+    if isinstance(report, dict):
+        kept = {key: value for key, value in report.items() if key not in ("rows", "rounds", "settings", "hardware")}
+        say(f"    {json.dumps(kept)[:1500]}")
+
+
+def main() -> int:
+    """Do the steps in order, and exit with 1 when one of them did not end as it should."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archives", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stop", action="store_true", help="stop at the first step that does not end as it should")
+    parser.add_argument("--command", help="run this instead of steps, with the same environment")
+    parser.add_argument("steps", nargs="*", metavar="STEP")
+    options = parser.parse_args()
+    if unknown := set(options.steps) - set(STEPS):
+        parser.error(f"no step {', '.join(sorted(unknown))}; known are {', '.join(STEPS)}")
+    work, out = options.work.resolve(), options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    unpack(options.archives.resolve(), work)
+    say(f"unpacked after {time.monotonic() - began:.0f} s")
+    if options.command:
+        return subprocess.run(["bash", "-c", options.command], env=environment(work), cwd=work, check=False).returncode
+    wanted = {model for name in options.steps for model in ("tiny", "m8b") if f"models}}/{model} " in STEPS[name].command}
+    for model in sorted(wanted):
+        command = [sys.executable, str(HERE / "gpu_model.py"), str(work / "models" / model)]
+        subprocess.run(command, check=True, env=environment(work))
+    results: list[bool] = []
+    for name in options.steps:
+        results.append(run_step(name, STEPS[name], work, out))
+        if options.stop and not results[-1]:
+            break
+    subprocess.run(["tar", "czf", str(out / "logs.tgz"), "-C", str(work), "logs"], check=False)
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
