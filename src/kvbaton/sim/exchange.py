@@ -74,6 +74,12 @@ class _SimulatedSource:
             ctypes.memmove(target_address + target, source_address + source, count)
         return int(runs[:, 2].sum())
 
+    def copy_few(self, name: tuple[int, int], target_address: int, target_bytes: int, runs: list[list[int]]) -> int:
+        source_address, source_bytes = self.find(*name)
+        if any(source + size > source_bytes or target + size > target_bytes for source, target, size in runs):
+            raise RangeError("outside")
+        return self.copy(source_address, target_address, np.array(runs, np.uint64))
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -276,6 +282,7 @@ class _ExchangeRun:
             here=Neighbour("host", 1, 1),
             process_memory=None,
             helpers=CopyHelpers(1),
+            inline_bytes=self._draw.choice([0, _CHUNK_BYTES]),
         )
         self._memories: list[_SimMemory] = []
         self._connections: list[_SimConnection] = []

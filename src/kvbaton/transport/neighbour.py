@@ -5,6 +5,7 @@ A process is named for good by host, pid and start time: a recycled pid has anot
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
 import hashlib
@@ -68,6 +69,14 @@ class ProcessMemory:
         source_pieces[:, 0] += np.uint64(source_address)
         count = len(runs)
         moved: int = self._readv(pid, target_pieces.ctypes.data, count, source_pieces.ctypes.data, count, 0)
+        if moved <= 0:
+            raise _explain(ctypes.get_errno() if moved < 0 else errno.EFAULT, pid)
+        return moved
+
+    def read_pieces(self, pid: int, here: array.array[int], there: array.array[int]) -> int:
+        """Copy pieces in order, each an address and a size in both arrays; returns how many bytes. Raises KVBatonError."""
+        count = len(here) // 2
+        moved: int = self._readv(pid, here.buffer_info()[0], count, there.buffer_info()[0], count, 0)
         if moved <= 0:
             raise _explain(ctypes.get_errno() if moved < 0 else errno.EFAULT, pid)
         return moved

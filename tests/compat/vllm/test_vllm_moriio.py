@@ -5,14 +5,36 @@ A few requests in one of the two modes with `--sample`. The control shows that t
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
+from vllm_servers import ready
 from vllm_verifying import verify
 
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.vllm.setup.environment import ensure_msgpack
 
 pytestmark = pytest.mark.timeout(1800)
 
 _FEW = ("--requests", "4", "--longest-prompt", "200", "--max-tokens", "4")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("control", "is_equal"), [("0", "True"), ("1", "False")], ids=["as it is", "control"])
+def test_the_wrapper_of_vllm_moves_tensors_both_ways(control: str, is_equal: str) -> None:
+    environment = ready().environment
+    ensure_msgpack(environment, print)
+    script = Path(__file__).parent / "inside" / "moriio_wrapper.py"
+    variables = {**os.environ, **environment.variables(), "KVBATON_MORI": "1", "KVBATON_MORI_DROP_WRITES": control}
+    run = subprocess.run(
+        [str(environment.python), str(script)], env=variables, capture_output=True, text=True, timeout=600, check=False
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith(("drop-in", "write", "read", "deregistered"))]
+    expected = ["drop-in True available True", f"write {is_equal}", f"read {is_equal}"]
+    assert lines[:3] == expected, run.stderr[-3000:]
+    assert lines[3:] == ["deregistered TransferError"]
 
 
 @pytest.mark.vllm

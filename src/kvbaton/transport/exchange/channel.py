@@ -26,7 +26,7 @@ from kvbaton.errors import KVBatonError, PeerLost, PeerRefused, ProtocolError, Q
 from kvbaton.transport.base import Direction, Region
 from kvbaton.transport.exchange.base import INLINE_BYTES, INLINE_S, MemoryHandle, TransferRequest
 from kvbaton.transport.exchange.flow import Flow, MemoryFill, MemorySend, Skip, Step
-from kvbaton.transport.exchange.owner import ExchangeState, copy_slices
+from kvbaton.transport.exchange.owner import ExchangeState, copy_few, copy_slices
 from kvbaton.transport.exchange.reach import ReadableProcess
 from kvbaton.transport.exchange.wire import (
     ANSWER_BYTES,
@@ -370,6 +370,9 @@ class ExchangeChannel:
 
     def _read_here(self, request: TransferRequest, process: ReadableProcess, total: int) -> Transit:
         transit = Transit(self, 1, self._counter)
+        if self.state.is_small(len(request.runs), total):
+            self._read_few(request, transit, process)
+            return transit
         job = ReadJob(self, request, transit, process)
         if total > INLINE_BYTES:
             self._queue(job)
@@ -377,6 +380,16 @@ class ExchangeChannel:
             while job.step():
                 pass
         return transit
+
+    def _read_few(self, request: TransferRequest, transit: Transit, process: ReadableProcess) -> None:
+        own, remote = (request.own.slot, request.own.stamp), (request.remote.slot, request.remote.stamp)
+        try:
+            moved = copy_few(self.state, process, remote, own, request.runs.tolist())
+        except (KVBatonError, OSError, ValueError) as problem:
+            transit.finish_part(0, f"{type(problem).__name__}: {problem}")
+            return
+        self.send_notice(request.tag)
+        transit.finish_part(moved)
 
     def _send_calls(self, request: TransferRequest, total: int) -> Transit:
         kind = CallKind.FETCH

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerLost, ProtocolError, RangeError
+from kvbaton.transport.exchange.base import INLINE_BYTES
 from kvbaton.transport.exchange.flow import TURN, MemoryFill, MemorySend, Skip, Step
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
 from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
@@ -36,9 +37,10 @@ from kvbaton.transport.neighbour import Neighbour, ProcessMemory
 from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, check_offsets
 from kvbaton.transport.tcp.wire import CHALLENGE_BYTES, HANDSHAKE_BYTES, Secret, pack_hello, unpack_handshake
 
-__all__ = ["SLICE_RUNS", "ExchangeState", "OwnerSide", "copy_slices"]
+__all__ = ["SLICE_RUNS", "ExchangeState", "OwnerSide", "copy_few", "copy_slices"]
 
 SLICE_RUNS = 16 * MAX_SLICE_RUNS
+_FEW_RUNS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -59,12 +61,36 @@ class ExchangeState:
     process_memory: ProcessMemory | None
     helpers: CopyHelpers
     drops_stores: bool = False
+    inline_bytes: int = INLINE_BYTES
     stored: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     served: dict[CallKind, int] = field(default_factory=lambda: dict.fromkeys(CallKind, 0))
+
+    def is_small(self, runs: int, total_bytes: int) -> bool:
+        """Whether a transfer is moved at once, without slices."""
+        return runs <= _FEW_RUNS and total_bytes <= self.inline_bytes
 
     def count_stored(self, stored_bytes: int) -> None:
         """A call has stored so many bytes here."""
         self.stored += (stored_bytes, 1)
+
+
+def copy_few(
+    state: ExchangeState,
+    source: ReadableProcess,
+    source_name: tuple[int, int],
+    target_name: tuple[int, int],
+    runs: list[list[int]],
+) -> int:
+    """Copy a few short runs as `copy_slices` does, at once; returns the bytes. Raises KVBatonError."""
+    _, target_bytes = state.table.find(*target_name)
+    address = state.table.pin(*target_name)
+    try:
+        is_dropped = state.drops_stores
+        moved = sum(run[2] for run in runs) if is_dropped else source.copy_few(source_name, address, target_bytes, runs)
+    finally:
+        state.table.unpin(target_name[0])
+    state.count_stored(moved)
+    return moved
 
 
 def copy_slices(
@@ -199,6 +225,9 @@ class OwnerSide:
         if self._process is None:
             raise PeerLost("the initiator's memory cannot be read from here")
         names = (call.own_slot, call.own_stamp), (call.remote_slot, call.remote_stamp)
+        if self._state.is_small(call.count, call.total_bytes):
+            copy_few(self._state, self._process, *names, runs.tolist())
+            return
         for _ in copy_slices(self._state, self._process, *names, runs):
             if call.total_bytes > self._state.slice_bytes:
                 yield TURN

@@ -107,6 +107,7 @@ class _Service:
             fd = channel.sock.fileno()
             self._channels[fd] = channel
             self._epoll.register(fd, 0)
+        self._wakeup.set()  # the thread may sleep for long while it has no channel whose time it watches
 
     def arm(self, channel: ExchangeChannel, wants_to_send: bool) -> None:
         """Wake the thread once when something arrives for `channel` (or there is room to send)."""
