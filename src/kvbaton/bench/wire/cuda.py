@@ -158,7 +158,7 @@ class _Taken:
     whole: float
 
 
-class _Stand:
+class _CudaStand:
     """The target process: memory, the transport over it, and the parts of that transport for times on the GPU alone."""
 
     def __init__(self, torch: Any, endpoint: Endpoint, target_bytes: int, wire_bytes: int, undo: ExitStack) -> None:
@@ -261,7 +261,7 @@ def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchRep
         source = undo.enter_context(closing(SourceProcess(command)))
         endpoint = msgspec.json.decode(source.line(_START_S), type=Endpoint)
         target_bytes = max(pattern.target_bytes for pattern in batches)
-        stand = _Stand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
+        stand = _CudaStand(torch, endpoint, target_bytes, batches[0].wire_bytes, undo)
         for pattern in batches:
             progress(f"{pattern.name}: {len(pattern.runs):,} runs, {pattern.wire_bytes / 1e6:,.0f} MB")
             _measure(torch, stand, pattern, rounds, report)
@@ -269,7 +269,7 @@ def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchRep
     return report, {"transport": "cuda", "tokens": tokens, "rounds": rounds}
 
 
-def _measure(torch: Any, stand: _Stand, pattern: Pattern, rounds: int, report: BenchReport) -> None:
+def _measure(torch: Any, stand: _CudaStand, pattern: Pattern, rounds: int, report: BenchReport) -> None:
     expected = _expected_target(torch, pattern, stand.target.device)
     taken = [stand.measure(pattern, expected) for _ in range(_WARM_UP + rounds)][_WARM_UP:]
     stand.copy_all_but_one(pattern)
