@@ -25,19 +25,8 @@ from pathlib import Path
 VLLM, NIXL = "0.32.0", "1.5.1"
 PYTHON, ARCHITECTURE, FAT_BINARY = "3.12", 90, 0xBA55ED50
 HERE = Path(__file__).resolve().parent
-OWN: tuple[str, ...] = (
-    "cyclopts",
-    "rich_rst",
-    "docutils",
-    "orjson",
-    "gguf",
-    "pytest",
-    "pluggy",
-    "iniconfig",
-    "pytest-timeout",
-    "hypothesis",
-)
-OWN += ("sortedcontainers",)
+COMMANDS = ("cyclopts", "rich_rst", "docutils", "orjson", "gguf")
+TESTS = ("pytest", "pluggy", "iniconfig", "pytest-timeout", "hypothesis", "sortedcontainers")
 LIBRARIES = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so", "vllm_flash_attn/_vllm_fa3_C.abi3.so")
 KEPT_LIBRARIES = {"spinloop.abi3.so", "cumem_allocator.abi3.so", "fs_io_C.abi3.so"}
 LEFT_OUT = {"vllm-rs", "RECORD", "deep_gemm", "fmha_sm100", "tml_fa4", "cute", "static"}
@@ -201,7 +190,7 @@ def main() -> None:
         shutil.rmtree(work / name, ignore_errors=True)
     download(wheels, "-r", str(HERE / "gpu_bundle.txt"))
     download(wheels, f"vllm=={VLLM}", f"nixl-cu13=={NIXL}", f"nixl=={NIXL}")
-    download(own, *OWN)
+    download(own, *COMMANDS, *TESTS)
     unpack(list(wheels.glob(f"vllm-{VLLM}*.whl")), work / "vllm")
     make_site(wheels, work)
     for name in LIBRARIES:

@@ -23,10 +23,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src"
 
-FULL_GRAPHS = (
-    '--no-enforce-eager --compilation-config {"mode":0,"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1,2,4,8,16]}'
-)
-COMPILED = "--no-enforce-eager --compilation-config " + '{"cudagraph_capture_sizes":[1,2,4,8,16]}'
+SIZES = "--cudagraph-capture-sizes 1 2 4 8 16"
+FULL_GRAPHS = f"--no-enforce-eager -cc.mode=none -cc.cudagraph_mode=FULL {SIZES}"
+COMPILED = f"--no-enforce-eager {SIZES}"
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from kvbaton.engines.vllm.setup.small_models import (
 )
 from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import default_cache_dir
+from kvbaton.transport.table import TRANSPORTS, MemoryKind, transport_entry
 
 __all__ = ["VllmPlugin"]
 
@@ -95,6 +96,7 @@ class VllmPlugin(EnginePlugin):
             tokenizer = Tokenizer(byte_tokenizer(), prefill.model)
             return ModelFacts(prefill.model, min(CONTEXT_TOKENS, MAX_MODEL_TOKENS), tokenizer.encode, range(32, 256))
         if prefill.device != "cpu":
+            _check_gpu_transport(prefill.transport)
             return _facts_of_directory(Path(prefill.model))
         loaded = find_model(prefill.model, progress=progress)
         return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
@@ -159,6 +161,13 @@ def _check_drop(options: EngineOptions) -> None:
 
 _PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl), "moriio": (MSGPACK_VERSION, ensure_msgpack)}
 """What connectors need that vLLM does not bring along: the release, and what installs it."""
+
+
+def _check_gpu_transport(name: str) -> None:
+    """Raise ConfigError for a transport that does not move GPU memory: vLLM would end with it after half a minute."""
+    if MemoryKind.GPU not in transport_entry(name).memory:
+        others = ", ".join(entry.name for entry in TRANSPORTS.values() if MemoryKind.GPU in entry.memory)
+        raise ConfigError(f"--transport is {name}, which moves main memory only; with caches on a GPU choose one of {others}")
 
 
 def _facts_of_directory(directory: Path) -> ModelFacts:
