@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gpu_stand_in import run_launch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_stand_in import run_launch
 from kvbaton.errors import RangeError
 from kvbaton.transport.base import Runs
 from kvbaton.transport.cuda.copier import LINE_BYTES, Launch, Placement, Segment, launches_for

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gpu_stand_in import HostCopier, HostDriver, HostTensor
 
+from gpu_stand_in import HostCopier, HostDriver, HostTensor
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, RangeError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
