@@ -22,6 +22,7 @@ from embedded_nodes import (
 
 from kvbaton.core.handoff import Aux, Executor, Mode, Span
 from kvbaton.core.messages import AuxSent, Grant, Message, Over, Stopped, encode
+from kvbaton.core.segments import HOLE
 from watching import wait_until
 
 AUX = Aux(65, -1.0)
@@ -70,7 +71,8 @@ BAD_BLOCKS: dict[str, tuple[Blocks, str]] = {
     "one beyond the last": (((1, 2, 256),), "source block 256 is outside 0..255"),
     "2^31": (((1, 2**31, 3),), f"source block {2**31} is outside 0..255"),
     "2^32 + 1, which is 1 in 32 bits": (((1, 2**32 + 1, 3),), f"source block {2**32 + 1} is outside 0..255"),
-    "2^62": (((2**62, 1, 2),), f"source block {2**62} is outside 0..255"),
+    "2^61": (((2**61, 1, 2),), f"source block {2**61} is outside 0..255"),
+    "no block": (((HOLE, 1, 2),), "has an entry without a block where tokens have to be moved"),
     "twice the same": (((5, 6, 5),), "source block 5 is listed twice"),
     "none": (((),), "source block list has 0 blocks where 3 are needed"),
     "too few": (((1, 2),), "source block list has 2 blocks where 3 are needed"),

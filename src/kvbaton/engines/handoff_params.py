@@ -140,8 +140,9 @@ def read_params(
     if params.do_remote_decode:
         return SourceParams(_transfer_id(params, make_id), _named_target(request_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
+    transfer_id = _transfer_id(params, None)
     source, target = _addresses(params, request_id)
-    return TargetParams(_transfer_id(params, None), source, incarnation, target, params.address_proof or "")
+    return TargetParams(transfer_id, source, incarnation, target, params.address_proof or "")
 
 
 def size_doubt(params: KVTransferParams | None) -> str | None:

@@ -196,7 +196,7 @@ def test_what_bench_wire_cannot_do_is_said_before_it_measures(refusal: Refusal, 
     assert re.search(words, refusal("bench", "wire", *options))
 
 
-@pytest.mark.parametrize("options", [["--transport", "nixl"], ["--direction", "write"]])
+@pytest.mark.parametrize("options", [["--transport", "nixl"], ["--transport", "nixl", "--direction", "write"]])
 def test_a_bench_wire_that_measured_nothing_is_not_all_well(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
