@@ -12,7 +12,7 @@ MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspa
 	paste -sd:) $(VENV)-movers/bin
 QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes and not sglang and not sglang_full and not compat \
 	and not matrix"
-PURE = tests/sim tests/unit/core
+BESIDE = tests/sim tests/unit/core tests/unit/wire tests/unit/discovery tests/unit/transport
 BENCH ?= engine handoff serve
 
 # The files that have tests with a marker: collecting all tests takes 15 seconds, and each suite would pay that again. With ARGS
@@ -79,13 +79,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 up: $(VENV)/.installed
 	@$(BIN)/kvbaton up $(ARGS)
 
-# Tests that compute, and neither wait nor listen, run beside the rest, which waits most of the time. With ARGS: one after another.
+# Two lanes of about the same length: nearly all tests wait most of the time, and simulations need a core. With ARGS: one lane.
 test: $(VENV)/.installed-dev
 ifeq ($(strip $(ARGS)),)
-	@mkdir -p build; nice $(BIN)/pytest -m $(QUICK) $(PURE) > build/test-pure.log 2>&1 & pure=$$!; \
-	trap 'kill $$pure 2>/dev/null' INT TERM; \
-	$(BIN)/pytest -m $(QUICK) $(PURE:%=--ignore=%); rest=$$?; \
-	wait $$pure; pure=$$?; echo "== beside it: $(PURE)"; tail -n 60 build/test-pure.log; exit $$((rest + pure))
+	@mkdir -p build; nice $(BIN)/pytest -m $(QUICK) $(BESIDE) > build/test-beside.log 2>&1 & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null' INT TERM; \
+	$(BIN)/pytest -m $(QUICK) $(BESIDE:%=--ignore=%); rest=$$?; \
+	wait $$beside; beside=$$?; echo "== beside it: $(BESIDE)"; tail -n 60 build/test-beside.log; exit $$((rest + beside))
 else
 	$(BIN)/pytest -m $(QUICK) $(ARGS)
 endif
