@@ -32,6 +32,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"a sample of the cases; the same again: --sample={seed}")
 
 
+# After `-k` and `-m`: a sample is one of what they leave.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = _seed(config)
     if seed is None:

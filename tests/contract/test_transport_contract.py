@@ -24,6 +24,9 @@ pytest_plugins = ["contract_fixtures"]
 # Bytes.
 
 
+pytestmark = pytest.mark.sampled(1)
+
+
 @pytest.mark.parametrize(
     "runs",
     [

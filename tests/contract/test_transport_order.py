@@ -18,6 +18,9 @@ pytest_plugins = ["contract_fixtures"]
 # Order of things: after, cancel, close.
 
 
+pytestmark = pytest.mark.sampled(1)
+
+
 def test_nothing_moves_before_the_event(target: Target, source: Source) -> None:
     go = threading.Event()
     runs = make_runs((0, 0, KIB))

@@ -23,6 +23,8 @@ from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs, Ticket
 from kvbaton.transport.faulty import Faults
 
+pytestmark = pytest.mark.sampled(1)
+
 
 @pytest.fixture(params=params(WRITE_KINDS))
 def rig(request: pytest.FixtureRequest) -> Iterator[WriteRig]:

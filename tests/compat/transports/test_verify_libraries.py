@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.transport.table import TRANSPORTS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.sampled(1)]
 _LIBRARIES = sorted(name for name, entry in TRANSPORTS.items() if entry.can_write and not entry.stand_in)
 
 
