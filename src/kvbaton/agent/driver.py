@@ -43,6 +43,7 @@ _MAX_COMMANDS = 100_000
 _COMMANDS_PER_BEAT = 256
 _IDLE_S = 5.0
 _STOP_S = 10.0
+_PAUSE_S = 0.05
 
 
 class RanksDriver(HandoffPort):
@@ -187,7 +188,9 @@ class RanksDriver(HandoffPort):
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
+            if not self._guarded(self._wait):
+                # Without a wait that works, turns follow each other at this distance.
+                self._stopping.wait(_PAUSE_S)
             began = time.monotonic()
             self._guarded(self._turn)
             self._turns += 1
@@ -195,13 +198,18 @@ class RanksDriver(HandoffPort):
         self._guarded(lambda: self._coordinator.stop("the instance is stopping"))
         self._guarded(self._turn)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """One failing task never stops the thread; interrupts and exits pass."""
+    def _wait(self) -> None:
+        self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        """One failing task never stops the thread; interrupts and exits pass. Whether it succeeded."""
         try:
             work()
         except Exception:  # one bug must not take every other hand-off of the instance with it
             self.errors_total += 1
             log.exception("the agent continues after an error of its own")
+            return False
+        return True
 
     def _timeout_s(self) -> float:
         """How long nothing has to be done, unless a frame, a command or a completion comes."""

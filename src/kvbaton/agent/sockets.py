@@ -262,8 +262,9 @@ class ControlSockets:
             return
         try:
             dialled.connection = self._door.dial(found.family, found.address, str(dialled.address))
-        except OSError as error:
-            self._drop(Dropped.NOT_DIALLED, f"{dialled.address}: {error.strerror}")
+        except (OSError, ValueError, OverflowError) as error:
+            # A port beyond all limits is no OSError.
+            self._drop(Dropped.NOT_DIALLED, f"{dialled.address}: {error}")
             return
         dialled.connection.tag = dialled
 

@@ -447,6 +447,20 @@ def test_an_error_of_its_own_is_counted_and_the_thread_goes_on(
         assert is_equal(source, target)
 
 
+def test_a_wait_that_fails_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as (source, target):
+
+        def fail(*_: object) -> None:
+            raise OverflowError("a port beyond all limits")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(target.driver._sockets, "wait", fail)
+            target.driver.cancel(key_of("unknown"))
+            wait_until(lambda: target.driver.errors_total > 1, "the error is counted")
+        landed(source, target, "the next")
+        assert is_equal(source, target)
+
+
 def _is_long(waits: list[tuple[float, bool]]) -> bool:
     return len(waits) > 8
 

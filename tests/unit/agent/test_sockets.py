@@ -207,6 +207,14 @@ def test_an_address_that_cannot_be_dialled_is_told_too(rig: Rig, host: str) -> N
     assert alice.dropped_total[Dropped.NOT_DIALLED] == 3000
 
 
+def test_a_port_beyond_all_limits_ends_neither_the_dial_nor_the_wait(rig: Rig) -> None:
+    alice, bob = rig.make(ALICE), rig.make(BOB)
+    alice.dial(ControlAddress.of("127.0.0.1", 1 << 40), BEAT)
+    alice.wait(0.0, [])
+    alice.dial(bob.address, BEAT)
+    assert exchange(alice, bob) == [(ALICE, None)]
+
+
 def test_the_dial_table_is_bounded_and_keeps_who_has_answered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets_module, "_MAX_DIALLED", 4)
     alice, bob = rig.make(ALICE), rig.make(BOB)

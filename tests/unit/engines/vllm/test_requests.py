@@ -191,6 +191,15 @@ def test_a_target_dials_the_rank_that_holds_the_cache() -> None:
     assert requested.wanted.source == ControlAddress.of("127.0.0.1", 7004)
 
 
+@pytest.mark.parametrize("rank", [-1, 65535 - 7000, 1 << 40])
+def test_a_rank_that_can_have_no_port_is_refused_by_name(rank: int) -> None:
+    params = {**target_params(), "remote_host": "127.0.0.1", "remote_port": 7001, "remote_dp_rank": rank}
+    requested = read_handoff(Request(params, request_id="cmpl-x-0"), Mode.PUSH, AutomaticIds())
+    assert requested is not None
+    assert "remote_dp_rank" in requested.problem
+    assert str(rank) in requested.problem
+
+
 def test_an_answer_names_the_first_rank_and_the_number_of_its_own() -> None:
     info = HandoffInfo(ControlAddress.of("127.0.0.1", 7001), Incarnation("p1"), tp_size=2, dp_rank=3)
     answer = answer_params(SourceParams(TransferId("tx")), info)
