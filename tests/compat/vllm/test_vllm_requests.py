@@ -205,7 +205,7 @@ VALUES: tuple[object, ...] = (
 
 
 FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
-TEXTS = frozenset({"transfer_id", "remote_engine_id", "remote_host"})
+TEXTS = frozenset({"transfer_id", "remote_engine_id", "remote_host", "address_proof"})
 NUMBERS = frozenset(KVTransferParams.__struct_fields__) - FLAGS - TEXTS
 
 
