@@ -8,6 +8,7 @@ and `--sample=SEED` repeats a run.
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A landing is judged by its own change: it tries the same examples each time. Every other run tries new ones.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ)
 settings.load_profile("busy")
 
 _COMMIT = "HEAD"
