@@ -1,4 +1,4 @@
-"""`kvbaton verify --engine vllm`, a few short requests; with `--sample`, in one of the two modes or not at all (then the stock connector runs).
+"""`kvbaton verify --engine vllm`, a few short requests; with `--sample`, one of these and of the stock connector's.
 
 `test_vllm_full_verify.py` has more requests, and the control.
 """
