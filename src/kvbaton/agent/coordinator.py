@@ -52,6 +52,7 @@ from kvbaton.core.messages import (
 )
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import Incompatible, TransportError
+from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["Coordinator", "Peers"]
 
@@ -137,6 +138,7 @@ class Coordinator:
         self.card = card
         self._limits = limits
         self._clock = clock
+        self._refusals = LogLimit(every_s=1.0)
         self._control = control
         self._ranks = ranks
         self._peers = Peers()
@@ -367,7 +369,7 @@ class Coordinator:
         try:
             self._admit(hello.card, via)
         except (Incompatible, TransportError) as error:
-            log.error("peer %s refused: %s", hello.card.incarnation, error)
+            self._log_refusal(f"peer {hello.card.incarnation} refused: {error}")
             self.dropped_total["incompatible"] += 1
             if hello.wants_answer:
                 self._control.send(hello.card.incarnation, Refused(str(error)[:2000]))
@@ -401,9 +403,15 @@ class Coordinator:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")
 
     def _on_refused_by_peer(self, message: Refused, via: ControlAddress | None) -> None:
-        log.error("refused by the peer at %s: %s", via, message.reason)
+        self._log_refusal(f"refused by the peer at {via}: {message.reason}")
         if via is not None:
             self.target.on_refused_peer(via, f"refused by the source: {message.reason}")
+
+    def _log_refusal(self, text: str) -> None:
+        """Peers repeat what was refused, and choose the text: one line a second, without control characters."""
+        held_back = self._refusals.allow("refused", self._clock())
+        if held_back is not None:
+            log.error("%s%s", shown(text, 2000), f" ({held_back} similar lines held back)" if held_back else "")
 
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
         self._peer_fences.pop(incarnation, None)

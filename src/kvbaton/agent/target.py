@@ -154,6 +154,7 @@ from kvbaton.core.messages import (
 )
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.errors import ProtocolError
+from kvbaton.wire.log_limit import shown
 
 __all__ = ["TargetRecord", "TargetSide"]
 
@@ -542,7 +543,7 @@ class TargetSide:
             # The source was never granted anything, so no Stop was sent; it may be computing for this request all the same.
             self.decline_notices.send(record.request, outcome, record.reason, record.source)
         self._note(record, Stage.ENDED, outcome=outcome)
-        log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
+        log.warning("hand-off %s: target %s: %s", record.key, outcome, shown(record.reason))
         self._engine(TargetEnded(record.key, outcome, record.reason))
 
     # Calls of the engine.
@@ -694,7 +695,8 @@ class TargetSide:
                 record.held_s, record.prefilled_at = prefilled.held_s, self._clock()
                 record.span_count = prefilled.span_count
                 self._note(record, Stage.PREFILLED)
-            self._progress(record)
+                # Only the first one is progress: the source repeats it, and a repetition must not renew a deadline.
+                self._progress(record)
             self._refuse_surplus(record)
             self._settle(record)
 

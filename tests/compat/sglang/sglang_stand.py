@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvbaton.config import HandoffSettings
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import Controls, EngineOptions
@@ -92,7 +92,7 @@ class SglangStand:
         environment = ready()
         self.fleet = Fleet()
         self.ports = PortPicker()
-        key = new_cluster_key()
+        self.key = key = new_cluster_key()
         router_port, discovery_port = self.ports.pick(), self.ports.pick()
         self.router_url = f"http://127.0.0.1:{router_port}"
         options = EngineOptions(
@@ -144,7 +144,9 @@ class SglangStand:
 
     def live_handoffs(self, part: FleetPart) -> int:
         """How many hand-offs a server reports as under way."""
-        with urllib.request.urlopen(f"http://{part.handoffs_address}/handoffs", timeout=20) as answer:
+        headers = {HTTP_KEY_HEADER: http_token(self.key.encode())}
+        request = urllib.request.Request(f"http://{part.handoffs_address}/handoffs", headers=headers)
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return sum(each["outcome"] is None for each in json.load(answer)["handoffs"])
 
     async def generate(

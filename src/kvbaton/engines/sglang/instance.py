@@ -81,8 +81,9 @@ class RankInstance:
         self._observe: Observer = no_observer if timelines is None else timelines.note
         self._loop: RankLoop | None = None
         with ExitStack() as opened:
-            self._notes = None if timelines is None else HandoffsServer(timelines, place.host, settings.handoffs_port)
-            if self._notes is not None:
+            self._notes: HandoffsServer | None = None
+            if timelines is not None:
+                self._notes = HandoffsServer(timelines, place.host, settings.handoffs_port, settings.trust())
                 opened.callback(self._notes.close)
             if place.tp_size == 1:
                 driver = open_driver(agents, incarnation, model, pool.layout, pool.region, lambda: None, observe=self._observe)
