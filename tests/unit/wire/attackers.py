@@ -162,10 +162,8 @@ def _any_message(served: GuardedPort, dice: random.Random, sender: Incarnation) 
     match dice.randrange(14):
         case 0:
             card = served.card_of(sender)
-            change: dict[str, object] = dice.choice(
-                ({}, {"fingerprint": text[:100]}, {"shape": "tp8"}, {"protocol": 9}, {"ranks": ()})
-            )
-            return Hello(msgspec.structs.replace(card, **change), wants_answer=dice.random() < 0.5)
+            changes: list[dict[str, object]] = [{}, {"fingerprint": text[:9]}, {"shape": "tp8"}, {"protocol": 9}, {"ranks": ()}]
+            return Hello(msgspec.structs.replace(card, **dice.choice(changes)), wants_answer=dice.random() < 0.5)
         case 1:
             return Refused(text, dice.choice((None, key)), number, dice.random() < 0.5, generation)
         case 2 | 3:
