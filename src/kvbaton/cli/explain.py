@@ -106,7 +106,7 @@ def _get(router: str, path: str) -> object:
         with urlopen(f"{router}{path}", timeout=_TIMEOUT_S) as answer:  # noqa: S310
             content = answer.read(_MOST_BYTES)
     except HTTPError as error:
-        raise PeerRefused(_said(error.read(_MOST_BYTES), f"{router} answered {error.code}")) from error
+        raise PeerRefused(_message(error.read(_MOST_BYTES), f"{router} answered {error.code}")) from error
     except (URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise PeerLost(f"no router at {router} ({reason}); is it running? Name another with --router") from error
@@ -117,7 +117,7 @@ def _get(router: str, path: str) -> object:
     return document
 
 
-def _said(content: bytes, otherwise: str) -> str:
+def _message(content: bytes, otherwise: str) -> str:
     """The message of an error answer."""
     import msgspec
 

@@ -17,7 +17,7 @@ released early: a target that reads pages which have changed never gets a confir
 **A room names a request, for a while.** Clients and balancers choose rooms, and may use one twice. The first request under a
 room keeps it until the agents have reported its end; a second one meanwhile fails by name, and the first is not touched.
 
-With several ranks, each has these objects for the same requests in the same order. The leader's talk to the agents; the others
+With several ranks, each has these objects for the same requests in the same order. The leader's reach the agents; the others
 take the same events from the leader (`ranks.py`), so that every rank reaches the same state, and writes the same metadata row.
 """
 
