@@ -122,18 +122,24 @@ def test_a_decode_request_that_is_aborted_fails_its_prefill_at_once() -> None:
         assert wait_for(source, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
 @pytest.mark.parametrize(
     ("other", "named"),
-    [({"model": "two"}, "two"), ({"is_mla": True}, "mla")],
-    ids=["another model", "another kind of cache"],
+    [({"model": "two"}, "two"), ({"is_mla": True}, "mla"), ({"dtype": "float16"}, "float16")],
+    ids=["another model", "another kind of cache", "another dtype"],
 )
-def test_a_peer_that_does_not_fit_is_refused_with_both_values(other: dict[str, object], named: str) -> None:
+def test_a_peer_that_does_not_fit_is_refused_by_name_on_both_sides(other: dict[str, object], named: str, first: str) -> None:
+    """Whichever instance gets its request first: the prefill must not wait for a target that has been refused."""
     ports = PortPicker()
     prefill, decode = Instance("prefill", ports), Instance("decode", ports, **other)  # type: ignore[arg-type]
     with instances(prefill, decode):
+        source = Request(prefill, ROOM, PROMPT) if first == "prefill" else None
         target = Request(decode, ROOM, PROMPT, prefill.address)
         assert wait_for(target, Poll.FAILED) is Poll.FAILED
         assert named in target.reason
+        source = source or Request(prefill, ROOM, PROMPT)
+        assert wait_for(source, Poll.FAILED) is Poll.FAILED
+        assert named in source.reason
 
 
 def test_another_prompt_under_the_same_room_is_refused_and_the_right_one_is_served() -> None:
