@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_instances import Instance, Request, instances, wait_for, wait_until_over
@@ -166,7 +167,7 @@ def test_a_bootstrap_port_in_use_fails_at_start_by_name() -> None:
 @pytest.mark.parametrize("host", ["::1", "localhost", "0.0.0.0"])  # noqa: S104
 def test_addresses_of_every_kind_are_served(host: str) -> None:
     ports = PortPicker()
-    key = {"advertise_host": "127.0.0.1", "allow": ("127.0.0.1",)} if host == "0.0.0.0" else {}  # noqa: S104
+    key: dict[str, Any] = {"advertise_host": "127.0.0.1", "allow": ("127.0.0.1",)} if host == "0.0.0.0" else {}  # noqa: S104
     prefill, decode = Instance("prefill", ports, host=host, **key), Instance("decode", ports, host=host, **key)
     with instances(prefill, decode):
         assert hand_over(prefill, decode).poll() is Poll.SUCCESS
