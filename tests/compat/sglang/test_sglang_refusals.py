@@ -168,5 +168,32 @@ def test_a_field_that_is_missing_or_wrong_is_refused(servers: Servers, side: str
     assert servers.grid.is_alive(part)
 
 
+def test_a_batch_has_a_room_for_each_of_its_prompts(servers: Servers) -> None:
+    """As balancers send it: lists of hosts, ports and rooms."""
+    prompts = [prompt(40 + index, 30 + 20 * index) for index in range(3)]
+
+    async def ask(session: aiohttp.ClientSession, url: str, rooms: list[int]) -> list[tuple[int, ...]]:
+        where = servers.where
+        body = {
+            "input_ids": [list(each) for each in prompts],
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+            "bootstrap_host": [where["bootstrap_host"]] * 3,
+            "bootstrap_port": [where["bootstrap_port"]] * 3,
+            "bootstrap_room": rooms,
+        }
+        async with session.post(f"{url}/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            return [tuple(each["output_ids"]) for each in await response.json()]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        singles = [(await generate(session, servers.single.base_url, each)).tokens for each in prompts]
+        rooms = [new_room() for _ in prompts]
+        urls = (servers.prefill.base_url, servers.decode.base_url)
+        _, decoded = await asyncio.gather(*(ask(session, url, rooms) for url in urls))
+        assert decoded == singles
+
+    run(work)
+
+
 def test_after_all_that_the_pair_serves(servers: Servers) -> None:
     servers.check_all_alive()
