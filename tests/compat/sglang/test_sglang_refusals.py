@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +60,7 @@ def servers() -> Iterator[Servers]:
         made = Servers(
             grid,
             grid.start("single", "both"),
-            grid.start("prefill", "prefill", settings=LIMITS),
+            grid.start("prefill", "prefill", settings=LIMITS, arguments=("--enable-metrics",)),
             grid.start("decode", "decode", settings=LIMITS, arguments=("--page-size", "32")),
             {
                 "another model": grid.start("another-model", "decode", settings=LIMITS, kind="mla"),
@@ -195,5 +197,11 @@ def test_a_batch_has_a_room_for_each_of_its_prompts(servers: Servers) -> None:
     run(work)
 
 
-def test_after_all_that_the_pair_serves(servers: Servers) -> None:
+def test_after_all_that_the_pair_serves_and_sglang_has_counted_it(servers: Servers) -> None:
     servers.check_all_alive()
+    with urllib.request.urlopen(f"{servers.prefill.base_url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = dict(re.findall(r"^sglang:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    for name in ("latency_ms", "alloc_ms", "total_mb", "speed_gb_s"):
+        assert float(found[f"kv_transfer_{name}_count"]) > 0, name
+    assert float(found["num_bootstrap_failed_reqs_total"]) > 0

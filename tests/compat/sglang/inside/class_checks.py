@@ -177,7 +177,8 @@ def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
         backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
         _refused(what)
     backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
-    _refused("mamba", state_types=["mamba"])
+    for state in ("mamba", "swa", "dsa"):
+        _refused(state, state_types=[state])
     _refused("Unknown", pool=type("UnknownPool", (), {"start_layer": 0})())
     os.environ["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "3"
     try:
