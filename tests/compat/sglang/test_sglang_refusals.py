@@ -31,7 +31,7 @@ class Servers:
     single: FleetPart
     prefill: FleetPart
     decode: FleetPart
-    """Its pages are twice as large."""
+    """Its pages are twice as large, and its cache has room for 1,024 tokens."""
     misfits: dict[str, FleetPart]
 
     @property
@@ -61,7 +61,7 @@ def servers() -> Iterator[Servers]:
             grid,
             grid.start("single", "both"),
             grid.start("prefill", "prefill", settings=LIMITS, arguments=("--enable-metrics",)),
-            grid.start("decode", "decode", settings=LIMITS, arguments=("--page-size", "32")),
+            grid.start("decode", "decode", settings=LIMITS, arguments=("--page-size", "32"), cache_blocks=8),
             {
                 "another model": grid.start("another-model", "decode", settings=LIMITS, kind="mla"),
                 "another dtype": grid.start("another-dtype", "decode", settings=LIMITS, cache_dtype="bfloat16"),
@@ -95,6 +95,20 @@ def test_a_peer_that_does_not_fit_is_refused_by_name_on_both_sides(servers: Serv
         for answer in await asyncio.wait_for(asking, WAIT_S):
             assert answer.status == 500
             assert "incompatible peer" in answer.text
+
+    run(work)
+    servers.check_all_alive()
+
+
+def test_a_prompt_that_is_too_long_for_decode_alone_ends_its_prefill_too(servers: Servers) -> None:
+    """SGLang refuses it before it has a receiver; the prefill, which waits for pages, must not wait until queue_timeout."""
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        asking = hand_over(session, servers.prefill, servers.decode, prompt(8, 1300))
+        prefill, decode = await asyncio.wait_for(asking, WAIT_S)
+        assert (prefill.status, decode.status) == (500, 400)
+        assert "exceeds the maximum number of tokens" in decode.text
+        assert "decode refused it" in prefill.text
 
     run(work)
     servers.check_all_alive()

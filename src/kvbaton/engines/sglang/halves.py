@@ -23,6 +23,7 @@ take the same events from the leader (`ranks.py`), so that every rank reaches th
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import logging
@@ -117,6 +118,26 @@ class Halves:
                 self.live.pop(event.key, None)
             if half is not None:
                 half.take(event)
+
+    def refuse_source(self, room: object, address: str, reason: str) -> None:
+        """SGLang has refused a request before it had a receiver: its prefill need not wait for pages."""
+        key = self._unused_key(room)
+        if key is not None:
+            with contextlib.suppress(BadRequest):
+                self.port.decline(SourceRequest(key, "", _read_address(address), None, Mode.PUSH), reason)
+
+    def refuse_target(self, room: object) -> None:
+        """SGLang has refused a request before it had a sender: a target that has granted pages for it need not wait."""
+        key = self._unused_key(room)
+        if key is not None:
+            self.port.cancel(key, Side.SOURCE)
+
+    def _unused_key(self, room: object) -> HandoffKey | None:
+        """The key of a room, unless another request here has it, or no request can."""
+        with contextlib.suppress(BadRequest):
+            key = HandoffKey(room_transfer_id(_checked_room(room)))
+            return None if key in self.live else key
+        return None
 
     def note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> None:
         """Record a stage for the timeline."""

@@ -153,6 +153,43 @@ def test_an_abort_of_decode_in_any_state_ends_its_prefill_and_frees_the_room(sta
         assert hand_over(prefill, decode).poll() is Poll.SUCCESS
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_request_that_decode_refuses_at_its_door_ends_its_prefill(first: str) -> None:
+    """SGLang makes no receiver for a prompt that is too long for its cache; the prefill would wait until queue_timeout."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, 2), Instance("decode", ports, 2)
+    with instances(prefill, decode):
+        source = Request(prefill, ROOM, PROMPT) if first == "prefill" else None
+        for rank in decode.ranks:
+            rank.halves.refuse_source(ROOM, prefill.address, "1200 tokens are too many")
+        if source is None:
+            other = Request(prefill, ROOM + 1, PROMPT)
+            decode.ranks[0].halves.refuse_source(ROOM + 1, prefill.address, "too many")
+            # Decline notices keep their order, so this one ends after that of the room before it was received.
+            wait_for(other, Poll.FAILED)
+            source = Request(prefill, ROOM, PROMPT)
+        wait_for(source, Poll.FAILED)
+        assert "1200 tokens are too many" in source.reason
+
+
+def test_a_request_that_prefill_refuses_at_its_door_ends_its_decode_request_and_no_other() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports)
+    with instances(prefill, decode):
+        live = Request(prefill, ROOM + 1, PROMPT)
+        target = Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [1, 2, 3, 4], 2, 0)
+        until_parked = Request(decode, ROOM + 1, PROMPT, prefill.address)
+        until_parked.each("ready")
+        until_parked.each("allocated", [5, 6, 7, 8], 3, 0)
+        wait_for(live, Poll.WAITING)
+        prefill.ranks[0].halves.refuse_target(ROOM + 1)
+        prefill.ranks[0].halves.refuse_target(ROOM)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert live.poll() is Poll.WAITING
+
+
 def test_a_bootstrap_port_in_use_fails_at_start_by_name() -> None:
     ports = PortPicker()
     prefill = Instance("prefill", ports)
