@@ -32,7 +32,8 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[SglangStand]:
-    with stand(StandSpec(settings=LIMITS)) as running:
+    """Decode has two ranks: one that falls takes the other with it."""
+    with stand(StandSpec(settings=LIMITS, decode_shape="tp2")) as running:
         yield running
 
 

@@ -25,7 +25,7 @@ LIMITS = {"limits": {"transfer_timeout": 10, "defer_timeout": 20, "queue_timeout
 
 @dataclass(frozen=True)
 class Servers:
-    """One prefill, and decode servers of which two do not fit it."""
+    """One prefill of two ranks, and decode servers of which two do not fit it."""
 
     grid: Grid
     single: FleetPart
@@ -60,7 +60,7 @@ def servers() -> Iterator[Servers]:
         made = Servers(
             grid,
             grid.start("single", "both"),
-            grid.start("prefill", "prefill", settings=LIMITS, arguments=("--enable-metrics",)),
+            grid.start("prefill", "prefill", "tp2", settings=LIMITS, arguments=("--enable-metrics",)),
             grid.start("decode", "decode", settings=LIMITS, arguments=("--page-size", "32"), cache_blocks=8),
             {
                 "another model": grid.start("another-model", "decode", settings=LIMITS, kind="mla"),
