@@ -136,9 +136,8 @@ class _VllmCache:
             for layer in range(LAYERS)
         ]
         heads = (HeadRange(0, HEADS),)
-        axes, planes, sizes = ("block", "head", "token", "plane*channel"), ("k", "v"), {"channel": CHANNELS}
-        if self.reorders:
-            axes, planes, sizes = ("block", "head", "token", "channel"), ("kv",), {}
+        axes = ("block", "head", "token", "channel" if self.reorders else "plane*channel")
+        planes = ("kv",) if self.reorders else ("k", "v")
         group = tensor_group(
             "full",
             range(LAYERS),
@@ -147,7 +146,7 @@ class _VllmCache:
             heads=heads,
             total_heads=HEADS,
             planes=planes,
-            sizes=sizes,
+            sizes={"channel": CHANNELS},
             whole_blocks=self.reorders,
         )
         return Layout(self.memory.nbytes, (group,))
