@@ -169,3 +169,14 @@ def test_rooms_by_the_hundred_leave_nothing_behind() -> None:
             assert hand_over(prefill, decode, room=room).poll() is Poll.SUCCESS
         assert not prefill.ranks[0].halves.live
         assert not decode.ranks[0].halves.live
+
+
+@pytest.mark.parametrize(("source_mode", "target_mode"), [(Mode.PUSH, Mode.PULL), (Mode.PULL, Mode.PUSH)])
+def test_the_mode_is_that_of_the_prefill(source_mode: Mode, target_mode: Mode) -> None:
+    """It decides alone when pages are announced; a decode instance of the other mode is served all the same."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, mode=source_mode), Instance("decode", ports, mode=target_mode, poison=True)
+    with instances(prefill, decode):
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []
