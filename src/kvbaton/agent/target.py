@@ -613,13 +613,20 @@ class TargetSide:
             self._ask_again(record, self._clock())
         self.decline_notices.resend_to(source)
 
-    def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
-        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason."""
+    def on_refused_peer(self, address: ControlAddress, reason: str, source: Incarnation | None = None) -> None:
+        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason.
+
+        A `source` that has shown who it is gets one decline of each: its engine may have the request too, and would wait for us
+        until `queue_timeout`. None is repeated, because a refused peer owes no answer.
+        """
         self._dialled_at.pop(address, None)
         self.decline_notices.on_refused_peer(address)
         for record in self._waiting_for(address):
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+            if source is not None:
+                prompt = record.request.prompt
+                self._control.send(source, Stop(record.key, 0, outcome=Outcome.FAILED, reason=record.reason, prompt=prompt))
 
     def on_peer_gone(self, source: Incarnation, reason: str) -> None:
         """A source is provably gone: it will not write any more, and what it should have sent fails."""

@@ -93,7 +93,9 @@ class RankInstance:
             else:
                 self.port = self._open_ranks(agents, incarnation, model, opened)
             opened.pop_all()
-        half_settings = HalfSettings(settings.mode, pool.page_tokens, (pool.first_layer, pool.first_layer + pool.layers))
+        half_settings = HalfSettings(
+            settings.mode, pool.page_tokens, (pool.first_layer, pool.first_layer + pool.layers), pool.pages
+        )
         poison = pool.poison if settings.poison else None
         self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe)
         self._announcer = self._announcer_of(agents.control_address, incarnation, model) if place.is_leader else None
