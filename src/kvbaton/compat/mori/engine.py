@@ -138,7 +138,8 @@ class IOEngine:
         try:
             handle = self._exchange.register(int(ptr), int(size))
         except KVBatonError as error:
-            raise ValueError(f"register_memory: {error}") from error
+            label = f" (labelled GPU {device_id})" if mem_loc is MemoryLocationType.GPU else ""
+            raise ValueError(f"register_memory{label}: {error}") from error
         is_gpu = mem_loc is MemoryLocationType.GPU
         with self._lock:
             number, self._next_memory = self._next_memory, self._next_memory + 1
