@@ -217,7 +217,9 @@ def _list_plants() -> int:
     from kvbaton.sim.plants import PLANTS
 
     table = Table("plant", "the mistake")
-    for name, plant in (*PLANTS.items(), *EXCHANGE_PLANTS.items()):
-        table.add_row(name, plant.mistake)
+    mistakes = {name: plant.mistake for name, plant in PLANTS.items()}
+    mistakes |= {name: bugs.mistake for name, bugs in EXCHANGE_PLANTS.items()}
+    for name, mistake in mistakes.items():
+        table.add_row(name, mistake)
     Console().print(table)
     return 0

@@ -73,7 +73,7 @@ class ExchangeState:
     def count_stored(self, stored_bytes: int) -> None:
         """A call has stored so many bytes here."""
         # Through a view: adding a pair to the array takes longer than copying 8 KiB.
-        counts = memoryview(self.stored)
+        counts = self.stored.data
         counts[0] += stored_bytes
         counts[1] += 1
 
