@@ -7,6 +7,7 @@ import pytest
 from sglang_instances import Instance, Request, instances, wait_for
 
 from kvbaton.core.handoff import Mode
+from kvbaton.core.topology import Shape
 from kvbaton.engines.sglang.halves import Poll
 from kvbaton.launch.ports import PortPicker
 
@@ -54,6 +55,13 @@ def test_every_head_of_every_token_arrives_on_the_right_rank(mode: Mode, prefill
         untouched = [slot for page in (0, 2, 4) for slot in range(page * decode.page, (page + 1) * decode.page)]
         for pool in decode.pools:
             assert not any(tensor.array[untouched].any() for tensors in pool.planes for tensor in tensors)
+
+
+def test_an_instance_registers_its_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Shape] = []
+    monkeypatch.setattr("kvbaton.engines.sglang.instance.announcer_of", lambda **facts: registered.append(facts["shape"]))
+    with instances(Instance("prefill", PortPicker(), 2)):
+        assert registered == [Shape(tp=2)], "once, by the leader"
 
 
 def test_the_check_notices_writes_that_are_dropped() -> None:
