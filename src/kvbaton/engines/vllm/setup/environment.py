@@ -208,12 +208,14 @@ def _link_kvbaton(directory: Path) -> None:
         fresh = directory / f".kvbaton-{os.getpid()}"
         fresh.symlink_to(_PACKAGE)
         fresh.replace(link)
-    # What an installed kvbaton brings along: the entry point by which vLLM's processes find the drop-in for MoRI.
+    # What an installed kvbaton brings along: the entry points by which vLLM's processes find the connector and the drop-in.
     metadata = directory / "kvbaton_link-0.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvbaton-link\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkvbaton_mori = kvbaton.compat.mori.importing:activate\n"
+        "[vllm.general_plugins]\n"
+        "kvbaton = kvbaton.engines.vllm:register\n"
+        "kvbaton_mori = kvbaton.compat.mori.importing:activate\n"
     )
 
 
