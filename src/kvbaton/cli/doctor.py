@@ -15,7 +15,7 @@ from kvbaton.errors import ConfigError
 
 __all__ = ["doctor"]
 
-_COULD_NOT_TELL = 2
+_NO_EVIDENCE = 2
 
 
 def doctor(
@@ -72,7 +72,7 @@ def _ask_deployment(url: str, metrics: list[str], model: str | None, json: bool)
 
     found = collect_evidence(url, metrics, model)
     verdict = judge(found)
-    code = {Verdict.HANDED_OVER: 0, Verdict.NOT_HANDED_OVER: 1, Verdict.UNKNOWN: _COULD_NOT_TELL}[verdict]
+    code = {Verdict.HANDED_OVER: 0, Verdict.NOT_HANDED_OVER: 1, Verdict.UNKNOWN: _NO_EVIDENCE}[verdict]
     if json:
         rows = [{"place": each.place, "verdict": each.verdict, "text": each.text} for each in found]
         settings = {"request": url, "metrics": metrics, "model": model}
