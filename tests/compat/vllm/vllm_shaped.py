@@ -18,7 +18,9 @@ from kvbaton.verify.compare import Verdict, compare
 
 __all__ = [
     "KIND_CASES",
+    "LIMITS",
     "LLAMA_CASES",
+    "VOCABULARY",
     "Servers",
     "ShapeCase",
     "Singles",
