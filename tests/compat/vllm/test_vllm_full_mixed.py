@@ -30,7 +30,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[tuple[Mode, Fleet]]:
     found: Fleet = {}
     with ExitStack() as kept:
         for name, role, release in roles:
-            spec = ServerSpec(name, role, mode, settings=LIMITS, holds=True, model=MODEL)
+            spec = ServerSpec(name, role, mode, settings=LIMITS, holds=True, model=MODEL, forks=True)
             (found[name, release],) = kept.enter_context(starting(spec, version=release))
         for server in found.values():
             server.wait()

@@ -101,7 +101,7 @@ class Singles:
         if model not in self._started:
             self._kept.close()
             self._started.clear()
-            (self._started[model],) = self._kept.enter_context(starting(ServerSpec("single", "both", model=model)))
+            (self._started[model],) = self._kept.enter_context(starting(ServerSpec("single", "both", model=model, forks=True)))
         return self._started[model]
 
 
@@ -136,7 +136,7 @@ class Servers:
         running = self._running.pop((role, shape), None)
         if running is None:
             stack = self._kept.enter_context(ExitStack())
-            spec = ServerSpec(role, role, case.mode, settings=LIMITS, holds=True, model=case.model, shape=shape)
+            spec = ServerSpec(role, role, case.mode, settings=LIMITS, holds=True, model=case.model, shape=shape, forks=True)
             running = stack, stack.enter_context(starting(spec))[0]
         self._running[role, shape] = running
         return running[1]
