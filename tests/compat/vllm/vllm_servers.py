@@ -55,7 +55,7 @@ class ServerSpec:
     """A server to start. `holds` gives it the connector that holds messages and copies up on command; `kv_role` overrides
     that of `role`.
 
-    With `forks` its processes are forked, so that it starts in a fifth of the time; not for tests that end one of them.
+    With `forks` it and its processes are forked instead of spawned, and it starts in a third of the time.
     With `lease_s` it keeps blocks for so long only, whatever its settings make it promise. Whichever its `model` is, clients
     call it `MODEL`.
     """

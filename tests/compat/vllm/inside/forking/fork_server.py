@@ -15,6 +15,8 @@ import signal
 import sys
 from typing import Any
 
+import setproctitle
+
 _PRELOADED = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
@@ -52,6 +54,7 @@ def main() -> None:
     for name in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # of another release
             importlib.import_module(name)
+    setproctitle.getproctitle()  # Finds where the title is kept while the environment is still beside it.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while line := sys.stdin.readline():
         pid = os.fork()

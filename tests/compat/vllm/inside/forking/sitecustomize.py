@@ -1,6 +1,6 @@
 """Makes a vLLM server fork its processes, where vLLM for CPUs spawns them: each would import vLLM again, most of a start.
 
-Not for tests of faults: a forked process keeps the pipes of its siblings open, by which vLLM notices that one of them is gone.
+vLLM forks them by itself on other platforms, and takes care that a worker keeps no pipe of another one open.
 """
 
 from __future__ import annotations
