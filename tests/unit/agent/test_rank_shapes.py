@@ -29,9 +29,10 @@ from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
-from kvbaton.core.topology import Shape, head_range, stage_layers
+from kvbaton.core.topology import Shape, head_range
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from model_cuts import stage_layers
 from watching import wait_until
 
 LAYERS, TOKENS, BLOCKS, BLOCK_TOKENS = 4, 8, 3, 4
