@@ -31,7 +31,9 @@ _NEEDED_TO_SERVE = (
 _WITHOUT_DEPENDENCIES = ("torchvision==0.28.0", "triton==3.7.0")
 
 _SITECUSTOMIZE = "import kvbaton.engines.sglang.cpu_build as cpu_build\n\ncpu_build.replace_missing()\n"
-_ENTRY_POINTS = "[sglang.srt.plugins]\nkvbaton = kvbaton.engines.sglang:register\n"
+_ENTRY_POINTS = (
+    "[sglang.srt.plugins]\nkvbaton = kvbaton.engines.sglang:register\nkvbaton_mori = kvbaton.compat.mori.importing:activate\n"
+)
 
 
 class SglangEnvironment(PeerEnvironment):
