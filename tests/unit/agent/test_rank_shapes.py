@@ -71,7 +71,7 @@ class Ranks:
         self.card: Card = msgspec.structs.replace(card_of(name), shape=text, ranks=cards)
 
     def fill(self) -> None:
-        """Let every byte of the request say what it is, in every rank that holds it."""
+        """Have every byte of the request state what it is, in every rank that holds it."""
         for layout, memory in zip(self.layouts, self.memories, strict=True):
             (group,) = layout.groups
             for number, plane in enumerate(group.planes):
@@ -214,10 +214,10 @@ def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
             cached_tokens=0,
             integrity=Integrity.FULL,
             total_tokens=TOKENS,
-            peer=Incarnation("nobody"),
+            peer=Incarnation("unknown"),
         )
     )
     own.close()
     (report,) = reports
     assert isinstance(report, SpanSummed)
-    assert report.error == "checksum: nobody is not connected"
+    assert report.error == "checksum: unknown is not connected"
