@@ -20,7 +20,6 @@ from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import PeerEnvironment
 
 __all__ = [
-    "ENTRY_POINTS",
     "MSGPACK_VERSION",
     "VLLM_VERSION",
     "GpuEnvironment",
@@ -39,8 +38,8 @@ MSGPACK_VERSION = "1.2.4"
 
 _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
-# What an installed kvbaton brings along: the entry points by which vLLM's processes find connector and drop-in.
-ENTRY_POINTS = """[vllm.general_plugins]
+# What an installed kvbaton brings along: the entry points by which vLLM finds the connector and the drop-in for MoRI.
+_ENTRY_POINTS = """[vllm.general_plugins]
 kvbaton = kvbaton.engines.vllm:register
 kvbaton_mori = kvbaton.compat.mori.importing:activate
 """
@@ -110,7 +109,7 @@ def ensure_environment(directory: Path, progress: Progress, version: str = VLLM_
     environment.install_once(
         "installed", f"vLLM {version}", _SIZE_AND_TIME, progress, lambda: _install(environment, version, progress)
     )
-    environment.link_kvbaton(ENTRY_POINTS)
+    environment.link_kvbaton(_ENTRY_POINTS)
     return environment
 
 
