@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import secrets
 import signal
@@ -209,6 +211,20 @@ def test_own_memory_that_is_not_registered_is_refused(pair: _Pair) -> None:
 def test_what_is_no_memory_is_not_registered(open_exchange: Callable[..., MemoryExchange], address: int, size: int) -> None:
     with pytest.raises(ConfigError, match="cannot be registered"):
         open_exchange().register(address, size)
+
+
+def test_memory_that_the_processor_cannot_read_is_refused(open_exchange: Callable[..., MemoryExchange]) -> None:
+    """A driver reserves the addresses of a device's memory like this."""
+    exchange, page = open_exchange(), mmap.PAGESIZE
+    reserved = mmap.mmap(-1, 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    exchange.withdraw(exchange.register(address, 2 * page))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 0) == 0
+    for start, size in ((address + page, page), (address, 2 * page)):
+        with pytest.raises(ConfigError, match="memory of a device"):
+            exchange.register(start, size)
+    assert exchange.stats()["memories"] == 0
+    exchange.withdraw(exchange.register(address, page))
 
 
 class _ForgetfulTable(MemoryTable):

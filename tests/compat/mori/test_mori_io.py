@@ -312,6 +312,9 @@ class TestErrors:
         for pointer, size in ((0, 8), (4096, 0), (4096, -1)):
             with pytest.raises(ValueError, match="register_memory"):
                 here.register_memory(pointer, size, -1, _CPU)
+        # Nothing is mapped in the first page: to the processor, what memory of a device looks like.
+        with pytest.raises(ValueError, match=r"labelled GPU 3\): .*memory of a device"):
+            here.register_memory(4096, 8, 3, MemoryLocationType.GPU)
         for data in (b"", b"\x00", b"\x90", b"\xc1", EngineDesc("k", "n", "h", "h", 1, 1).pack()[:-9]):
             with pytest.raises(RuntimeError):
                 EngineDesc.unpack(data)

@@ -32,7 +32,7 @@ from kvbaton.transport.exchange.flow import Flow
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
 from kvbaton.transport.exchange.owner import ExchangeState, OwnerSide
 from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
-from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits
+from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits, is_readable
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.tcp.server import listen
 from kvbaton.transport.tcp.sockets import tune
@@ -321,7 +321,14 @@ class MemoryExchange:
 
     def register(self, address: int, memory_bytes: int) -> MemoryHandle:
         """See `ExchangeContract.register`."""
-        return self._state.table.register(address, memory_bytes)
+        handle = self._state.table.register(address, memory_bytes)
+        if not is_readable(address, memory_bytes):
+            self.withdraw(handle)
+            raise ConfigError(
+                f"memory at {address:#x} with {memory_bytes} bytes cannot be registered: the processor cannot read it. It is"
+                " memory of a device, which an exchange does not move, or it is not mapped; register main memory"
+            )
+        return handle
 
     def withdraw(self, handle: MemoryHandle) -> None:
         """See `ExchangeContract.withdraw`."""
