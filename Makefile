@@ -20,11 +20,12 @@ BENCH ?= engine handoff serve
 marked = $(if $(ARGS),,$(sort $(shell grep -rlE 'mark\.($(1))\b' tests --include='test_*.py')))
 
 # A full run: name, marker expression, files, timeout of a test in seconds. Tests that fail, or that no run has reached, fail it.
+# With CONTINUE=1 the log keeps what it has: `make test-vllm-shapes CONTINUE=1 ARGS='-k mla'` completes it.
 define full
 	@mkdir -p build && rm -f build/$(1).xml
 	-$(BIN)/pytest -m $(2) $(3) -rs --timeout $(4) --junitxml build/$(1).xml $(ARGS)
 	$(BIN)/pytest -m $(2) $(3) --collect-only > build/$(1).txt
-	$(BIN)/python tools/suite_log.py --expected build/$(1).txt $(1) build/$(1).xml \
+	$(BIN)/python tools/suite_log.py $(if $(CONTINUE),--continue) --expected build/$(1).txt $(1) build/$(1).xml \
 		benchmarks/$(1)/$(shell uname -m)-$(shell nproc)core.json
 endef
 
