@@ -61,10 +61,13 @@ class SglangPlugin(EnginePlugin):
 
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """The tokenizer is read by the embedded engine's loader, without SGLang."""
-        for side in (prefill, decode):
+        for role, side in (("prefill", prefill), ("decode", decode)):
             shape = Shape.parse(side.shape)
-            if shape != Shape(tp=shape.tp):
-                raise ConfigError(f"a shape is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2")
+            if shape != Shape(tp=shape.tp, pp=shape.pp if role == "prefill" else 1):
+                raise ConfigError(
+                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2, and those "
+                    "of prefill by pp too, such as pp2"
+                )
         if prefill.connector == "mori" and prefill.handoff.mode is not Mode.PUSH:
             raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's mori backend has push alone, leave it out")
         if prefill.model != decode.model:
