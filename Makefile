@@ -94,13 +94,13 @@ test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m sim $(call marked,sim) $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
-	$(BIN)/pytest --sample -m e2e $(call marked,e2e) --timeout 900 $(ARGS)
+	$(BIN)/pytest --sample -m e2e $(call marked,e2e) --durations 12 --timeout 900 $(ARGS)
 
 test-matrix: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m matrix $(call marked,matrix) --timeout 600 $(ARGS)
 
 test-vllm: $(VENV)/.installed-dev
-	$(BIN)/pytest --sample -m vllm $(call marked,vllm) -rs --timeout 1800 $(ARGS)
+	$(BIN)/pytest --sample -m vllm $(call marked,vllm) -rs --durations 12 --timeout 1800 $(ARGS)
 
 test-sglang: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m sglang $(call marked,sglang) -rs --timeout 1800 $(ARGS)

@@ -97,14 +97,14 @@ def _row(canvas: _Canvas, bar: Bar) -> Text:
 
 
 def _remark(bar: Bar) -> str:
-    said = []
+    notes = []
     if bar.phase is HandoffPhase.PREFILL and bar.parts:
-        said.append(f"{len(bar.parts)} chunk{'s' * (len(bar.parts) > 1)}")
+        notes.append(f"{len(bar.parts)} chunk{'s' * (len(bar.parts) > 1)}")
     if bar.phase is HandoffPhase.WIRE and bar.parts:
-        said.append(f"{size(bar.moved_bytes)}, {len(bar.parts)} span{'s' * (len(bar.parts) > 1)}")
+        notes.append(f"{size(bar.moved_bytes)}, {len(bar.parts)} span{'s' * (len(bar.parts) > 1)}")
     if bar.is_cut:
-        said.append("not done")
-    return ", ".join(said)
+        notes.append("not done")
+    return ", ".join(notes)
 
 
 class _Canvas:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,10 +20,8 @@ __all__ = [
     "RankAt",
     "Shape",
     "collect_ranks",
-    "forward_handshake",
     "head_range",
     "instance_problem",
-    "only_first_stage",
     "part_ranges",
     "rank_port",
     "stage_layers",
@@ -136,25 +134,6 @@ def stage_layers(layers: int, pp_size: int, pp_rank: int) -> range:
     base, more = divmod(layers, pp_size)
     first = pp_rank * base + min(pp_rank, more)
     return range(first, first + base + (pp_rank < more))
-
-
-def only_first_stage(component: str, metadata: Mapping[tuple[int, int], T]) -> dict[int, T]:
-    """Handshake metadata by tp rank, for a component without pipeline support; raises ConfigError for a pp rank above 0."""
-    for pp_rank, tp_rank in metadata:
-        if pp_rank:
-            raise ConfigError(
-                f"{component} cannot hand off from pipeline stages: it got pp rank {pp_rank}, tp rank {tp_rank}; "
-                "start it with pp1, or choose a component that can"
-            )
-    return {tp_rank: each for (_, tp_rank), each in metadata.items()}
-
-
-def forward_handshake(
-    metadata: Mapping[tuple[int, int], T], children: Iterable[Callable[[Mapping[tuple[int, int], T]], None]]
-) -> None:
-    """Pass the same metadata to every child of a composite connector, once each."""
-    for child in children:
-        child(metadata)
 
 
 def collect_ranks(shape: Shape, reports: Iterable[Mapping[tuple[int, int], T] | None]) -> tuple[T, ...]:

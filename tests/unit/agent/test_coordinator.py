@@ -166,6 +166,17 @@ def test_a_refusal_by_the_source_fails_every_request_that_waits_for_it(pair: Pai
     assert all("refused by the source: no common transport" in reason for reason in reasons)
 
 
+def test_refused_cards_are_logged_once_a_second_and_as_plain_text(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(50):
+        card = msgspec.structs.replace(card_of(f"evil{number}\n\x1b[31mERROR", 2), model="a\nfalse line", fingerprint="beef")
+        frame = encode(card.incarnation, "", Hello(card, wants_answer=True))
+        pair.target.coordinator.on_frame(decode(frame), None)
+        pair.target.coordinator.on_frame(decode(encode(Incarnation("s1"), "", Refused("no\nfalse line"))), None)
+    assert len(caplog.records) == 1
+    assert not any(char in caplog.records[0].getMessage() for char in "\n\x1b")
+    assert pair.target.coordinator.dropped_total["incompatible"] == 50
+
+
 def test_a_card_in_the_name_of_another_peer_is_dropped(pair: Pair) -> None:
     frame = encode(Incarnation("impostor"), "", Hello(card_of("s1", 2), wants_answer=True))
     pair.target.coordinator.on_frame(decode(frame), None)

@@ -306,6 +306,17 @@ def test_a_target_with_another_prompt_is_refused_and_gives_its_claim_up(rig: Rig
     assert rig.state() is SourceState.STREAMING
 
 
+def test_a_heartbeat_reserves_nothing_from_a_target_that_has_the_prompt(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_heartbeat(T2, Heartbeat(False, ((KEY, 0),)))
+    rig.side.on_grant(T1, grant())
+    assert rig.said(Refused) == []
+    assert rig.state() is SourceState.STREAMING
+    rig.side.on_grant(T2, grant())
+    assert "another target" in rig.said(Refused)[0].reason
+    assert rig.side.live[KEY].target == T1
+
+
 def test_a_new_grant_of_the_same_target_means_that_it_gave_the_old_one_up(rig: Rig) -> None:
     rig.serve()
     rig.post.take()

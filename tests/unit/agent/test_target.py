@@ -257,6 +257,32 @@ def test_another_number_of_tokens_is_refused_with_both(rig: Rig) -> None:
     assert "asked for 3" in ended.reason
 
 
+def test_a_retraction_before_the_first_announcement_leaves_it_granted(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    assert rig.state() is TargetState.GRANTED
+    rig.announce(0, generation=1)
+    assert rig.ranks.moves == []
+    rig.announce(0, generation=2)
+    assert rig.state() is TargetState.FILLING
+    assert rig.ranks.moves
+
+
+@pytest.mark.parametrize("at", [TargetState.FILLING, TargetState.CONFIRMING])
+def test_the_end_of_the_prefill_again_and_again_renews_no_deadline(rig: Rig, at: TargetState) -> None:
+    if at is TargetState.CONFIRMING:
+        rig.fill()
+    else:
+        rig.grant()
+        rig.announce(0)
+        rig.finish_prefill()
+    assert rig.state() is at
+    for _ in range(int(LIMITS.transfer_timeout) + 1):
+        rig.finish_prefill()
+        rig.pass_time(1.0)
+    assert rig.state() is not at
+
+
 def test_a_retraction_waits_for_the_reads_of_the_old_generation(rig: Rig) -> None:
     rig.grant()
     rig.announce(0, 1)

@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.runtime_context import get_parallel
 
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
-from kvbaton.engines.sglang.hooks import current_queue, current_request
+from kvbaton.engines.sglang.hooks import current_queue, current_request, report_refused
 from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
 from kvbaton.engines.sglang.metadata import MetadataRows
 from kvbaton.engines.sglang.pool import PoolFacts, read_pool
@@ -112,7 +112,20 @@ class KVBatonManager(BaseKVManager):
         self.prefill_info_table: dict[str, Any] = {}
         self.instance = RankInstance(settings, place, pool, rows, model_identity(model_config, server_args, settings))
         self.halves = self.instance.halves
+        report_refused(self.refuse)
         log.info("kvbaton: %s instance, control port %d, %s", role, place.control_port, settings.mode)
+
+    def refuse(self, request: Any) -> None:
+        """SGLang has refused a request before it had a sender or receiver; the other side must not wait for it."""
+        try:
+            if self.instance.place.role == "prefill":
+                self.halves.refuse_target(request.bootstrap_room)
+            else:
+                address = f"{request.bootstrap_host}:{request.bootstrap_port}"
+                why = getattr(request.finished_reason, "message", request.finished_reason)
+                self.halves.refuse_source(request.bootstrap_room, address, f"decode refused it: {why}")
+        except Exception:  # see `_contained`
+            log.exception("room %s: its peer was not notified that it is refused here", request.bootstrap_room)
 
     def register_to_bootstrap(self) -> None:
         """Nothing: the address that balancers send as bootstrap_host and bootstrap_port is the agents' own."""

@@ -17,12 +17,13 @@ released early: a target that reads pages which have changed never gets a confir
 **A room names a request, for a while.** Clients and balancers choose rooms, and may use one twice. The first request under a
 room keeps it until the agents have reported its end; a second one meanwhile fails by name, and the first is not touched.
 
-With several ranks, each has these objects for the same requests in the same order. The leader's talk to the agents; the others
+With several ranks, each has these objects for the same requests in the same order. The leader's reach the agents; the others
 take the same events from the leader (`ranks.py`), so that every rank reaches the same state, and writes the same metadata row.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import logging
@@ -79,6 +80,14 @@ class HalfSettings:
     page_tokens: int
     layers: tuple[int, int]
     """The first layer of the instance, and the one after its last."""
+    pages: int = 1 << 31
+    """How many pages the cache has."""
+
+    def check_pages(self, pages: Sequence[int]) -> None:
+        """Raise ProtocolError for a page that the cache does not have: neither plans nor messages can hold such a number."""
+        wrong = next((page for page in pages if not 0 <= page < self.pages), None)
+        if wrong is not None:
+            raise ProtocolError(f"page {wrong} is outside the cache, which has {self.pages} pages")
 
 
 class Halves:
@@ -109,6 +118,26 @@ class Halves:
                 self.live.pop(event.key, None)
             if half is not None:
                 half.take(event)
+
+    def refuse_source(self, room: object, address: str, reason: str) -> None:
+        """SGLang has refused a request before it had a receiver: its prefill need not wait for pages."""
+        key = self._unused_key(room)
+        if key is not None:
+            with contextlib.suppress(BadRequest):
+                self.port.decline(SourceRequest(key, "", _read_address(address), None, Mode.PUSH), reason)
+
+    def refuse_target(self, room: object) -> None:
+        """SGLang has refused a request before it had a sender: a target that has granted pages for it need not wait."""
+        key = self._unused_key(room)
+        if key is not None:
+            self.port.cancel(key, Side.SOURCE)
+
+    def _unused_key(self, room: object) -> HandoffKey | None:
+        """The key of a room, unless another request here has it, or no request can."""
+        with contextlib.suppress(BadRequest):
+            key = HandoffKey(room_transfer_id(_checked_room(room)))
+            return None if key in self.live else key
+        return None
 
     def note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> None:
         """Record a stage for the timeline."""
@@ -211,6 +240,9 @@ class SourceHalf(_Half):
 
     def send(self, pages: Sequence[int]) -> None:
         """A chunk is computed into these pages; the last one is that which completes the announced number."""
+        if self.state is Poll.TRANSFERRING and pages and not self.is_over:
+            self.fail(f"SGLang sends {len(pages)} pages after the last of {self._expected_pages} that it had announced")
+            return
         if self.state is not Poll.WAITING or self.is_over:
             # Ended meanwhile, or aborted: SGLang finds out when it polls.
             return
@@ -218,8 +250,13 @@ class SourceHalf(_Half):
             expected = self._expected_pages
             self.fail(f"SGLang sends {len(pages)} pages after {len(self._pages)}, of {expected} that it had announced")
             return
-        self._pages += pages
         settings = self.halves.settings
+        try:
+            settings.check_pages(pages)
+        except ProtocolError as error:
+            self.fail(f"SGLang sends pages that are not there: {error}")
+            return
+        self._pages += pages
         end = min(len(self._pages) * settings.page_tokens, self._tokens)
         if end > self._announced_tokens:
             span = Span(self._spans, self._announced_tokens, end, *settings.layers)
@@ -298,6 +335,10 @@ class TargetHalf(_Half):
         """There are pages for all tokens behind the first `cached_tokens`, which are here already."""
         if self.state is Poll.FAILED or self.is_over or self._request is None:
             return
+        if self._has_pages:
+            # What is granted may be written already; another set of pages, or poison in them, would make it wrong.
+            log.warning("hand-off %s: SGLang has pages for it a second time; the first ones count", self.key)
+            return
         page_tokens = self.halves.settings.page_tokens
         cached_pages = cached_tokens // page_tokens
         expected = -(-self._tokens // page_tokens) - cached_pages
@@ -306,6 +347,11 @@ class TargetHalf(_Half):
                 f"SGLang has {len(pages)} pages and metadata row {row} for {self._tokens} tokens, {cached_tokens} of them "
                 f"cached; pages of {page_tokens} tokens make that {expected}"
             )
+            return
+        try:
+            self.halves.settings.check_pages(pages)
+        except ProtocolError as error:
+            self.fail(f"SGLang has pages that are not there: {error}")
             return
         self._row, self._has_pages = row, True
         self.halves.note(self.key, self.side, Stage.ALLOCATED)

@@ -81,8 +81,9 @@ class RankInstance:
         self._observe: Observer = no_observer if timelines is None else timelines.note
         self._loop: RankLoop | None = None
         with ExitStack() as opened:
-            self._notes = None if timelines is None else HandoffsServer(timelines, place.host, settings.handoffs_port)
-            if self._notes is not None:
+            self._notes: HandoffsServer | None = None
+            if timelines is not None:
+                self._notes = HandoffsServer(timelines, place.host, settings.handoffs_port, settings.trust())
                 opened.callback(self._notes.close)
             if place.tp_size == 1:
                 driver = open_driver(agents, incarnation, model, pool.layout, pool.region, lambda: None, observe=self._observe)
@@ -92,7 +93,9 @@ class RankInstance:
             else:
                 self.port = self._open_ranks(agents, incarnation, model, opened)
             opened.pop_all()
-        half_settings = HalfSettings(settings.mode, pool.page_tokens, (pool.first_layer, pool.first_layer + pool.layers))
+        half_settings = HalfSettings(
+            settings.mode, pool.page_tokens, (pool.first_layer, pool.first_layer + pool.layers), pool.pages
+        )
         poison = pool.poison if settings.poison else None
         self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe)
         self._announcer = self._announcer_of(agents.control_address, incarnation, model) if place.is_leader else None

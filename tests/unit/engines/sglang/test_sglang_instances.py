@@ -130,18 +130,24 @@ def test_a_decode_request_that_is_aborted_fails_its_prefill_at_once() -> None:
         assert wait_for(source, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
 @pytest.mark.parametrize(
     ("other", "named"),
-    [({"model": "two"}, "two"), ({"is_mla": True}, "mla")],
-    ids=["another model", "another kind of cache"],
+    [({"model": "two"}, "two"), ({"is_mla": True}, "mla"), ({"dtype": "float16"}, "float16")],
+    ids=["another model", "another kind of cache", "another dtype"],
 )
-def test_a_peer_that_does_not_fit_is_refused_with_both_values(other: dict[str, object], named: str) -> None:
+def test_a_peer_that_does_not_fit_is_refused_by_name_on_both_sides(other: dict[str, object], named: str, first: str) -> None:
+    """Whichever instance gets its request first: the prefill must not wait for a target that has been refused."""
     ports = PortPicker()
     prefill, decode = Instance("prefill", ports), Instance("decode", ports, **other)  # type: ignore[arg-type]
     with instances(prefill, decode):
+        source = Request(prefill, ROOM, PROMPT) if first == "prefill" else None
         target = Request(decode, ROOM, PROMPT, prefill.address)
         assert wait_for(target, Poll.FAILED) is Poll.FAILED
         assert named in target.reason
+        source = source or Request(prefill, ROOM, PROMPT)
+        assert wait_for(source, Poll.FAILED) is Poll.FAILED
+        assert named in source.reason
 
 
 def test_another_prompt_under_the_same_room_is_refused_and_the_right_one_is_served() -> None:
@@ -171,3 +177,14 @@ def test_rooms_by_the_hundred_leave_nothing_behind() -> None:
             assert hand_over(prefill, decode, room=room).poll() is Poll.SUCCESS
         assert not prefill.ranks[0].halves.live
         assert not decode.ranks[0].halves.live
+
+
+@pytest.mark.parametrize(("source_mode", "target_mode"), [(Mode.PUSH, Mode.PULL), (Mode.PULL, Mode.PUSH)])
+def test_the_mode_is_that_of_the_prefill(source_mode: Mode, target_mode: Mode) -> None:
+    """It decides alone when pages are announced; a decode instance of the other mode is served all the same."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, mode=source_mode), Instance("decode", ports, mode=target_mode, poison=True)
+    with instances(prefill, decode):
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []

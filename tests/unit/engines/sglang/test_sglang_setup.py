@@ -12,7 +12,7 @@ from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import CommandRequest, Controls, EngineOptions
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
-from kvbaton.engines.sglang.setup.environment import SglangEnvironment
+from kvbaton.engines.sglang.setup.environment import SGLANG_VERSION, SglangEnvironment, ensure_sglang
 from kvbaton.engines.sglang.setup.plugin import SglangPlugin
 from kvbaton.engines.sglang.setup.servers import SglangServers
 from kvbaton.errors import ConfigError
@@ -74,10 +74,10 @@ def test_other_cuts_than_by_tensor_parallelism_are_refused_by_name(shape: str) -
 
 
 def test_the_environment_names_this_kvbaton_and_its_entry_point(tmp_path: Path) -> None:
-    from kvbaton.engines.sglang.setup import environment as module
-
-    made = SglangEnvironment(tmp_path)
-    module._link_kvbaton(made.kvbaton_path)
+    installed = SglangEnvironment.named(tmp_path, f"sglang-{SGLANG_VERSION}").directory
+    installed.mkdir()
+    (installed / "installed-to-serve").touch()
+    made = ensure_sglang(tmp_path, print)
     points = next(made.kvbaton_path.glob("kvbaton-*.dist-info")) / "entry_points.txt"
     assert "kvbaton = kvbaton.engines.sglang:register" in points.read_text()
     assert (made.kvbaton_path / "kvbaton" / "engines" / "sglang" / "cpu_build.py").exists()

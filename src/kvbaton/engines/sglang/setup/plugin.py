@@ -17,10 +17,8 @@ from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
 from kvbaton.engines.sglang.setup.environment import (
-    NIXL_VERSION,
     SGLANG_VERSION,
     SglangEnvironment,
-    ensure_nixl,
     ensure_sglang,
 )
 from kvbaton.engines.sglang.setup.servers import (
@@ -32,7 +30,7 @@ from kvbaton.engines.sglang.setup.servers import (
 )
 from kvbaton.engines.vllm.setup.models import ensure_model
 from kvbaton.errors import ConfigError
-from kvbaton.launch.installing import default_cache_dir
+from kvbaton.launch.installing import NIXL_VERSION, default_cache_dir, ensure_nixl
 
 __all__ = ["SglangPlugin"]
 

@@ -20,7 +20,7 @@ import msgspec
 from kvbaton.engines.base import Progress
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
-from kvbaton.launch.installing import alone, run_logged
+from kvbaton.launch.installing import do_once, run_logged
 
 __all__ = [
     "CACHE_BYTES",
@@ -322,15 +322,15 @@ def ensure_small_model(name: str, environment: VllmEnvironment, progress: Progre
 
 def _ensure(name: str, config: Mapping[str, Any], draft: str, environment: VllmEnvironment, progress: Progress) -> Path:
     directory = environment.directory / "models" / f"{name}-v{_FORMAT}"
-    directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / "lock", f"writing {name}", _WRITE_S):
-        if not (directory / "written").exists():
-            progress(f"writing the weights of {name} (half a minute, once)")
-            (directory / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
-            _write_tokenizer(directory)
-            command = [str(environment.python), "-P", str(_SCRIPT), str(directory), draft]
-            run_logged(command, directory / "write.log", f"writing {name}", _WRITE_S)
-            (directory / "written").touch()
+
+    def write() -> None:
+        progress(f"writing the weights of {name} (half a minute, once)")
+        (directory / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
+        _write_tokenizer(directory)
+        command = [str(environment.python), "-P", str(_SCRIPT), str(directory), draft]
+        run_logged(command, directory / "write.log", f"writing {name}", _WRITE_S)
+
+    do_once(directory / "written", f"writing {name}", _WRITE_S, write)
     return directory
 
 
