@@ -536,7 +536,7 @@ class ExchangeChannel:
         fill = None
         try:
             fill = MemoryFill(self.state.table, part.slot, part.stamp, runs[:, 1], runs[:, 2])
-            yield Skip(part.total_bytes) if self.state.drops_stores else fill
+            yield Skip(part.total_bytes) if part.stamp in self.state.dropped else fill
             self.state.count_stored(part.total_bytes)
         except RangeError as error:
             yield Skip(fill.vectors.remaining_bytes if fill is not None else part.total_bytes)

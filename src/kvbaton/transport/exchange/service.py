@@ -274,7 +274,6 @@ class MemoryExchange:
         paths: ExchangePaths | None = None,
         *,
         listens: bool = True,
-        drops_stores: bool = False,
         stored: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """`name` is what peers find its notices under.
@@ -295,7 +294,6 @@ class MemoryExchange:
             here=Neighbour.here(),
             process_memory=self._process_memory(),
             helpers=CopyHelpers(settings.copy_threads),
-            drops_stores=drops_stores,
             stored=np.zeros(2, np.int64) if stored is None else stored,
         )
         self._counter = InFlight(settings.max_in_flight)
@@ -330,8 +328,13 @@ class MemoryExchange:
             )
         return handle
 
+    def drop_stores(self, handle: MemoryHandle) -> None:
+        """For negative controls: transfers into this memory succeed from now on, and nothing is stored."""
+        self._state.dropped.add(handle.stamp)
+
     def withdraw(self, handle: MemoryHandle) -> None:
         """See `ExchangeContract.withdraw`."""
+        self._state.dropped.discard(handle.stamp)
         self._state.table.withdraw(handle.slot, handle.stamp)
 
     def endpoint(self) -> Endpoint:

@@ -87,6 +87,12 @@ def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decod
         SglangPlugin().check(sides[0], sides[1], lambda _: None)
 
 
+def test_the_mori_backend_only_pushes() -> None:
+    options = EngineOptions("smollm2", connector="mori", handoff=HandoffSettings(mode=Mode.PULL))
+    with pytest.raises(ConfigError, match="--mode is pull; SGLang's own mori only pushes"):
+        SglangPlugin().check(options, options, lambda _: None)
+
+
 def test_the_environment_names_this_kvbaton_and_its_entry_point(tmp_path: Path) -> None:
     installed = SglangEnvironment.named(tmp_path, f"sglang-{SGLANG_VERSION}").directory
     installed.mkdir()

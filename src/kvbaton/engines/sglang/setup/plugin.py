@@ -42,6 +42,7 @@ class _BackendPackage(NamedTuple):
     ensure: Callable[[SglangEnvironment, Progress], None]
 
 
+_PUSH_ONLY = ("mori",)
 _PACKAGES = {"nixl": _BackendPackage(NIXL_VERSION, ensure_nixl)}
 
 
@@ -68,8 +69,8 @@ class SglangPlugin(EnginePlugin):
                     f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2, and those "
                     "of prefill by pp too, such as pp2"
                 )
-        if prefill.connector == "mori" and prefill.handoff.mode is not Mode.PUSH:
-            raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's mori backend has push alone, leave it out")
+        if prefill.connector in _PUSH_ONLY and prefill.handoff.mode is not Mode.PUSH:
+            raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's own {prefill.connector} only pushes, leave it out")
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with SGLang both sides have {prefill.model}, leave it out")
         loaded = find_model(prefill.model, progress=progress)
