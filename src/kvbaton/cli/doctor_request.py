@@ -105,9 +105,6 @@ def _metrics(before: dict[str, Scrape]) -> list[Evidence]:
     deadline = time.monotonic() + _SETTLE_S
     while True:
         found = from_metrics({where: (earlier, _scrape(where)) for where, earlier in before.items()})
-        is_settled = any(each.verdict is Verdict.HANDED_OVER for each in found) or not any(
-            earlier.counts_handoffs for earlier in before.values()
-        )
-        if is_settled or time.monotonic() > deadline:
+        if not found or any(each.verdict is Verdict.HANDED_OVER for each in found) or time.monotonic() > deadline:
             return found
         time.sleep(_LOOK_S)

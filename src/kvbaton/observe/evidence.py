@@ -52,7 +52,7 @@ _FAILED: dict[str, Mapping[str, str]] = {
     "vllm:nixl_num_failed_transfers_total": {},
 }
 _NO_CHANGE = "no series of delivered hand-offs grew"
-_FAMILIES = ("kvbaton_handoffs", "vllm:kvbaton_", "vllm:nixl_", "vllm:external_prefix_cache")
+_FAMILIES = ("kvbaton_handoffs", "vllm:kvbaton_", "vllm:nixl_")
 
 
 class Scrape:
@@ -143,8 +143,6 @@ def from_metrics(scrapes: Mapping[str, tuple[Scrape, Scrape]]) -> list[Evidence]
 def _change(place: str, before: Scrape, after: Scrape) -> Evidence:
     if before.is_empty:
         return Evidence(place, Verdict.UNKNOWN, "it has no metrics")
-    if not before.counts_handoffs:
-        return Evidence(place, Verdict.NOT_HANDED_OVER, "no series of a connector: this engine runs without one")
     grown, failed = (
         [name for name, labels in names.items() if after.total(name, labels) > before.total(name, labels)]
         for names in (_DELIVERED, _FAILED)
@@ -153,6 +151,8 @@ def _change(place: str, before: Scrape, after: Scrape) -> Evidence:
         return Evidence(place, Verdict.NOT_HANDED_OVER, f"{', '.join(failed)} grew")
     if grown:
         return Evidence(place, Verdict.HANDED_OVER, f"{', '.join(grown)} grew")
+    if not before.counts_handoffs:
+        return Evidence(place, Verdict.NOT_HANDED_OVER, "no series of a connector: this engine runs without one")
     return Evidence(place, Verdict.NOT_HANDED_OVER, _NO_CHANGE)
 
 
