@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -247,6 +248,6 @@ def test_the_environment_turns_spans_on(
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(tracing.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert not tracing.is_traced({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"})
     assert "kvbaton[otel]" in caplog.text
