@@ -28,6 +28,7 @@ class _PostedBatch:
     copy: CopyId
     session: int
     moves: deque[tuple[int, int, int]]
+    pace: float = 1.0
     moved: int = 0
     cancelled: bool = False
     error: str = ""
@@ -41,6 +42,8 @@ class Fabric:
     network: Network
     late_writes: LateWrites
     move_s: float = 0.0005
+    uneven: float = 1.0
+    """How many times slower every fourth batch is, so that batches overtake each other."""
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
 
 
@@ -122,6 +125,8 @@ class SimTransport:
         owner = self._fabric.ranks.get(batch.peer)
         session = 0 if owner is None else owner._sessions.get(self._me, 0)  # noqa: SLF001
         posted = _PostedBatch(ticket, batch, copy, session, moves)
+        if self._fabric.uneven > 1.0 and self._fabric.world.random.random() < 0.25:
+            posted.pace = self._fabric.uneven
         self._fabric.world.use(f"post {self._where}")
         if self.fail_next > 0:
             self.fail_next -= 1
@@ -159,7 +164,9 @@ class SimTransport:
         """Nothing to give back."""
 
     def _schedule(self, posted: _PostedBatch, is_severed: bool = False) -> None:
-        delay = _SEVERED_POLL_S if is_severed else self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+        delay = (
+            _SEVERED_POLL_S if is_severed else posted.pace * self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+        )
         when = max(self._fabric.world.now + delay, self.stall_until)
         mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
         self._fabric.world.at(when, mover, lambda: self._move(posted))
@@ -172,7 +179,7 @@ class SimTransport:
             self._complete(posted)
             return
         peer = self._fabric.ranks.get(posted.batch.peer)
-        is_severed = self._is_severed_from(peer)
+        is_severed = self._is_severed_from(peer) or (peer is not None and peer._has_yet_to_connect(self._me, posted))  # noqa: SLF001
         if peer is None or not peer._process.is_alive:  # noqa: SLF001
             posted.error = "PeerLost: the peer is gone"
         elif is_severed:
@@ -187,6 +194,13 @@ class SimTransport:
             self._complete(posted)
         else:
             self._schedule(posted, is_severed)
+
+    def _has_yet_to_connect(self, writer: PeerRank, posted: _PostedBatch) -> bool:
+        """Whether a write waits for its session: this rank may get the order to connect after the writer got the grant."""
+        is_write = posted.batch.direction is Direction.WRITE
+        if is_write and not posted.session:
+            posted.session = self._sessions.get(writer, 0)
+        return is_write and not posted.session
 
     def _is_severed_from(self, peer: SimTransport | None) -> bool:
         return peer is not None and self._fabric.network.is_severed(self.address, peer.address)
