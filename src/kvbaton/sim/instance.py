@@ -26,7 +26,7 @@ from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.transport import Fabric, SimRank, SimTransport
+from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
@@ -234,7 +234,7 @@ class SimInstance:
         memories = [RankMemory(shape.blocks, shape.layers) for _ in range(shape.ranks)]
         layout = make_layout(shape.blocks, shape.layers)
         self.transports = [
-            SimTransport(
+            (SimTransport if cluster.fabric.library_writes else FencingSimTransport)(
                 cluster.fabric,
                 self.process,
                 PeerRank(self.incarnation, rank),
@@ -460,6 +460,7 @@ class SimInstance:
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
         self.process.is_alive = False
+        self.process.died_at = self.cluster.world.now
         self.cluster.network.forget(self.address)
         self.cluster.world.note(f"{self.process.name} dies")
         if self.cluster.instances.get(self.address) is self:

@@ -20,7 +20,7 @@ from kvbaton.sim.transport import Fabric
 from kvbaton.sim.world import SimClock, Violation, World
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["LIMITS", "Result", "Run", "run_script"]
+__all__ = ["LIMITS", "UNFENCED_RULES", "Result", "Run", "run_script"]
 
 LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1, queue_timeout=20.0)
 """Small, so that every deadline is met many times."""
@@ -37,6 +37,9 @@ _LOOK_S = 0.02
 _DELAYED_S = 10.0
 """How long faults may hold a heartbeat up that was sent before an engine stopped."""
 
+UNFENCED_RULES = frozenset({"epoch", "foreign byte", "mixed generations", "corrupt byte", "half-landed prefix"})
+"""What nothing promises where `--unfenced-writes` lets libraries write that cannot be fenced: a late byte may land anywhere."""
+
 _QUARANTINE = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 """States in which time alone ends nothing: copies that may still use the memory are waited for."""
 
@@ -52,6 +55,8 @@ class Result:
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     uses: set[tuple[int, str]] = field(default_factory=set)
+    broken_unpromised: Counter[str] = field(default_factory=Counter)
+    """How often rules did not hold that this set-up does not promise."""
 
 
 @dataclass(slots=True)
@@ -83,7 +88,7 @@ class Run:
         self.world = World(script.seed)
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
-        fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven)
+        fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
             self.world,
@@ -96,6 +101,8 @@ class Run:
             settings,
             script.rank_lag_s,
         )
+        if script.library_writes and script.unfenced_writes:
+            self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
         self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
@@ -132,7 +139,9 @@ class Run:
         outcomes = self._check_pairs()
         timeline = self.world.timeline or []
         world = self.world
-        return Result(self.script, world.violations, world.events_total, self.faults, outcomes, timeline, world.uses)
+        result = Result(self.script, world.violations, world.events_total, self.faults, outcomes, timeline, world.uses)
+        result.broken_unpromised = world.broken_unpromised
+        return result
 
     # Set-up and requests.
 

@@ -110,6 +110,8 @@ class Script(msgspec.Struct, frozen=True):
     """How much the targets of this run check."""
     aux_channel: AuxChannel = AuxChannel.CONTROL
     """How aux records travel in this run."""
+    library_writes: bool = False
+    """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
     uneven: float = 1.0
     """How many times slower every fourth batch of a transport is than the others."""
     rank_lag_s: float = 0.0
@@ -157,6 +159,7 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         uneven=rng.choice((1.0, 1.0, 8.0)),
         rank_lag_s=rng.choice((0.0, 0.001, 0.01, 0.1)),
     )
+    script = msgspec.structs.replace(script, library_writes=script.unfenced_writes and rng.random() < 0.5)
     if not is_disturbed:
         return script
     chosen = [_fault(rng, script) for _ in range(rng.randint(0, 6))]

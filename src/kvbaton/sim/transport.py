@@ -15,10 +15,13 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
-__all__ = ["Fabric", "SimRank", "SimTransport"]
+__all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
 
 _SEVERED_POLL_S = 0.02
 """How often a batch looks whether its link is whole again, or it was cancelled."""
+
+_ORPHANED_S = 1.0
+"""How long a rank goes on after the process of its coordinator has died."""
 
 
 @dataclass(slots=True)
@@ -44,11 +47,16 @@ class Fabric:
     move_s: float = 0.0005
     uneven: float = 1.0
     """How many times slower every fourth batch is, so that batches overtake each other."""
+    library_writes: bool = False
+    """Whether writers are as those that are shipped: what failed may land later, and no memory is registered anew."""
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
 
 
 class SimTransport:
-    """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch."""
+    """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch.
+
+    It does what the libraries do that write today: it can fence nobody.
+    """
 
     def __init__(
         self,
@@ -154,12 +162,6 @@ class SimTransport:
             if posted.batch.peer == peer:
                 posted.error = posted.error or "PeerLost: the session was torn down"
 
-    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
-        self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
-
-    def reset_region(self, epoch: int) -> None:
-        self._epoch = max(epoch, self._epoch)
-
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -173,7 +175,7 @@ class SimTransport:
 
     def _move(self, posted: _PostedBatch) -> None:
         """Move one cell, or complete."""
-        if not self._process.is_alive or posted.ticket not in self._posted:
+        if not (self._process.is_alive or self._outlives_leader) or posted.ticket not in self._posted:
             return
         if posted.error or not posted.moves:
             self._complete(posted)
@@ -238,11 +240,35 @@ class SimTransport:
         is_open = writer in self._open_sessions and self._sessions.get(writer, 0) == posted.session
         return is_open or self.late_writes is LateWrites.UNFENCED
 
+    @property
+    def _outlives_leader(self) -> bool:
+        """Whether this rank has yet to notice that the process of its coordinator is dead."""
+        return self._fabric.library_writes and self._fabric.world.now < self._process.died_at + _ORPHANED_S
+
+    def _land_late(self, posted: _PostedBatch) -> None:
+        """What the library had on its way when the batch failed, or was cancelled, lands after all."""
+        peer = self._fabric.ranks.get(posted.batch.peer)
+        if peer is not None and posted.moves and posted.batch.direction is Direction.WRITE:
+            self._carry(posted, self, peer)
+
     def _complete(self, posted: _PostedBatch) -> None:
         del self._posted[posted.ticket]
+        if self._fabric.library_writes and posted.error:
+            late_s = self._fabric.world.random.choice((0.1, 1.0, 5.0))
+            self._fabric.world.after(late_s, None, lambda: self._land_late(posted))
         error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
+
+
+class FencingSimTransport(SimTransport):
+    """One that can fence a peer, or all of them by registering its memory anew. No such writer is shipped."""
+
+    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
+        self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
+
+    def reset_region(self, epoch: int) -> None:
+        self._epoch = max(epoch, self._epoch)
 
 
 class SimRank(RankAgent):
