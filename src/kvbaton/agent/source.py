@@ -708,6 +708,10 @@ class SourceSide:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
+    def ends(self) -> list[tuple[Incarnation | None, HandoffKey, int]]:
+        """Target, key and grant of the hand-offs that have ended and are remembered, the latest last."""
+        return list(self._ended)
+
     def peers(self) -> set[Incarnation]:
         """Targets that have something of ours."""
         return {record.target for record in self.live.values() if record.target is not None}
