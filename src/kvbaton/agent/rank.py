@@ -9,7 +9,7 @@ away.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -650,7 +650,7 @@ class RankAgent:
         if known is None:
             raise TransportError(self._unreachable.get(order.peer, f"{order.peer} is not connected"))
         routes = known.reads if order.executor is Executor.TARGET_READS else known.writes
-        first, end = max(spans[0].first_token, order.cached_tokens), spans[0].end_token
+        first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
         if copy.plan_of != (source_blocks, first, end):
             copy.plans = tuple(
                 plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
@@ -712,15 +712,41 @@ class RankAgent:
                 assert_never(effect)
 
     def _report_moved(self, copy_id: CopyId, moving: _Moving) -> None:
-        """Report each span; the bytes of spans that were moved as one are shared out evenly."""
-        count = len(moving.spans)
-        for index, span in enumerate(moving.spans):
-            planned, moved = (total * (index + 1) // count - total * index // count for total in (moving.planned, moving.moved))
-            self._report(SpanMoved(copy_id, self.rank, span.number, planned, moved))
+        """Report each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
+        planned, moved, done = moving.planned, moving.moved, 0
+        parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in moving.spans]
+        count = sum(parts) or 1
+        for span, part in zip(moving.spans, parts, strict=True):
+            end = done + part
+            of_planned, of_moved = (total * end // count - total * done // count for total in (planned, moved))
+            self._report(SpanMoved(copy_id, self.rank, span.number, of_planned, of_moved))
+            done = end
 
 
 def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
-    """Spans in parts that follow each other in layers and have the same tokens."""
+    """Spans in parts that are planned and moved as one: all tokens from the first span's to the last one's, in all layers from
+    the first span's to the last one's.
+
+    A part is layers of the same tokens that follow each other, or chunks of the same layers, each in such a row, that do.
+    """
+    part: tuple[Span, ...] = ()
+    for row in _rows(spans):
+        if part and (part[0].first_layer, part[-1].end_layer, part[-1].end_token) == (
+            row[0].first_layer,
+            row[-1].end_layer,
+            row[0].first_token,
+        ):
+            part += row
+        else:
+            if part:
+                yield part
+            part = row
+    if part:
+        yield part
+
+
+def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
+    """Spans in rows that follow each other in layers and have the same tokens."""
     first = 0
     for index, span in enumerate(spans, 1):
         after = spans[index] if index < len(spans) else None
@@ -730,7 +756,9 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             first = index
 
 
-def _batches(runs: Runs) -> Iterator[Runs]:
+def _batches(runs: Runs) -> Iterable[Runs]:
+    if int(runs[:, 2].sum()) <= _BATCH_BYTES:
+        return (runs,) if len(runs) else ()
     ends = np.cumsum(runs[:, 2])
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
     return (part for part in np.split(runs, cuts) if len(part))
