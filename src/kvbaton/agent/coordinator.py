@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection
 from typing import assert_never
 
@@ -279,6 +279,18 @@ class Coordinator:
 
     # Reports of the ranks.
 
+    def take_report(self, reports: deque[RankReport]) -> None:
+        """Take the first report of a queue; with the first span of a copy, all spans of it that were reported right after."""
+        report = reports.popleft()
+        if not isinstance(report, SpanMoved) or self.source.owns_copy(report.copy):
+            self.on_rank(report)
+            return
+        moved = [report]
+        while reports and isinstance(following := reports[0], SpanMoved) and _is_of_same_copy(report, following):
+            reports.popleft()
+            moved.append(following)
+        self.target.on_moved(moved)
+
     def on_rank(self, report: RankReport) -> None:
         """A rank of ours reports. A fence counts when every rank has it: until then one of them may still be written to."""
         match report:
@@ -426,3 +438,7 @@ class Coordinator:
         self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)
+
+
+def _is_of_same_copy(one: SpanMoved, other: SpanMoved) -> bool:
+    return one.rank == other.rank and (one.copy is other.copy or one.copy == other.copy)

@@ -787,8 +787,9 @@ class SourceSide:
             self._control.send(record.target, message)
 
     def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
-        text = record.reason if outcome is not None else ""
-        self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
+        if self._observe is not no_observer:
+            text = record.reason if outcome is not None else ""
+            self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
         # One counter for all hand-offs, so that a key which is used again never sees a generation of its earlier life.

@@ -480,7 +480,7 @@ class SimInstance:
         """What the driver of production does after each turn: reports to the coordinator, events to the engine, the timer."""
         while self._reports or (self._events and not self.engine.is_silent):
             while self._reports:
-                self.coordinator.on_rank(self._reports.popleft())
+                self.coordinator.take_report(self._reports)
             while self._events and not self.engine.is_silent:
                 event = self._events.popleft()
                 self.cluster.world.note(f"{self.process.name}: {event}")

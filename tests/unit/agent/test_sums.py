@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from driver_rig import is_equal, landed, pair, start_handoff
 from driver_rig import key_of as driver_key
 
 from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import SpanSummed
+from kvbaton.agent.rank_orders import CopyId, RankReport, SpanMoved, SpanSummed
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
 from kvbaton.core.messages import ConfirmAsk, Confirmed
@@ -68,6 +69,21 @@ class Pair:
 
     def target_events(self) -> list[Any]:
         return [event for event in self.target.events if isinstance(event, Landed | TargetEnded)]
+
+
+def test_spans_of_a_copy_that_are_reported_in_a_row_are_summed_with_one_order() -> None:
+    pair = Pair()
+    copies = {move.copy for move in pair.target.ranks.moves}
+    (copy,) = copies
+    late = CopyId(key_of("another"), 1, 1)
+    reports = deque[RankReport](SpanMoved(copy, 0, number, 10, 10) for number in range(2))
+    reports += [SpanMoved(copy, 1, 0, 10, 10), SpanMoved(late, 1, 1, 10, 10), SpanMoved(copy, 1, 1, 10, 10)]
+    while reports:
+        pair.target.coordinator.take_report(reports)
+    sums = [(rank, [span.number for span in order.spans]) for rank, order in pair.target.ranks.sums]
+    assert sums == [(0, [0, 1]), (1, [0]), (1, [1])]
+    assert pair.target.coordinator.target.live[KEY].moved == {0: {0, 1}, 1: {0, 1}}
+    assert pair.target.coordinator.target.late_total["copy"] == 1
 
 
 def test_spans_are_summed_as_they_are_announced_and_moved_and_compared_before_landed() -> None:
