@@ -38,7 +38,7 @@ MSGPACK_VERSION = "1.2.4"
 
 _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
-# What an installed kvbaton brings along: the entry points by which vLLM's processes find the connector and the drop-in for MoRI.
+# What an installed kvbaton brings along: entry points by which vLLM's processes find the connector and the drop-in for MoRI.
 _ENTRY_POINTS = """[vllm.general_plugins]
 kvbaton = kvbaton.engines.vllm:register
 kvbaton_mori = kvbaton.compat.mori.importing:activate
