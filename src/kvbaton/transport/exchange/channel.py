@@ -37,6 +37,7 @@ from kvbaton.transport.exchange.wire import (
     Introduction,
     MemoryCall,
     pack_call,
+    pack_pull,
     unpack_answer,
 )
 from kvbaton.transport.runs import RunCursor, check_offsets
@@ -211,6 +212,10 @@ class ExchangeChannel:
             self.sock.close()
             raise
         tune(self.sock)
+        # Only used while `_receiving` is held: a poll object refuses a second thread.
+        self._readable, self._sendable = select.poll(), select.poll()
+        self._readable.register(self.sock.fileno(), select.POLLIN)
+        self._sendable.register(self.sock.fileno(), select.POLLIN | select.POLLOUT)
         self._flow = Flow(self.sock, self._answers())
 
     @property
@@ -266,8 +271,8 @@ class ExchangeChannel:
             transit = Transit(self, 1, self._counter)
             self._number += 1
             self._parts.append(_CallPart(transit, self._number, None, (own.slot, own.stamp), size))
-            names = own.slot, own.stamp, remote.slot, remote.stamp
-            self._outbox.append(pack_call(MemoryCall(CallKind.PULL, self._number, tag, *names, 1, size, run), _NO_RUNS))
+            names = own.slot, remote.slot, own.stamp, remote.stamp
+            self._outbox.append(pack_pull(self._number, tag, names, run))
             self.progress_at = time.monotonic()
         self._settle_small(transit, size)
         return transit
@@ -322,15 +327,13 @@ class ExchangeChannel:
             transit.wait_for_event(max(0.0, until - time.monotonic()))
             return
         try:
-            poller, fd, sends = select.poll(), self.sock.fileno(), None
-            while fd >= 0 and not transit.is_over and not self._broken and (left := until - time.monotonic()) > 0:
-                if sends is not bool(self._outbox):
-                    sends = bool(self._outbox)
-                    poller.register(fd, select.POLLIN | (select.POLLOUT if sends else 0))
+            is_open = self.sock.fileno() >= 0
+            while is_open and not transit.is_over and not self._broken and (left := until - time.monotonic()) > 0:
+                poller = self._sendable if self._outbox else self._readable
                 if poller.poll(left * 1000):
                     if self._outbox:
                         self._flush()
-                    self._advance()
+                    self._advance(lambda: transit.is_over)
         finally:
             self._receiving.release()
         if self.is_busy:
@@ -496,13 +499,13 @@ class ExchangeChannel:
         if problem:
             self._break(problem)
 
-    def _advance(self) -> None:
-        """Take what has arrived; with `_receiving` held."""
+    def _advance(self, is_enough: Callable[[], bool] | None = None) -> None:
+        """Take what has arrived, until that `is_enough`; with `_receiving` held."""
         if self._broken:
             return
         before = self._flow.moved_bytes
         try:
-            self._flow.advance()
+            self._flow.advance(is_enough)
         except OSError as error:
             self._break(f"PeerLost: the connection to the peer broke: {error}")
         except (KVBatonError, StopIteration, ValueError) as error:
