@@ -266,7 +266,7 @@ class ExchangeChannel:
             return transit
         with self._sending:
             # Looked at again: once `fail` has emptied the calls in flight, nothing would end one that is added.
-            if self._broken:
+            if self.failure:
                 return None
             transit = Transit(self, 1, self._counter)
             self._number += 1
