@@ -172,8 +172,8 @@ def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_js
 def _list_plants() -> int:
     from kvbaton.sim.plants import PLANTS
 
-    table = Table("plant", "the mistake")
+    table = Table("plant", "the mistake", "the rule that it breaks")
     for name, plant in PLANTS.items():
-        table.add_row(name, plant.mistake)
+        table.add_row(name, plant.mistake, plant.rule)
     Console().print(table)
     return 0
