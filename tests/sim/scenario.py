@@ -33,6 +33,7 @@ __all__ = [
     "Story",
     "at_every_event",
     "broken",
+    "confirmed_early",
     "disturbed",
     "echo",
     "every_flow",
@@ -140,8 +141,8 @@ class Story:
 
     @property
     def ends(self) -> list[tuple[Outcome | None, Outcome | None]]:
-        """How the source and the target of each attempt ended, in order."""
-        pairs = self.run.prompts.items()
+        """How the source and the target of each attempt ended, in order; without those that only look whether all is healed."""
+        pairs = [each for each in self.run.prompts.items() if not self.run.probed_from or each[0] < self.run.probed_from]
         return [(_end(source, number), _end(target, number)) for number, (source, target) in pairs]
 
     @property
@@ -227,6 +228,12 @@ def sides(source: type[SourceSide] = SourceSide, target: type[TargetSide] = Targ
 def disturbed(run: Run) -> None:
     """Let failures be no surprise, although the script has no fault."""
     run.is_disturbed = True
+
+
+def confirmed_early(run: Run) -> None:
+    """Let a confirmation before the last byte pass, to see what comes of it."""
+    run.is_disturbed = True
+    run.world.not_promised.add("confirmed after the last byte")
 
 
 def echo(*delays: float, of: type | tuple[type, ...] = object) -> Prepare:

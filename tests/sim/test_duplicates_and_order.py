@@ -14,6 +14,7 @@ from scenario import (
     Flow,
     at_every_event,
     broken,
+    confirmed_early,
     disturbed,
     echo,
     every_flow,
@@ -267,11 +268,11 @@ class TestDoubledReports:
                 return self.reports >= len(record.spans) * self._ranks_count
 
         bugs = dataclasses.replace(sides(CountingSource, CountingTarget), rank=self.Stammering)
-        assert "foreign byte" in broken(self._uneven(flow), bugs)
+        assert "foreign byte" in broken(self._uneven(flow), bugs, prepare=confirmed_early)
 
     @every_read
     def test_a_success_of_the_wrong_rank_would_be_seen(self, flow: Flow) -> None:
-        assert "foreign byte" in broken(self._uneven(flow), PLANTS["wrong-rank"].bugs)
+        assert "foreign byte" in broken(self._uneven(flow), PLANTS["wrong-rank"].bugs, prepare=confirmed_early)
 
 
 class TestAbortFromTheTarget:

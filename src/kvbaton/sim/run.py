@@ -108,6 +108,8 @@ class Run:
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self.probes: list[_Client] = []
+        self.probed_from = 0
+        """The number of the first attempt of a probe; 0 before there is one."""
         self._stands: dict[str, dict[int, _LastMove]] = {}
         self._look_at = 0.0
         self._attempts = 0
@@ -354,6 +356,7 @@ class Run:
         At the second attempt at the latest: the first may be the one in which a target learns that its source has restarted.
         """
         self.cluster.network.faults.clear()
+        self.probed_from = self._attempts + 1
         for instance in self.cluster.instances.values():
             instance.heal()
         for prefill in range(self.script.prefills):
