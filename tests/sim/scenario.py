@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -164,8 +165,9 @@ class Story:
         return math.inf if address in self.out else self.back_at.get(address, 0.0) - self.fault_at
 
     def times(self, *texts: str) -> list[float]:
-        """When something happened whose line in the timeline holds all `texts`."""
-        return [when for when, line in self.result.timeline if all(text in line for text in texts)]
+        """When something happened whose line in the timeline holds all `texts`, before it is looked whether all is healed."""
+        lines = takewhile(lambda entry: not entry[1].startswith("PROBE"), self.result.timeline)
+        return [when for when, line in lines if all(text in line for text in texts)]
 
     def said(self, *texts: str) -> bool:
         """Whether a line of the timeline holds all `texts`."""

@@ -357,6 +357,7 @@ class Run:
         """
         self.cluster.network.faults.clear()
         self.probed_from = self._attempts + 1
+        self.world.note("PROBE of every pair")
         for instance in self.cluster.instances.values():
             instance.heal()
         for prefill in range(self.script.prefills):
