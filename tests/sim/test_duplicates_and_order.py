@@ -143,6 +143,7 @@ class TestEitherSideFirst:
 
         def prepare(run: Run) -> None:
             disturbed(run)
+            run.is_probed = False
             live = run.all_instances[0].coordinator.source.live
             run.world.on_event.append(lambda: parked.update({bool(live): run.world.now}))
             run.world.at(3.0, None, lambda: None)
