@@ -62,6 +62,7 @@ _GONE_CHECK_S = 1.0
 _MIN_BEAT_S = 0.05
 _BEAT_ENTRIES = 1024
 _MAX_REFUSED = 1024
+_MAX_FENCED = 1024
 
 
 class Peers:
@@ -151,7 +152,8 @@ class Coordinator:
         self._shortest_timeout = math.inf
         """The shortest `transfer_timeout` of the targets that wait for this instance: they give up after that much silence."""
         self._gone_check_at = clock() + _GONE_CHECK_S
-        self._peer_fences: dict[Incarnation, dict[int, int]] = {}
+        self._peer_fences: BoundedMap[Incarnation, dict[int, int]] = BoundedMap(_MAX_FENCED)
+        """The latest epoch in which each rank has fenced a peer. Kept: a peer may be fenced again before every rank has."""
         self._region_epochs: dict[int, int] = {}
         self._region_epoch = 0
         self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, card.ranks[0].aux)
@@ -309,12 +311,13 @@ class Coordinator:
 
     def _on_peer_fenced(self, report: PeerFenced) -> None:
         epochs = self._peer_fences.setdefault(report.peer, {})
+        before = min((epochs.get(rank.rank, 0) for rank in self.card.ranks), default=0)
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
-        if len(epochs) == len(self.card.ranks):
-            del self._peer_fences[report.peer]
+        epoch = min(epochs.get(rank.rank, 0) for rank in self.card.ranks)
+        if epoch > before:
             # Its session is gone: without a card, the next hand-off with it begins with a handshake that opens a new one.
             self._peers.forget(report.peer)
-            self.target.on_peer_fenced(report.peer, min(epochs.values()))
+            self.target.on_peer_fenced(report.peer, epoch)
 
     def _on_region_fenced(self, report: RegionFenced) -> None:
         self._region_epochs[report.rank] = max(report.epoch, self._region_epochs.get(report.rank, 0))

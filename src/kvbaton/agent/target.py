@@ -679,6 +679,12 @@ class TargetSide:
         if record is None or not self.follow_generation(record, announced.generation):
             self.late_total["announced"] += 1
             return
+        if changed := [span for span in announced.spans if record.spans.get(span.number, span) != span]:
+            # What was moved under this number are other tokens or layers: nothing shows which of the two was meant.
+            known = record.spans[changed[0].number]
+            reason = f"the source announced span {known.number} as {known} and then as {changed[0]}"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+            return
         for span in announced.spans:
             self._note(record, Stage.ANNOUNCED, span)
         # Announcements may overtake each other. Within a generation block lists only grow, so the longer one is the newer one.
