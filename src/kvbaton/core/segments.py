@@ -169,7 +169,7 @@ def _block_ids(side: str, group: Group, ids: tuple[int, ...], places: Numbers) -
         raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
     at = places - first
     is_short = len(chosen) <= _SHORT_LIST
-    if is_short and 0 <= min(chosen) and max(chosen) < group.blocks and len(set(chosen)) == len(chosen):
+    if is_short and min(chosen) >= 0 and max(chosen) < group.blocks and len(set(chosen)) == len(chosen):
         return listed[at]
     has_gaps = bool((places[1:] - places[:-1] > 1).any())
     _check_ids(side, group, listed[np.unique(at)] if has_gaps else listed)
