@@ -52,6 +52,7 @@ from kvbaton.core.messages import (
 )
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import Incompatible, TransportError
+from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["Coordinator", "Peers"]
 
@@ -62,6 +63,7 @@ log = logging.getLogger(__name__)
 _GONE_CHECK_S = 1.0
 _MIN_BEAT_S = 0.05
 _BEAT_ENTRIES = 1024
+_MAX_REFUSED = 1024
 
 
 class Peers:
@@ -139,9 +141,12 @@ class Coordinator:
         self.card = card
         self._limits = limits
         self._clock = clock
+        self._refusals = LogLimit(every_s=1.0)
         self._control = control
         self._ranks = ranks
         self._peers = Peers()
+        self._refused_peers: BoundedMap[Incarnation, None] = BoundedMap(_MAX_REFUSED)
+        """Peers whose card does not fit ours. Nothing is taken from them but that they decline a hand-off."""
         self._beaten_at = clock()
         self.stepped_at = clock()
         """When the engine took its last step. Set by the driver, on the engine's thread."""
@@ -224,9 +229,13 @@ class Coordinator:
         elif isinstance(message, Hello):
             self._on_hello(sender, message, via)
         elif isinstance(message, Refused) and message.key is None:
-            self._on_refused_by_peer(message, via)
+            self._on_refused_by_peer(sender, message, via)
         elif self._peers.card(sender) is None:
             # We have forgotten the sender, or never knew it. It resends what it waits for when it gets this question.
+            if isinstance(message, Stop) and not message.grant and sender in self._refused_peers:
+                # A target that was refused here declines what it was sent for: the request must not wait for it any longer.
+                self.source.on_stop(sender, message)
+                return
             self.dropped_total["from an unknown peer"] += 1
             self._control.send(sender, Hello(self.card, wants_answer=True))
         elif isinstance(message, Refused):
@@ -380,12 +389,13 @@ class Coordinator:
         try:
             self._admit(hello.card, via)
         except (Incompatible, TransportError) as error:
-            log.error("peer %s refused: %s", hello.card.incarnation, error)
+            self._log_refusal(f"peer {hello.card.incarnation} refused: {error}")
             self.dropped_total["incompatible"] += 1
+            self._refused_peers[sender] = None
             if hello.wants_answer:
                 self._control.send(hello.card.incarnation, Refused(str(error)[:2000]))
             if via is not None:
-                self.target.on_refused_peer(via, str(error))
+                self.target.on_refused_peer(via, str(error), sender)
             return
         if hello.wants_answer:
             # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
@@ -413,10 +423,16 @@ class Coordinator:
         if replaced is not None:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")
 
-    def _on_refused_by_peer(self, message: Refused, via: ControlAddress | None) -> None:
-        log.error("refused by the peer at %s: %s", via, message.reason)
+    def _on_refused_by_peer(self, sender: Incarnation, message: Refused, via: ControlAddress | None) -> None:
+        self._log_refusal(f"refused by the peer at {via}: {message.reason}")
         if via is not None:
-            self.target.on_refused_peer(via, f"refused by the source: {message.reason}")
+            self.target.on_refused_peer(via, f"refused by the source: {message.reason}", sender)
+
+    def _log_refusal(self, text: str) -> None:
+        """Peers repeat what was refused, and choose the text: one line a second, without control characters."""
+        held_back = self._refusals.allow("refused", self._clock())
+        if held_back is not None:
+            log.error("%s%s", shown(text, 2000), f" ({held_back} similar lines held back)" if held_back else "")
 
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
         self._peer_fences.pop(incarnation, None)

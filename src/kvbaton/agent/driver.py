@@ -92,6 +92,12 @@ class RanksDriver(HandoffPort):
         """Where peers reach this instance."""
         return self._sockets.address
 
+    @property
+    def is_engine_hung(self) -> bool:
+        """Whether the engine has taken no step for so long that its peers have given it up. An idle one is woken more often."""
+        age_s = time.monotonic() - self._coordinator.stepped_at
+        return age_s > max(self._limits.transfer_timeout, 2 * _IDLE_S)
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

@@ -154,6 +154,7 @@ from kvbaton.core.messages import (
 )
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.errors import ProtocolError
+from kvbaton.wire.log_limit import shown
 
 __all__ = ["TargetRecord", "TargetSide"]
 
@@ -545,7 +546,7 @@ class TargetSide:
             # The source was never granted anything, so no Stop was sent; it may be computing for this request all the same.
             self.decline_notices.send(record.request, outcome, record.reason, record.source)
         self._note(record, Stage.ENDED, outcome=outcome)
-        log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
+        log.warning("hand-off %s: target %s: %s", record.key, outcome, shown(record.reason))
         self._engine(TargetEnded(record.key, outcome, record.reason))
 
     # Calls of the engine.
@@ -615,13 +616,20 @@ class TargetSide:
             self._ask_again(record, self._clock())
         self.decline_notices.resend_to(source)
 
-    def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
-        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason."""
+    def on_refused_peer(self, address: ControlAddress, reason: str, source: Incarnation | None = None) -> None:
+        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason.
+
+        A `source` that has shown who it is gets one decline of each: its engine may have the request too, and would wait for us
+        until `queue_timeout`. None is repeated, because a refused peer owes no answer.
+        """
         self._dialled_at.pop(address, None)
         self.decline_notices.on_refused_peer(address)
         for record in self._waiting_for(address):
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+            if source is not None:
+                prompt = record.request.prompt
+                self._control.send(source, Stop(record.key, 0, outcome=Outcome.FAILED, reason=record.reason, prompt=prompt))
 
     def on_peer_gone(self, source: Incarnation, reason: str) -> None:
         """A source is provably gone: it will not write any more, and what it should have sent fails."""
@@ -697,7 +705,8 @@ class TargetSide:
                 record.held_s, record.prefilled_at = prefilled.held_s, self._clock()
                 record.span_count = prefilled.span_count
                 self._note(record, Stage.PREFILLED)
-            self._progress(record)
+                # Only the first one is progress: the source repeats it, and a repetition must not renew a deadline.
+                self._progress(record)
             self._refuse_surplus(record)
             self._settle(record)
 

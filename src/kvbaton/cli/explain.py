@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvbaton.cli.fetching import checked_url, fetch_json
 from kvbaton.cli.options import JsonOption, print_json
 
 if TYPE_CHECKING:
     from kvbaton.observe.transfer_report import TransferReport
 
 __all__ = ["explain"]
-
-_TIMEOUT_S = 15.0
-_MOST_BYTES = 64 * 1024 * 1024
 
 
 def explain(
@@ -35,30 +33,21 @@ def explain(
     verbose
         also list every chunk, how long it was computed, and every span, how long it travelled.
     """
-    address = _checked(router)
+    address = checked_url(router, "--router")
     transfer_id = _newest(address) if transfer == "last" else transfer
-    story = _story(address, transfer_id)
+    report = _fetch_report(address, transfer_id)
     if json:
-        print_json("explain", ok=True, settings={"router": address}, story=story)
+        print_json("explain", ok=True, settings={"router": address}, summary=report)
     else:
         from rich.console import Console
 
-        from kvbaton.cli.explain_picture import print_details, print_story
+        from kvbaton.cli.explain_picture import print_details, print_report
 
         console = Console()
-        print_story(console, story)
+        print_report(console, report)
         if verbose:
-            print_details(console, story)
+            print_details(console, report)
     return 0
-
-
-def _checked(router: str) -> str:
-    from kvbaton.errors import ConfigError
-
-    address = router if "://" in router else f"http://{router}"
-    if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"--router is {router!r}; it must be an http address such as http://127.0.0.1:8000")
-    return address.rstrip("/")
 
 
 def _newest(router: str) -> str:
@@ -77,7 +66,7 @@ def _newest(router: str) -> str:
     return newest
 
 
-def _story(router: str, transfer_id: str) -> TransferReport:
+def _fetch_report(router: str, transfer_id: str) -> TransferReport:
     from urllib.parse import quote
 
     import msgspec
@@ -94,34 +83,4 @@ def _story(router: str, transfer_id: str) -> TransferReport:
 
 def _get(router: str, path: str) -> object:
     """One JSON document of the router. Raises PeerError with what to do next."""
-    from http.client import HTTPException
-    from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
-
-    import msgspec
-
-    from kvbaton.errors import PeerLost, PeerRefused, ProtocolError
-
-    try:
-        with urlopen(f"{router}{path}", timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            content = answer.read(_MOST_BYTES)
-    except HTTPError as error:
-        raise PeerRefused(_said(error.read(_MOST_BYTES), f"{router} answered {error.code}")) from error
-    except (URLError, HTTPException, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise PeerLost(f"no router at {router} ({reason}); is it running? Name another with --router") from error
-    try:
-        document: object = msgspec.json.decode(content)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"{router}{path} answered something that is no JSON; is it a kvbaton router?") from error
-    return document
-
-
-def _said(content: bytes, otherwise: str) -> str:
-    """The message of an error answer."""
-    import msgspec
-
-    try:
-        return str(msgspec.json.decode(content)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f"{otherwise}; is it a kvbaton router?"
+    return fetch_json(f"{router}{path}", f"no router at {router} ({{reason}}); is it running? Name another with --router")

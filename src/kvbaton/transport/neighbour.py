@@ -33,6 +33,7 @@ __all__ = [
     "files_left",
     "host_id",
     "is_gone",
+    "is_readable",
     "is_there",
     "start_ticks",
     "this_process",
@@ -103,6 +104,22 @@ def explain_limits(memory: ProcessMemory) -> str:
             "set it to 0 or 1, give the container that capability, use shared memory for the region, or choose transport tcp"
         )
     return ""
+
+
+def is_readable(address: int, memory_bytes: int) -> bool:
+    """Whether the first and the last byte of this process's memory can be read by the processor.
+
+    Memory of a device has addresses that are reserved in the process and cannot be read. A system call returns an error for
+    them, where a plain access would end the process. It writes to a pipe, because /dev/null takes any address unread.
+    """
+    write = ctypes.CDLL(None).write
+    write.argtypes, write.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_ssize_t
+    outlet, inlet = os.pipe()
+    try:
+        return all(write(inlet, at, 1) == 1 for at in (address, address + memory_bytes - 1))
+    finally:
+        os.close(outlet)
+        os.close(inlet)
 
 
 def is_there(pid: int) -> bool:

@@ -229,7 +229,7 @@ def test_a_peer_without_a_common_transport_is_refused_with_both(rig: Rig) -> Non
 
 
 class Scripted:
-    """A transport that completes what and when the test says."""
+    """A transport that completes what and when the test orders."""
 
     name = "scripted"
     wakeup_fd = -1
@@ -271,7 +271,7 @@ class Scripted:
         return
 
     def finish(self, ticket: Ticket, moved: int | None = None, error: str = "") -> None:
-        """Complete a batch with so many bytes, all unless told."""
+        """Complete a batch with so many bytes, all by default."""
         batch = self.posted.pop(ticket)
         self.done.append(Completion(ticket, batch.wire_bytes if moved is None else moved, error))
 

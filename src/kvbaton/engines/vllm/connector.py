@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,6 +26,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvbaton.core.topology import RankAt, Shape, collect_ranks
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import ModelIdentity
+from kvbaton.engines.vllm import register
 from kvbaton.engines.vllm.device import EngineDevice, device_of, shareable_memory
 from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import WorkerInstance
@@ -85,12 +85,12 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_with_vllm()
-        self._settings: ConnectorSettings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._settings = self.read_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         _check_shape(vllm_config)
         self._settings, self._dp_rank = _dp_place(vllm_config, self._settings)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
-        self._role = _role(is_producer, is_consumer)
-        if self._role == "both" and self._settings.routers:
+        self._serving_role = _serving_role(is_producer, is_consumer)  # `_role` is that of the base class: worker or scheduler.
+        if self._serving_role == "both" and self._settings.routers:
             log.warning("kv_role is kv_both: it serves clients by itself and registers with no router; `routers` has no effect")
         self._scheduler: SchedulerHalf | None = None
         self._instance: WorkerInstance | None = None
@@ -104,6 +104,11 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
             room = Room(largest, self._settings.defer_timeout, self._free_blocks, self._held_blocks)
             sources = SourceCheck(self._settings.trust(), self._settings.control_address)
             self._scheduler = SchedulerHalf(self._settings.mode, counts, is_producer, is_consumer, room, sources)
+
+    @staticmethod
+    def read_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
+        """What `kv_connector_extra_config` asks for. Raises ConfigError that names the key."""
+        return parse_settings(extra_config)
 
     # In the worker.
 
@@ -120,7 +125,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
         cache = RegisteredCache(read_tensors(kv_caches), specs, device)
         model = _model(self._vllm_config, device)
-        instance = self.instance_class(self._settings, cache, model, self._role, exchange, self._dp_rank)
+        instance = self.instance_class(self._settings, cache, model, self._serving_role, exchange, self._dp_rank)
         self._layer_index = instance.caches.numbers
         self._instance = instance
         instance.start()
@@ -281,13 +286,6 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         return ids
 
 
-def _register() -> None:
-    """Let vLLM's MultiConnector find the connector by its name: so it reads the statistics of its parts."""
-    name = KVBatonConnector.__name__
-    with contextlib.suppress(ValueError):  # it has that name already
-        KVConnectorFactory.register_connector(name, KVBatonConnector.__module__, name)
-
-
 def _log_with_vllm() -> None:
     """Let kvbaton's log lines go where vLLM's go."""
     ours, theirs = logging.getLogger("kvbaton"), logging.getLogger("vllm")
@@ -307,6 +305,9 @@ def _check_shape(vllm_config: Any) -> None:
         raise ConfigError("data_parallel_hybrid_lb is true; balance internally, or externally with one server per rank")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales is true; scales that each instance computes for itself cannot be handed over")
+    # vLLM refuses this for the connectors that it knows by name: the decode instance has routed none of the prompt.
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False):
+        raise ConfigError("enable_return_routed_experts is true; the experts of a prompt that was handed over are not known")
 
 
 def _dp_place(vllm_config: Any, settings: ConnectorSettings) -> tuple[ConnectorSettings, int]:
@@ -349,7 +350,7 @@ class _Workers:
         return list(values)
 
 
-def _role(is_producer: bool, is_consumer: bool) -> Role:
+def _serving_role(is_producer: bool, is_consumer: bool) -> Role:
     if is_producer and is_consumer:
         return "both"
     return "prefill" if is_producer else "decode"
@@ -399,4 +400,5 @@ def _model(vllm_config: Any, device: EngineDevice) -> ModelIdentity:
     return ModelIdentity(str(name), fingerprint(model.hf_config.to_dict(), model.model, others))
 
 
-_register()
+# For vLLM's MultiConnector, which finds the statistics of its parts by their names, and where no entry point was called.
+register()
