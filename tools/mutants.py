@@ -145,7 +145,7 @@ def _reached_by(label: str) -> tuple[int, set[str]]:
         reached.add(f"{table.name}:{state}:{event}")
         return step(table, state, event)
 
-    Table.step = noted  # type: ignore[method-assign]
+    Table.step = noted  # type: ignore[assignment,method-assign]
     sys.settrace(calls)
     try:
         events = run_script(_script(label)).events

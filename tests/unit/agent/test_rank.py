@@ -377,7 +377,12 @@ def test_spans_that_are_no_rectangle_are_not_moved_as_one(rig: Rig, spans: tuple
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, spans))
     assert len(rig.agent.copies[COPY].moving) == parts
-    wait_until(lambda: rig.agent.poll() or len(rig.reports) == len(spans), "every span")
+
+    def all_moved() -> bool:
+        rig.agent.poll()
+        return len(rig.reports) == len(spans)
+
+    wait_until(all_moved, "every span")
     assert {report.span: report.bytes_moved for report in rig.reports if isinstance(report, SpanMoved)} == {
         span.number: (span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans
     }
