@@ -110,7 +110,6 @@ class ModelFacts:
 class Support:
     """What an engine can be asked for. What a model of it can be asked for, the engine checks itself."""
 
-    roles: tuple[str, ...] = ("prefill", "decode", "both")
     modes: tuple[Mode, ...] = tuple(Mode)
     aux_channels: tuple[AuxChannel, ...] = tuple(AuxChannel)
     devices: tuple[str, ...] = ("cpu",)
