@@ -80,8 +80,7 @@ def run_verify(
         if counts is not None:
             stack.callback(counts.close)
         if settings.pair_url:
-            urls = (each.rstrip("/") for each in (settings.pair_url, settings.single_url))
-            servers = _VerifiedServers(*urls, (), model.name)
+            servers = _VerifiedServers(settings.pair_url.rstrip("/"), settings.single_url.rstrip("/"), (), model.name)
         else:
             fleet = stack.enter_context(Fleet())
             progress("starting a router, a prefill, a decode and a single instance")
