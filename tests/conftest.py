@@ -1,7 +1,7 @@
 """For every test: helpers in this directory can be imported, properties may be slow, and large suites can be sampled.
 
 `--sample` keeps, of the cases of each test that is marked `sampled(count)`, that many; with `sampled(count, by="name")`, that
-many for each value of the parameter `name`; with `sampled(count, by="file")`, that many of all such tests of the file. Which
+many for each value of the parameter `name`; with `sampled(count, group="text")`, that many of all tests of that group. Which
 ones depends on a seed alone: the commit, unless one is given. So one commit always runs the same cases, the next one others,
 and `--sample=SEED` repeats a run.
 """
@@ -44,9 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marker = item.get_closest_marker("sampled")
         if marker and isinstance(item, pytest.Function):
-            by = marker.kwargs.get("by")
-            group = item.nodeid.partition("::")[0] if by == "file" else item.nodeid.partition("[")[0]
-            if by and by != "file":
+            group = marker.kwargs.get("group") or item.nodeid.partition("[")[0]
+            if by := marker.kwargs.get("by"):
                 group += f" {item.callspec.params[by]}"
             cases.setdefault((group, marker.args[0]), []).append(item)
     left_out: set[pytest.Item] = set()

@@ -3,8 +3,9 @@
 The log has the results and durations of every test, versions and hardware of the newest run, and one line per earlier run in
 `history`: commit, counts, seconds. A run of over an hour may be done in parts: several JUnit files make one run that names
 every part with its commit and time. For a test that was run in several parts the last result counts; the earlier ones stay in
-the log. `--expected FILE` holds the lines of `pytest --collect-only`, so that tests that no part has run are listed too;
-`--note TEXT` adds what a reader has to know. Exit code 1 when a test failed or was not run, 2 when none was run.
+the log. `--continue` keeps the parts that the log has already, so that a run can be completed later. `--expected FILE` holds
+the lines of `pytest --collect-only`, so that tests that no part has run are listed too; `--note TEXT` adds what a reader has to
+know. Exit code 1 when a test failed or was not run, 2 when none was run.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ _SUMMARY = ("began", "commit", "ok", "seconds", "counts")
 _HISTORY = 50
 
 
-def log_of(suite: str, junits: list[str], expected: list[str], notes: list[str]) -> dict[str, Any]:
-    """The log of these results, and of the tests that should have been run."""
+def log_of(
+    suite: str, junits: list[str], expected: list[str], notes: list[str], begun: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The log of these results, and of the tests that should have been run; `begun` has the parts that came before."""
     roots = [ElementTree.fromstring(junit) for junit in junits]  # noqa: S314 - written by our own pytest
-    tests = _joined([[_test(case) for case in root.iter("testcase")] for root in roots])
-    parts = [_part(root) for root in roots]
-    not_run = sorted({_short(line) for line in expected} - {test["test"] for test in tests})
+    begun = begun or {"parts": [], "tests": [], "notes": []}
+    names = {_short(line) for line in expected}
+    # A case that the suite no longer has is no result of it.
+    kept = [test for test in begun["tests"] if not names or test["test"] in names]
+    tests = _joined(kept, len(begun["parts"]), [[_test(case) for case in root.iter("testcase")] for root in roots])
+    parts = [*begun["parts"], *map(_part, roots)]
+    notes = list(dict.fromkeys([*begun["notes"], *notes]))
+    not_run = sorted(names - {test["test"] for test in tests})
     counts = {end: sum(test["result"] == end for test in tests) for end in ("passed", *_ENDS)}
     return {
         "suite": suite,
@@ -57,10 +65,10 @@ def log_of(suite: str, junits: list[str], expected: list[str], notes: list[str])
     }
 
 
-def _joined(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Every test once, as its last part has it."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, part in enumerate(parts):
+def _joined(kept: list[dict[str, Any]], first: int, parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every test once, as its last part has it; the parts are numbered from `first`."""
+    found: dict[str, dict[str, Any]] = {test["test"]: test for test in kept}
+    for number, part in enumerate(parts, first):
         for test in part:
             before = found.pop(test["test"], None)
             found[test["test"]] = test | {"part": number}
@@ -95,11 +103,8 @@ def _test(case: ElementTree.Element) -> dict[str, Any]:
     return entry
 
 
-def _history(path: Path) -> list[dict[str, Any]]:
-    """One line for each run that the log has so far, newest first. A log that cannot be read is an error, not an empty past."""
-    if not path.exists():
-        return []
-    before = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+def _history(before: dict[str, Any]) -> list[dict[str, Any]]:
+    """One line for each run that the log has so far, newest first."""
     last = {key: before[key] for key in _SUMMARY if key in before}
     return [last, *before.get("history", [])][:_HISTORY]
 
@@ -108,6 +113,7 @@ def main(arguments: list[str]) -> int:
     """Write the log, and print a line that sums it up."""
     parser = argparse.ArgumentParser(description="turn JUnit files of a full suite into the log that is kept")
     parser.add_argument("--expected", type=Path, help="what pytest --collect-only printed for the suite")
+    parser.add_argument("--continue", action="store_true", dest="continues", help="complete the run that the log has")
     parser.add_argument("--note", action="append", default=[], help="what a reader has to know; may be given several times")
     parser.add_argument("suite", help="vllm-full for make test-vllm-full")
     parser.add_argument("junit", type=Path, nargs="+")
@@ -115,8 +121,11 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     lines = given.expected.read_text().splitlines() if given.expected else []
     junits = [path.read_text() for path in given.junit]
-    content = log_of(given.suite, junits, [line for line in lines if "::" in line], given.note)
-    content["history"] = _history(given.log)
+    # A log that cannot be read is an error, not an empty past.
+    before = msgspec.json.decode(given.log.read_bytes(), type=dict[str, Any]) if given.log.exists() else None
+    expected = [line for line in lines if "::" in line]
+    content = log_of(given.suite, junits, expected, given.note, before if given.continues else None)
+    content["history"] = [] if before is None else before["history"] if given.continues else _history(before)
     given.log.parent.mkdir(parents=True, exist_ok=True)
     given.log.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     counts = ", ".join(f"{count} {name}" for name, count in content["counts"].items() if count)

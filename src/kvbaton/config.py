@@ -34,6 +34,7 @@ __all__ = [
     "Limits",
     "OnFailure",
     "Trust",
+    "carries_token",
     "http_token",
     "is_loopback",
     "parse_limits",
@@ -213,6 +214,12 @@ class Trust:
 def http_token(key: bytes) -> str:
     """The token of a cluster key for HTTP. It is derived, so that a captured header does not reveal the key itself."""
     return hmac.new(key, b"kvbaton http", hashlib.sha256).hexdigest()
+
+
+def carries_token(token: str, header: str, authorization: str) -> bool:
+    """Whether the values of these two headers (HTTP_KEY_HEADER, Authorization) hold the token of a cluster key."""
+    sent = (header, authorization.removeprefix("Bearer "))
+    return any(hmac.compare_digest(each.encode("utf-8", "surrogateescape"), token.encode()) for each in sent)
 
 
 def _resolve(name: str) -> set[str]:

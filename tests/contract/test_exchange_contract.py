@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import secrets
 import signal
@@ -134,15 +136,15 @@ def test_reads_arrive_and_nothing_else_changes(pair: _Pair, size: int, count: in
     assert (pair.memory == expected).all()
 
 
-def test_a_control_that_stores_nothing_is_noticed(kind: str, peer: ExchangePeer) -> None:
-    from kvbaton.transport.exchange.service import ExchangePaths
-
-    exchange = MemoryExchange("control", TransportSettings(), ExchangePaths.named(kind), drops_stores=True)
-    pair = _Pair(exchange, peer, 1 << 16)
-    peer.ask("fill", slot=pair.remote.slot, value=7)
-    assert pair.move(_READ, _runs((0, 0, 1 << 16))) == ""
-    assert (pair.memory == _random(1 << 16)).all()
-    exchange.close()
+def test_a_control_that_stores_nothing_is_noticed(open_exchange: Callable[..., MemoryExchange], peer: ExchangePeer) -> None:
+    exchange = open_exchange()
+    dropped, kept = (_Pair(exchange, peer, 1 << 16) for _ in range(2))
+    exchange.drop_stores(dropped.own)
+    for pair in (dropped, kept):
+        peer.ask("fill", slot=pair.remote.slot, value=7)
+        assert pair.move(_READ, _runs((0, 0, 1 << 16))) == ""
+    assert (dropped.memory == _random(1 << 16)).all()
+    assert (kept.memory == 7).all()
 
 
 def test_transfers_beyond_the_limits_of_one_call_arrive(
@@ -209,6 +211,20 @@ def test_own_memory_that_is_not_registered_is_refused(pair: _Pair) -> None:
 def test_what_is_no_memory_is_not_registered(open_exchange: Callable[..., MemoryExchange], address: int, size: int) -> None:
     with pytest.raises(ConfigError, match="cannot be registered"):
         open_exchange().register(address, size)
+
+
+def test_memory_that_the_processor_cannot_read_is_refused(open_exchange: Callable[..., MemoryExchange]) -> None:
+    """A driver reserves the addresses of a device's memory like this."""
+    exchange, page = open_exchange(), mmap.PAGESIZE
+    reserved = mmap.mmap(-1, 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    exchange.withdraw(exchange.register(address, 2 * page))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 0) == 0
+    for start, size in ((address + page, page), (address, 2 * page)):
+        with pytest.raises(ConfigError, match="memory of a device"):
+            exchange.register(start, size)
+    assert exchange.stats()["memories"] == 0
+    exchange.withdraw(exchange.register(address, page))
 
 
 class _ForgetfulTable(MemoryTable):

@@ -75,10 +75,12 @@ def test_an_address_that_a_client_names_is_not_dialled(stand: Stand) -> None:
     assert Client(decode).complete().status == 200
 
 
-def test_up_gives_its_instances_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
+def test_up_gives_its_router_and_instances_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
     with Up("--model", "tiny", temporary=tmp_path) as up:
         assert up.client.complete().document["kvbaton"]["handed_off"] is True
-        keys = {_environment(up.child(role)).get("KVBATON_CLUSTER_KEY", "") for role in ("prefill", "decode")}
+        (router,) = [pid for pid in up.children() if " router --host " in command_line(pid)]
+        parts = (up.child("prefill"), up.child("decode"), router)
+        keys = {_environment(pid).get("KVBATON_CLUSTER_KEY", "") for pid in parts}
         (key,) = keys
         assert len(key) >= 32
         assert not [pid for pid in (*up.children(), up.process.pid) if key in command_line(pid)]

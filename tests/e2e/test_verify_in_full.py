@@ -24,7 +24,7 @@ def _verify(requests: int, *arguments: str) -> tuple[int, dict[str, Any]]:
     return run.returncode, document
 
 
-@pytest.mark.sampled(2, by="file")
+@pytest.mark.sampled(2, group="verify in full")
 def test_every_answer_is_the_same() -> None:
     code, document = _verify(24)
     assert (code, document["problems"]) == (0, [])
@@ -34,7 +34,7 @@ def test_every_answer_is_the_same() -> None:
     assert any(row["cached_tokens"] > 0 for row in document["rows"])
 
 
-@pytest.mark.sampled(2, by="file")
+@pytest.mark.sampled(2, group="verify in full")
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_every_answer_is_the_same_in_each_mode_over_each_transport(mode: str, transport: str) -> None:
@@ -46,7 +46,7 @@ def test_every_answer_is_the_same_in_each_mode_over_each_transport(mode: str, tr
     assert max(row["prompt_tokens"] for row in document["rows"]) > 500
 
 
-@pytest.mark.sampled(2, by="file")
+@pytest.mark.sampled(2, group="verify in full")
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_the_control_that_moves_nothing_is_detected(mode: str, transport: str) -> None:
@@ -56,7 +56,7 @@ def test_the_control_that_moves_nothing_is_detected(mode: str, transport: str) -
     assert (document["handed_off"], document["recomputed"], document["failed"]) == (8, 0, 0)
 
 
-@pytest.mark.sampled(2, by="file")
+@pytest.mark.sampled(2, group="verify in full")
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_with_checksums_the_control_fails_and_a_good_run_does_not(mode: str) -> None:
     short = ("--mode", mode, "--longest-prompt", "300", "--integrity", "full")
@@ -67,7 +67,7 @@ def test_with_checksums_the_control_fails_and_a_good_run_does_not(mode: str) -> 
     assert (document["failed"], document["different"], document["handed_off"]) == (6, 0, 0)
 
 
-@pytest.mark.sampled(2, by="file")
+@pytest.mark.sampled(2, group="verify in full")
 def test_several_instances_on_each_side() -> None:
     code, document = _verify(24, "--prefill", "2", "--decode", "2", "--longest-prompt", "300")
     assert (code, document["problems"]) == (0, [])

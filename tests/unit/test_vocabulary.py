@@ -13,7 +13,7 @@ _SOURCE = Path(__file__).parents[2] / "src" / "kvbaton"
 _PACKAGES = sorted(path.name for path in _SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__")
 _FORBIDDEN = re.compile(
     r"\b(nobody|somebody|everybody|whoever|whomever|mend(s|ed|ing)?|hears?|heard|unheard|tells?|told|telling|farewells?"
-    r"|lets? go|let_go|comes? for|last words|patience|wish(es)?)\b",
+    r"|lets? go|let_go|comes? for|last words|patience|wish(es)?|says|said|speaks?|talks?)\b",
     re.IGNORECASE,
 )
 
@@ -31,6 +31,17 @@ def test_source_uses_the_terms_of_the_field(package: str) -> None:
         for path in sorted(paths)
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for match in _FORBIDDEN.finditer(_words(line))
+    ]
+    assert not found, "\n".join([f"{len(found)} places", *found])
+
+
+def test_documents_use_the_terms_of_the_field() -> None:
+    root = _SOURCE.parents[1]
+    found = [
+        f"{path.relative_to(root)}:{number}: {match.group(0)}"
+        for path in sorted([*(root / "docs").glob("*.md"), *root.glob("*.md")])
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in _FORBIDDEN.finditer(line)
     ]
     assert not found, "\n".join([f"{len(found)} places", *found])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection
 from typing import assert_never
 
@@ -52,6 +52,7 @@ from kvbaton.core.messages import (
 )
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import Incompatible, TransportError
+from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["Coordinator", "Peers"]
 
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 _GONE_CHECK_S = 1.0
 _MIN_BEAT_S = 0.05
 _BEAT_ENTRIES = 1024
+_MAX_REFUSED = 1024
 
 
 class Peers:
@@ -137,9 +139,12 @@ class Coordinator:
         self.card = card
         self._limits = limits
         self._clock = clock
+        self._refusals = LogLimit(every_s=1.0)
         self._control = control
         self._ranks = ranks
         self._peers = Peers()
+        self._refused_peers: BoundedMap[Incarnation, None] = BoundedMap(_MAX_REFUSED)
+        """Peers whose card does not fit ours. Nothing is taken from them but that they decline a hand-off."""
         self._beaten_at = clock()
         self.stepped_at = clock()
         """When the engine took its last step. Set by the driver, on the engine's thread."""
@@ -222,9 +227,13 @@ class Coordinator:
         elif isinstance(message, Hello):
             self._on_hello(sender, message, via)
         elif isinstance(message, Refused) and message.key is None:
-            self._on_refused_by_peer(message, via)
+            self._on_refused_by_peer(sender, message, via)
         elif self._peers.card(sender) is None:
             # We have forgotten the sender, or never knew it. It resends what it waits for when it gets this question.
+            if isinstance(message, Stop) and not message.grant and sender in self._refused_peers:
+                # A target that was refused here declines what it was sent for: the request must not wait for it any longer.
+                self.source.on_stop(sender, message)
+                return
             self.dropped_total["from an unknown peer"] += 1
             self._control.send(sender, Hello(self.card, wants_answer=True))
         elif isinstance(message, Refused):
@@ -269,6 +278,18 @@ class Coordinator:
                 assert_never(message)
 
     # Reports of the ranks.
+
+    def take_report(self, reports: deque[RankReport]) -> None:
+        """Take the first report of a queue; with the first span of a copy, all spans of it that were reported right after."""
+        report = reports.popleft()
+        if not isinstance(report, SpanMoved) or self.source.owns_copy(report.copy):
+            self.on_rank(report)
+            return
+        moved = [report]
+        while reports and isinstance(following := reports[0], SpanMoved) and _is_of_same_copy(report, following):
+            reports.popleft()
+            moved.append(following)
+        self.target.on_moved(moved)
 
     def on_rank(self, report: RankReport) -> None:
         """A rank of ours reports. A fence counts when every rank has it: until then one of them may still be written to."""
@@ -367,12 +388,13 @@ class Coordinator:
         try:
             self._admit(hello.card, via)
         except (Incompatible, TransportError) as error:
-            log.error("peer %s refused: %s", hello.card.incarnation, error)
+            self._log_refusal(f"peer {hello.card.incarnation} refused: {error}")
             self.dropped_total["incompatible"] += 1
+            self._refused_peers[sender] = None
             if hello.wants_answer:
                 self._control.send(hello.card.incarnation, Refused(str(error)[:2000]))
             if via is not None:
-                self.target.on_refused_peer(via, str(error))
+                self.target.on_refused_peer(via, str(error), sender)
             return
         if hello.wants_answer:
             # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
@@ -400,13 +422,23 @@ class Coordinator:
         if replaced is not None:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")
 
-    def _on_refused_by_peer(self, message: Refused, via: ControlAddress | None) -> None:
-        log.error("refused by the peer at %s: %s", via, message.reason)
+    def _on_refused_by_peer(self, sender: Incarnation, message: Refused, via: ControlAddress | None) -> None:
+        self._log_refusal(f"refused by the peer at {via}: {message.reason}")
         if via is not None:
-            self.target.on_refused_peer(via, f"refused by the source: {message.reason}")
+            self.target.on_refused_peer(via, f"refused by the source: {message.reason}", sender)
+
+    def _log_refusal(self, text: str) -> None:
+        """Peers repeat what was refused, and choose the text: one line a second, without control characters."""
+        held_back = self._refusals.allow("refused", self._clock())
+        if held_back is not None:
+            log.error("%s%s", shown(text, 2000), f" ({held_back} similar lines held back)" if held_back else "")
 
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
         self._peer_fences.pop(incarnation, None)
         self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)
+
+
+def _is_of_same_copy(one: SpanMoved, other: SpanMoved) -> bool:
+    return one.rank == other.rank and (one.copy is other.copy or one.copy == other.copy)

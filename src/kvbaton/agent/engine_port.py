@@ -123,7 +123,11 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What was announced before a `retract` is void and nothing reads it any more: its blocks may go back to the pool."""
+    """What was announced before a `retract` is void, and no copy of ours uses it: its blocks may go back to the pool.
+
+    The target may still read them; what it reads is never confirmed. A hand-off that ends first gets `SourceEnded` instead.
+    Spans of the new generation may be reported only after this, numbered from 0.
+    """
 
     key: HandoffKey
 

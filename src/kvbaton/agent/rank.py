@@ -8,9 +8,8 @@ away.
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -44,7 +43,7 @@ from kvbaton.agent.rank_orders import (
 )
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
-from kvbaton.core.checks import LegPart, Pieces, plan_pieces
+from kvbaton.core.checks import LegPart, PiecePlanner, Pieces
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
@@ -54,6 +53,7 @@ from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
+from kvbaton.transport.runs import RegionSummer, load_loops
 
 __all__ = ["NO_CONTROLS", "Backlog", "Part", "RankAgent", "RankControls", "RegionMemory", "Summer"]
 
@@ -150,13 +150,10 @@ class RegionMemory:
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
+        self._summer = RegionSummer(view, load_loops())
 
     def sum(self, pieces: Pieces, value: int) -> int:
-        """Continue the CRC-32 `value` over these pieces, in order."""
-        view = self._view
-        for offset, size in pieces.tolist():
-            value = zlib.crc32(view[offset : offset + size], value)
-        return value
+        return self._summer.sum(pieces, value)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         return bytes(self._view[offset : offset + size_bytes])
@@ -181,7 +178,7 @@ class Summer:
 
     def __init__(self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[SpanSummed], None]) -> None:
         self._rank = rank
-        self._layout = layout
+        self._whole = PiecePlanner(layout)
         self._memory = memory
         self._report = report
         self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob]] = OrderedDict()
@@ -191,15 +188,15 @@ class Summer:
         """Whether `work` has something to do."""
         return bool(self._jobs)
 
-    def add(self, order: SumSpans, parts: Mapping[int, LegPart] | None = None) -> None:
-        """Put spans on the list, leg by leg of `parts`, or as one; what cannot be summed is reported at once."""
+    def add(self, order: SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
+        """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
         jobs = deque[_SumJob]()
-        of: Mapping[int, LegPart | None] = {self._rank: None} if parts is None else parts
+        of = {self._rank: self._whole} if legs is None else legs
         for span in order.spans:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                pieces = deque((number, self._pieces(order, span, part)) for number, part in of.items())
+                pieces = deque((number, _plan_sum(planner, order, span)) for number, planner in of.items())
             except KVBatonError as error:
                 self.refuse(order, span, str(error))
             else:
@@ -210,18 +207,6 @@ class Summer:
     def refuse(self, order: SumSpans, span: Span, reason: str) -> None:
         """Report that a span is not summed, and why."""
         self._report(SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
-
-    def _pieces(self, order: SumSpans, span: Span, part: LegPart | None) -> Pieces:
-        return plan_pieces(
-            self._layout,
-            order.blocks,
-            order.copy.key,
-            span,
-            order.cached_tokens,
-            order.integrity,
-            order.total_tokens,
-            part,
-        )
 
     def drop(self, side: Side, key: HandoffKey) -> None:
         """Forget the sums of one side of a hand-off."""
@@ -271,6 +256,11 @@ class Summer:
         return summed
 
 
+def _plan_sum(planner: PiecePlanner, order: SumSpans, span: Span) -> Pieces:
+    key, cached_tokens = order.copy.key, order.cached_tokens
+    return planner.plan(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """What this rank exchanges with one rank of a peer, in the leg of this number."""
@@ -278,7 +268,7 @@ class Route:
     leg: int
     peer: PeerRank
     pair: Pair
-    part: LegPart
+    sums: PiecePlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +293,7 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, 
     peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
 
     def route(leg: Leg, other: int, pair: Pair) -> Route:
-        return Route(leg.number, peers[other], pair, LegPart(leg.share, theirs[other]))
+        return Route(leg.number, peers[other], pair, PiecePlanner(own, LegPart(leg.share, theirs[other])))
 
     reads = tuple(
         route(leg, leg.source, pair_layouts(theirs[leg.source], own, keep(leg.share) if keep else leg.share))
@@ -518,7 +508,7 @@ class RankAgent:
         routes = None if order.peer is None else self._routes.get(order.peer)
         if routes is not None:
             own = routes.writes if order.side is Side.SOURCE else routes.reads
-            self._summer.add(order, {route.leg: route.part for route in own})
+            self._summer.add(order, {route.leg: route.sums for route in own})
         elif order.peer is None:
             self._summer.add(order)
         else:
@@ -660,7 +650,7 @@ class RankAgent:
         if known is None:
             raise TransportError(self._unreachable.get(order.peer, f"{order.peer} is not connected"))
         routes = known.reads if order.executor is Executor.TARGET_READS else known.writes
-        first, end = max(spans[0].first_token, order.cached_tokens), spans[0].end_token
+        first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
         if copy.plan_of != (source_blocks, first, end):
             copy.plans = tuple(
                 plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
@@ -722,15 +712,41 @@ class RankAgent:
                 assert_never(effect)
 
     def _report_moved(self, copy_id: CopyId, moving: _Moving) -> None:
-        """Report each span; the bytes of spans that were moved as one are shared out evenly."""
-        count = len(moving.spans)
-        for index, span in enumerate(moving.spans):
-            planned, moved = (total * (index + 1) // count - total * index // count for total in (moving.planned, moving.moved))
-            self._report(SpanMoved(copy_id, self.rank, span.number, planned, moved))
+        """Report each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
+        planned, moved, done = moving.planned, moving.moved, 0
+        parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in moving.spans]
+        count = sum(parts) or 1
+        for span, part in zip(moving.spans, parts, strict=True):
+            end = done + part
+            of_planned, of_moved = (total * end // count - total * done // count for total in (planned, moved))
+            self._report(SpanMoved(copy_id, self.rank, span.number, of_planned, of_moved))
+            done = end
 
 
 def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
-    """Spans in parts that follow each other in layers and have the same tokens."""
+    """Spans in parts that are planned and moved as one: all tokens from the first span's to the last one's, in all layers from
+    the first span's to the last one's.
+
+    A part is layers of the same tokens that follow each other, or chunks of the same layers, each in such a row, that do.
+    """
+    part: tuple[Span, ...] = ()
+    for row in _rows(spans):
+        if part and (part[0].first_layer, part[-1].end_layer, part[-1].end_token) == (
+            row[0].first_layer,
+            row[-1].end_layer,
+            row[0].first_token,
+        ):
+            part += row
+        else:
+            if part:
+                yield part
+            part = row
+    if part:
+        yield part
+
+
+def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
+    """Spans in rows that follow each other in layers and have the same tokens."""
     first = 0
     for index, span in enumerate(spans, 1):
         after = spans[index] if index < len(spans) else None
@@ -740,7 +756,9 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             first = index
 
 
-def _batches(runs: Runs) -> Iterator[Runs]:
+def _batches(runs: Runs) -> Iterable[Runs]:
+    if int(runs[:, 2].sum()) <= _BATCH_BYTES:
+        return (runs,) if len(runs) else ()
     ends = np.cumsum(runs[:, 2])
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
     return (part for part in np.split(runs, cuts) if len(part))

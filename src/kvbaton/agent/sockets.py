@@ -4,7 +4,7 @@ Answers travel back over the connection on which the question arrived, so a sour
 belongs to the driver's thread. Sends never wait: what does not fit into a queue is dropped and counted; the logic asks again.
 
 With a cluster key, a connection is used only after both ends have proved that they have it (`wire/door.py`). The first message
-binds an incarnation to the connection: another one on the same connection is refused, so that a peer speaks for itself alone.
+binds an incarnation to the connection: another one on the same connection is refused, so a peer sends in its own name only.
 A peer is answered over the connection on which its last message arrived. With a key no recorded message opens, so that nothing
 but the peer itself moves that; without one, nothing shows who a sender is.
 

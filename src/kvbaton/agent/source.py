@@ -9,8 +9,9 @@ of the row in order; `_settle` then raises the events that follow from counts. T
 numbers and quarantine are explained from the other end in agent/target.py. What this side adds:
 
 **Order of arrival.** Engine and target learn of a request independently, so the grant may come before the engine's own call
-(PARKED), after it (QUEUED, then STREAMING), or after the whole prefill (HELD, then SERVING). A hand-off belongs to the first
-target that shows up for it with the same prompt; a transfer id alone proves nothing, because clients choose it.
+(PARKED), after it (QUEUED, then STREAMING), or after the whole prefill (HELD, then SERVING). A hand-off belongs to the target
+of the first grant for the same prompt; until then a heartbeat reserves it, but a transfer id alone proves nothing, because
+clients choose it.
 
 A grant that is PARKED gets no heartbeats: its request may never come. Except while the engine is busy with the step in which
 the grant came (`busy_since`): it takes requests between steps only, and on a loaded machine one step can take longer than a
@@ -108,6 +109,7 @@ from kvbaton.core.messages import (
     Stopped,
 )
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
+from kvbaton.wire.log_limit import shown
 
 __all__ = ["SourceRecord", "SourceSide"]
 
@@ -425,7 +427,7 @@ class SourceSide:
             self._ranks.send(rank, CloseCopy(copy))
         self._note(record, Stage.ENDED, outcome=outcome)
         if outcome is not Outcome.DELIVERED:
-            log.warning("hand-off %s: source %s: %s", record.key, outcome, record.reason or "no reason given")
+            log.warning("hand-off %s: source %s: %s", record.key, outcome, shown(record.reason) or "no reason given")
         if record.is_expected:
             self._engine(SourceEnded(record.key, outcome, record.reason))
 
@@ -522,7 +524,8 @@ class SourceSide:
             if record.grant is None and record.target == sender:
                 # A heartbeat had claimed it for this target, by the transfer id alone. Its real target is another one.
                 record.target = None
-        elif record.grant is None and record.target in (None, sender):
+        elif record.grant is None:
+            # Also when the heartbeat of another target had claimed it: that one showed a transfer id, this one has the prompt.
             record.target, record.grant = sender, grant
             self.step(record, SourceEvent.GRANTED)
             self._settle(record)
@@ -705,6 +708,10 @@ class SourceSide:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
+    def ends(self) -> list[tuple[Incarnation | None, HandoffKey, int]]:
+        """Target, key and grant of the hand-offs that have ended and are remembered, the latest last."""
+        return list(self._ended)
+
     def peers(self) -> set[Incarnation]:
         """Targets that have something of ours."""
         return {record.target for record in self.live.values() if record.target is not None}
@@ -780,8 +787,9 @@ class SourceSide:
             self._control.send(record.target, message)
 
     def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
-        text = record.reason if outcome is not None else ""
-        self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
+        if self._observe is not no_observer:
+            text = record.reason if outcome is not None else ""
+            self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
         # One counter for all hand-offs, so that a key which is used again never sees a generation of its earlier life.

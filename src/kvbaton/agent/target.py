@@ -83,7 +83,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -154,6 +154,7 @@ from kvbaton.core.messages import (
 )
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.errors import ProtocolError
+from kvbaton.wire.log_limit import shown
 
 __all__ = ["TargetRecord", "TargetSide"]
 
@@ -225,6 +226,8 @@ class TargetRecord:
     spans: dict[int, Span] = field(default_factory=dict)
     """Everything that was announced of this generation, by number."""
     unmoved: dict[int, Span] = field(default_factory=dict)
+    just_moved: list[int] = field(default_factory=list)
+    """Numbers of spans that were counted as moved, and of which nothing followed yet."""
     moved: dict[int, set[int]] = field(default_factory=dict)
     """Numbers of the spans that are in, by rank."""
     span_count: int | None = None
@@ -476,6 +479,7 @@ class TargetSide:
         record.spans.clear()
         record.source_blocks = ()
         record.unmoved.clear()
+        record.just_moved.clear()
         record.moved.clear()
         record.on_wire = 0
         record.span_count = None
@@ -542,7 +546,7 @@ class TargetSide:
             # The source was never granted anything, so no Stop was sent; it may be computing for this request all the same.
             self.decline_notices.send(record.request, outcome, record.reason, record.source)
         self._note(record, Stage.ENDED, outcome=outcome)
-        log.warning("hand-off %s: target %s: %s", record.key, outcome, record.reason)
+        log.warning("hand-off %s: target %s: %s", record.key, outcome, shown(record.reason))
         self._engine(TargetEnded(record.key, outcome, record.reason))
 
     # Calls of the engine.
@@ -612,13 +616,20 @@ class TargetSide:
             self._ask_again(record, self._clock())
         self.decline_notices.resend_to(source)
 
-    def on_refused_peer(self, address: ControlAddress, reason: str) -> None:
-        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason."""
+    def on_refused_peer(self, address: ControlAddress, reason: str, source: Incarnation | None = None) -> None:
+        """The peer at `address` refused us, or we refused it: every hand-off that waited for it fails with the reason.
+
+        A `source` that has shown who it is gets one decline of each: its engine may have the request too, and would wait for us
+        until `queue_timeout`. None is repeated, because a refused peer owes no answer.
+        """
         self._dialled_at.pop(address, None)
         self.decline_notices.on_refused_peer(address)
         for record in self._waiting_for(address):
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+            if source is not None:
+                prompt = record.request.prompt
+                self._control.send(source, Stop(record.key, 0, outcome=Outcome.FAILED, reason=record.reason, prompt=prompt))
 
     def on_peer_gone(self, source: Incarnation, reason: str) -> None:
         """A source is provably gone: it will not write any more, and what it should have sent fails."""
@@ -694,7 +705,8 @@ class TargetSide:
                 record.held_s, record.prefilled_at = prefilled.held_s, self._clock()
                 record.span_count = prefilled.span_count
                 self._note(record, Stage.PREFILLED)
-            self._progress(record)
+                # Only the first one is progress: the source repeats it, and a repetition must not renew a deadline.
+                self._progress(record)
             self._refuse_surplus(record)
             self._settle(record)
 
@@ -798,6 +810,18 @@ class TargetSide:
 
     # Reports of the ranks.
 
+    def on_moved(self, reports: Sequence[SpanMoved]) -> None:
+        """A rank reports spans of one copy. What follows from the counts is done once: a chunk may have a hundred layers."""
+        copy, rank = reports[0].copy, reports[0].rank
+        record = self.live.get(copy.key)
+        if record is None or record.open_copies.get(rank) != copy:
+            self.late_total["copy"] += len(reports)
+            return
+        for report in reports:
+            self.count_moved(record, report)
+        self._follow_moved(record, rank)
+        self._settle(record)
+
     def on_copy(self, report: CopyReport) -> None:
         """A rank reports about its part of a copy; the hand-off is decided by all ranks together."""
         record = self.live.get(report.copy.key)
@@ -807,12 +831,20 @@ class TargetSide:
         match report:
             case SpanMoved():
                 self.count_moved(record, report)
+                self._follow_moved(record, report.rank)
             case CopyStopped():
                 del record.open_copies[report.rank]
             case CopyFailed():
                 del record.open_copies[report.rank]
                 self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
+
+    def _follow_moved(self, record: TargetRecord, rank: int) -> None:
+        """Spans have arrived on a rank: that is progress, and they are summed there, if sums are compared."""
+        if record.just_moved:
+            self.sum_moved(record, rank, record.just_moved)
+            record.just_moved.clear()
+            self._progress(record)
 
     def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         """One span of one rank is in; a span counts once, and only in the generation that it was read in."""
@@ -825,10 +857,10 @@ class TargetSide:
             record.bytes_moved += report.bytes_moved
             now = self._clock()
             self._count_wire(record, now)
-            span, moved_bytes = record.spans.get(report.span), report.bytes_moved
-            self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
-            self.sum_moved(record, report.rank, report.span)
-            self._progress(record)
+            record.just_moved.append(report.span)
+            if self._observe is not no_observer:
+                span, moved_bytes = record.spans.get(report.span), report.bytes_moved
+                self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
 
     def _count_wire(self, record: TargetRecord, now: float) -> None:
         """One span less is being moved; with the last of them, a time on the wire is over."""
@@ -897,14 +929,11 @@ class TargetSide:
 
     def _watch(self, record: TargetRecord) -> None:
         """Set the alarm for the next thing that time will do to this hand-off."""
-        if self.live.get(record.key) is not record:
+        key = record.key
+        if self.live.get(key) is not record:
             return
-        if record.state in _CLOSING:
-            self._timers.set(record.key, record.stop_until)
-        if self._asks_again(record):
-            self._timers.set(record.key, record.retry.at)
-        if self._has_deadline(record):
-            self._timers.set(record.key, self._deadline(record))
+        when = self._deadline(record) if self._has_deadline(record) else record.stop_until
+        self._timers.set(key, min(when, record.retry.at) if self._asks_again(record) else when)
 
     def _has_deadline(self, record: TargetRecord) -> bool:
         """Whether time ends it. In quarantine time leads to stronger means only (`stop_until`)."""
@@ -1012,12 +1041,11 @@ class TargetSide:
 
     # Checksums.
 
-    def sum_moved(self, record: TargetRecord, rank: int, number: int) -> None:
-        """A span has arrived on a rank: have it summed there, if sums are compared."""
-        span = record.spans.get(number)
-        if self.compares_sums and span is not None:
-            record.summing.add(number)
-            self._sum_spans(record, (rank,), (span,))
+    def sum_moved(self, record: TargetRecord, rank: int, numbers: Sequence[int]) -> None:
+        """Spans have arrived on a rank: have them summed there, if sums are compared."""
+        if self.compares_sums and (spans := tuple(record.spans[number] for number in numbers if number in record.spans)):
+            record.summing.update(span.number for span in spans)
+            self._sum_spans(record, (rank,), spans)
 
     def sum_written(self, record: TargetRecord) -> None:
         """Once a source that writes has confirmed it, have every rank sum what lies in our blocks, if sums are compared.
@@ -1124,8 +1152,9 @@ class TargetSide:
             self._control.send(record.source, message)
 
     def _note(self, record: TargetRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
-        text = record.reason if outcome is not None else ""
-        self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
+        if self._observe is not no_observer:
+            text = record.reason if outcome is not None else ""
+            self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _dial(self, address: ControlAddress) -> None:
         """Ask for the card of the peer at a source's address; one question does for all hand-offs that wait for the answer."""

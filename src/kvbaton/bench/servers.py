@@ -22,7 +22,7 @@ import numpy as np
 from kvbaton.bench.asking import Alone, AskedPrompt, Asking, AtOnce, InOneRoom, OneAfterTheOther
 from kvbaton.bench.processes import Processes, available_memory_bytes, guarded
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware, ratio
-from kvbaton.config import HandoffSettings
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import AddressProof
 from kvbaton.core.handoff import Mode, Outcome
@@ -62,12 +62,13 @@ class _Variant:
     processes: Processes
     reports: tuple[str, str] | None = None
     """Where source and target report their hand-offs, if they do."""
+    token: str = ""
 
-    def story(self, transfer_id: str) -> HandoffReport | None:
+    def fetch_report(self, transfer_id: str) -> HandoffReport | None:
         """Where the time of one hand-off went; None for a variant that does not report. Raises PeerError when it should."""
         if self.reports is None:
             return None
-        source, target = (SideAnswer(address, _record(address, transfer_id)) for address in self.reports)
+        source, target = (SideAnswer(address, _record(address, transfer_id, self.token)) for address in self.reports)
         return build_report(transfer_id, source, target).handoffs[0]
 
 
@@ -106,9 +107,10 @@ class _Variants:
                 address = {"remote_host": source.host, "remote_port": source.handshake}
                 asking = AtOnce(prefill.base_url, decode.base_url, address, proof)
         reports = (prefill.handoffs_address, decode.handoffs_address)
-        return self._start(name, parts, asking, reports if all(reports) else None)
+        token = http_token(options.cluster_key.encode())
+        return replace(self._start(name, parts, asking), reports=reports if all(reports) else None, token=token)
 
-    def _start(self, name: str, parts: list[FleetPart], asking: Asking, reports: tuple[str, str] | None = None) -> _Variant:
+    def _start(self, name: str, parts: list[FleetPart], asking: Asking) -> _Variant:
         self._progress(f"starting {name}: {len(parts)} server{'s' if len(parts) > 1 else ''}; {self._engine.start_notice}")
         fleet = self._kept.enter_context(Fleet())
         for part in parts:
@@ -119,12 +121,13 @@ class _Variants:
         processes = Processes(leaders)
         self._kept.callback(processes.resume)
         processes.pause()
-        return _Variant(name, len(parts), asking, processes, reports)
+        return _Variant(name, len(parts), asking, processes)
 
 
-def _record(address: str, transfer_id: str) -> InstanceRecord:
+def _record(address: str, transfer_id: str, token: str) -> InstanceRecord:
+    request = urllib.request.Request(f"http://{address}/handoffs/{transfer_id}", headers={HTTP_KEY_HEADER: token})
     try:
-        with urllib.request.urlopen(f"http://{address}/handoffs/{transfer_id}", timeout=_ASK_S) as answer:
+        with urllib.request.urlopen(request, timeout=_ASK_S) as answer:  # noqa: S310 - our own server, over http
             return msgspec.json.decode(answer.read(), type=InstanceRecord)
     except (OSError, KVBatonError) as error:
         raise PeerLost(f"{address} does not report {transfer_id}: {error}") from error
@@ -307,20 +310,20 @@ class _Measurement:
             name_of("cpu", variant.name, length): [used],
         }
         try:
-            story = await asyncio.to_thread(variant.story, answered.transfer_id)
+            report = await asyncio.to_thread(variant.fetch_report, answered.transfer_id)
         except PeerError as error:
             self._problems.append(f"{variant.name}, {length} tokens: {error}")
             return taken
-        return taken if story is None else taken | self._stages(variant, length, story)
+        return taken if report is None else taken | self._stages(variant, length, report)
 
-    def _stages(self, variant: _Variant, length: int, story: HandoffReport) -> Round:
-        end = next(end for end in story.ends if end.side is Side.TARGET)
-        if end.outcome is not Outcome.DELIVERED or story.exposed_s is None:
-            self._problems.append(f"{variant.name}, {length} tokens: not handed over ({story.sentence})")
+    def _stages(self, variant: _Variant, length: int, report: HandoffReport) -> Round:
+        end = next(end for end in report.ends if end.side is Side.TARGET)
+        if end.outcome is not Outcome.DELIVERED or report.exposed_s is None:
+            self._problems.append(f"{variant.name}, {length} tokens: not handed over ({report.sentence})")
             return {}
-        taken = {name_of(f"stage {wait.phase}", variant.name, length): [wait.seconds] for wait in story.waits}
-        taken[name_of("exposed", variant.name, length)] = [story.exposed_s]
-        taken[name_of("hidden wire", variant.name, length)] = [story.hidden_s]
+        taken = {name_of(f"stage {wait.phase}", variant.name, length): [wait.seconds] for wait in report.waits}
+        taken[name_of("exposed", variant.name, length)] = [report.exposed_s]
+        taken[name_of("hidden wire", variant.name, length)] = [report.hidden_s]
         return taken
 
     def _different(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +33,7 @@ def sim(
     replay: Annotated[bool, Parameter(negative=())] = False,
     script: str | None = None,
     exhaustive: Annotated[bool, Parameter(negative=())] = False,
+    exchange: Annotated[bool, Parameter(negative=())] = False,
     plant: str | None = None,
     list_plants: Annotated[bool, Parameter(negative=())] = False,
     json: JsonOption = False,
@@ -55,18 +56,26 @@ def sim(
         run exactly this script, as printed with a violation.
     exhaustive
         instead of random runs, every single fault at every stage of every flow.
+    exchange
+        instead of hand-offs, simulate the exchange under the drop-in for MoRI: writes, notices, memories that are withdrawn.
     plant
-        arm one known mistake; it must be found.
+        arm one known mistake; it must be found. One of the exchange implies --exchange.
     list_plants
         show the known mistakes.
     """
     from kvbaton.errors import ConfigError
+    from kvbaton.sim.exchange import EXCHANGE_PLANTS
     from kvbaton.sim.plants import PLANTS
 
     if list_plants:
         return _list_plants()
-    if plant is not None and plant not in PLANTS:
-        raise ConfigError(f"unknown plant {plant!r}; known are {', '.join(PLANTS)}")
+    if plant is not None and plant not in {**PLANTS, **EXCHANGE_PLANTS}:
+        raise ConfigError(f"unknown plant {plant!r}; known are {', '.join((*PLANTS, *EXCHANGE_PLANTS))}")
+    exchange = exchange or plant in EXCHANGE_PLANTS
+    if exchange and plant in PLANTS:
+        raise ConfigError(f"--plant {plant} is a mistake of hand-offs; with --exchange use {' or '.join(EXCHANGE_PLANTS)}")
+    if exchange and (replay or script is not None or exhaustive):
+        raise ConfigError("runs of the exchange are named by their seeds alone: leave out --replay, --script and --exhaustive")
     if seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1")
     if exhaustive and (seed is not None or script is not None):
@@ -75,6 +84,9 @@ def sim(
         raise ConfigError("--seed and --script each name one run; give one of them")
     if replay and seed is None and script is None:
         raise ConfigError("--replay shows one run; name it with --seed or --script")
+    if exchange:
+        chosen = (first_seed, seeds) if seed is None else (seed, 1)
+        return _exchange(*chosen, plant, json)
     with _without_logs():
         if seed is not None or script is not None:
             campaign = _one(seed, script, plant, replay and not json)
@@ -110,6 +122,43 @@ def _one(seed: int | None, text: str | None, plant: str | None, replay: bool) ->
     return campaign
 
 
+def _exchange(first: int, seeds: int, plant: str | None, as_json: bool) -> int:
+    from kvbaton.sim.exchange import run_exchange_seeds
+
+    with _without_logs(), _progress("random seeds", seeds) as on_progress:
+        campaign = run_exchange_seeds(first, seeds, plant, on_progress)
+    found = campaign.violations[:_SHOWN]
+    if as_json:
+        settings = {"seeds": seeds, "first_seed": first, "exchange": True}
+        violations = [{"seed": each.seed, "step": each.step, "rule": each.rule} for each in found]
+        counts = dict(sorted(campaign.counts.items()))
+        print_json("sim", not found, settings, seeds=campaign.runs, calls=counts, violations=violations, plant=plant)
+        return _FOUND if found else 0
+    console = Console()
+    calls = ", ".join(f"{count} {outcome}" for outcome, count in sorted(campaign.counts.items()))
+    console.print(f"{campaign.runs} runs of the exchange: {calls or 'none complete'}", highlight=False)
+    planted = "--exchange" if plant is None else f"--plant {plant}"
+    for each in found:
+        console.print(f"[bold red]{each.rule}[/] (seed {each.seed}, step {each.step})", highlight=False)
+        console.print(f"  kvbaton sim {planted} --seed {each.seed}", markup=False, highlight=False)
+    _conclude(console, bool(found), plant)
+    return _FOUND if found else 0
+
+
+def _conclude(console: Console, is_found: bool, plant: str | None) -> None:
+    if not is_found:
+        console.print("[bold green]every rule held[/]" if plant is None else f"[bold red]{plant} was not found[/]")
+
+
+@contextmanager
+def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show how many runs are done, on a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda runs: progress.update(task, completed=runs)
+
+
 def _parse(text: str) -> Script:
     import msgspec
 
@@ -125,13 +174,8 @@ def _parse(text: str) -> Script:
 def _many(seeds: int, first_seed: int, plant: str | None, exhaustive: bool) -> Campaign:
     from kvbaton.sim.campaign import run_exhaustive, run_seeds
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("every single fault" if exhaustive else "random seeds", total=None if exhaustive else seeds)
-
-        def on_progress(runs: int) -> None:
-            progress.update(task, completed=runs)
-
+    what, total = ("every single fault", None) if exhaustive else ("random seeds", seeds)
+    with _progress(what, total) as on_progress:
         if exhaustive:
             return run_exhaustive(plant, on_progress, stop_at_first=plant is not None)
         return run_seeds(first_seed, seeds, plant, on_progress, stop_at_first=plant is not None)
@@ -165,15 +209,17 @@ def _show(campaign: Campaign, settings: dict[str, Any], plant: str | None, as_js
         planted = "" if plant is None else f" --plant {plant}"
         replay = f"  kvbaton sim{planted} --replay --script '{found['script']}'"
         console.print(replay, markup=False, highlight=False, soft_wrap=True)
-    if not campaign.violations:
-        console.print("[bold green]every rule held[/]" if plant is None else f"[bold red]{plant} was not found[/]")
+    _conclude(console, bool(campaign.violations), plant)
 
 
 def _list_plants() -> int:
+    from kvbaton.sim.exchange import EXCHANGE_PLANTS
     from kvbaton.sim.plants import PLANTS
 
     table = Table("plant", "the mistake")
-    for name, plant in PLANTS.items():
-        table.add_row(name, plant.mistake)
+    mistakes = {name: plant.mistake for name, plant in PLANTS.items()}
+    mistakes |= {name: bugs.mistake for name, bugs in EXCHANGE_PLANTS.items()}
+    for name, mistake in mistakes.items():
+        table.add_row(name, mistake)
     Console().print(table)
     return 0

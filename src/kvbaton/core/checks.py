@@ -9,8 +9,10 @@ plane, from the key, the span and the layer; nothing has to be agreed on the wir
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,10 +22,10 @@ import numpy.typing as npt
 from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span
 from kvbaton.core.layout import Group, HeadRange, Layout, Plane
 from kvbaton.core.pair import Share, channel_offsets, common_heads, join_runs, local_head
-from kvbaton.core.segments import Places, block_places, check_list, segments_of, state_block
+from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "Pieces", "SpanSum", "plan_pieces", "sums_problem"]
+__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "PiecePlanner", "Pieces", "SpanSum", "plan_pieces", "sums_problem"]
 
 Pieces = npt.NDArray[np.int64]
 """Shape (n, 2): offset from the start of the region, and bytes; in the order in which they are summed."""
@@ -69,106 +71,205 @@ def plan_pieces(
     total_tokens: int | None = None,
     part: LegPart | None = None,
 ) -> Pieces:
-    """The pieces of this rank's region that are summed for `span`; raises RangeError for what does not exist.
+    """The pieces of this rank's region that are summed for `span`; see `PiecePlanner.plan`."""
+    return PiecePlanner(layout, part).plan(blocks, key, span, cached_tokens, integrity, total_tokens)
 
-    `total_tokens` is the length of the whole sequence, by default the end of the span. With `part`, only that part is summed.
+
+class PiecePlanner:
+    """Plans what one rank sums of a leg, or with no `part`, of all that it holds.
+
+    What depends on the layouts alone is worked out once. What the layers of a chunk have in common, the places of its
+    tokens, is kept from one span to the next: an engine reports a chunk layer by layer.
     """
-    if len(blocks) != len(layout.groups):
-        raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(layout.groups)}")
-    first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
-    requested = range(span.first_layer, span.end_layer)
-    held = sorted(
-        (layer, number, index)
-        for number, group in enumerate(layout.groups)
-        for index, layer in enumerate(group.layers)
-        if layer in requested
-    )
-    if integrity is Integrity.OFF or not held:
-        return np.empty((0, 2), np.int64)
-    parts = [
-        _layer_pieces(
-            _Layer(layout.groups[number], index, *_part_of_layer(layout.groups[number], number, layer, part)),
-            blocks[number],
-            (first, span.end_token, total),
-            f"{key} {span.number} {layer}" if integrity is Integrity.SAMPLED else "",
+
+    def __init__(self, layout: Layout, part: LegPart | None = None) -> None:
+        self._groups = layout.groups
+        self._part = part
+        others = layout.groups if part is None else part.other.groups
+        self._rows = [_RowsOfChunk(group, other) for group, other in zip(layout.groups, others, strict=True)]
+
+    @functools.cached_property
+    def _layers(self) -> list[_Layer]:
+        """Worked out with the first sum: most peers never ask for one."""
+        layers = (
+            _Layer(layer, number, _planes(group, number, index, layer, self._part))
+            for number, group in enumerate(self._groups)
+            for index, layer in enumerate(group.layers)
         )
-        for layer, number, index in held
-    ]
-    return np.concatenate(parts)
+        return sorted(layers, key=lambda each: (each.layer, each.group))
+
+    def plan(
+        self,
+        blocks: BlockLists,
+        key: HandoffKey,
+        span: Span,
+        cached_tokens: int,
+        integrity: Integrity,
+        total_tokens: int | None = None,
+    ) -> Pieces:
+        """The pieces of the region that are summed for `span`; raises RangeError for what does not exist.
+
+        `total_tokens` is the length of the whole sequence, by default the end of the span.
+        """
+        if len(blocks) != len(self._groups):
+            raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(self._groups)}")
+        first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
+        parts: list[Pieces] = []
+        for each in self._layers if integrity is not Integrity.OFF else ():
+            if span.first_layer <= each.layer < span.end_layer and each.planes:
+                rows = self._rows[each.group].of(blocks[each.group], first, span.end_token, total)
+                if rows is not None:
+                    pick = None if integrity is Integrity.FULL else zlib.crc32(f"{key} {span.number} {each.layer}".encode())
+                    parts += rows.pieces(each.planes, pick)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanePart:
+    """One plane of one layer, where there is something to sum: where its layer starts, and (offset, bytes) of one token.
+
+    With `joins_tokens`, the tokens of a page are one piece.
+    """
+
+    offset: int
+    strides: tuple[int, int, int]
+    pieces: Pieces
+    joins_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer by its place in its group, the heads of each plane that are summed, and the group at the other end."""
-
-    group: Group
-    place: int
-    heads: tuple[tuple[HeadRange, ...], ...]
-    other: Group
+    layer: int
+    group: int
+    planes: tuple[_PlanePart, ...]
 
 
-def _part_of_layer(
-    group: Group, number: int, layer: int, part: LegPart | None
-) -> tuple[tuple[tuple[HeadRange, ...], ...], Group]:
-    if part is None:
-        return tuple(tuple(sorted(plane.heads, key=lambda each: each.start)) for plane in group.planes), group
-    return tuple(part.heads(number, plane, layer) for plane in range(len(group.planes))), part.other.groups[number]
+def _planes(group: Group, number: int, index: int, layer: int, part: LegPart | None) -> tuple[_PlanePart, ...]:
+    heads = [plane.heads if part is None else part.heads(number, place, layer) for place, plane in enumerate(group.planes)]
+    return tuple(
+        _plane_part(group, plane, index, each)
+        for plane, each in zip(group.planes, heads, strict=True)
+        if any(some.count for some in each)
+    )
 
 
-def _layer_pieces(layer: _Layer, ids: tuple[int, ...], tokens: tuple[int, int, int], seed: str) -> Pieces:
-    """Pieces of all planes of one layer; sampled with a `seed`."""
-    group = layer.group
-    first, end = group.needed(*tokens)
-    if group.is_state:
-        rows, spread = _state_rows(group, ids) if tokens[1] == tokens[2] else _NO_ROWS, True
-    elif first >= end or not any(layer.heads):
-        return np.empty((0, 2), np.int64)
-    else:
-        check_list("own", group, ids, tokens[1], tokens[2])
-        starts, ends = _sampled(seed, first, end) if seed else (np.array([first]), np.array([end]))
-        rows, spread = _token_rows(layer, ids, starts, ends, tokens[2]), False
-    parts = [
-        _plane_pieces(plane, layer.place, heads, rows, spread)
-        for plane, heads in zip(group.planes, layer.heads, strict=True)
-        if any(each.count for each in heads)
-    ]
-    return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+def _plane_part(group: Group, plane: Plane, index: int, heads: Sequence[HeadRange]) -> _PlanePart:
+    pieces = _token_pieces(plane, sorted(heads, key=lambda each: each.start))
+    joins = len(pieces) == 1 and int(pieces[0, 1]) == plane.token_stride and not group.is_state
+    strides = plane.block_stride, plane.page_stride, plane.token_stride
+    return _PlanePart(plane.layer_offsets[index], strides, pieces, joins)
 
 
-_Rows = tuple[Places, npt.NDArray[np.int64]]
-_NO_ROWS: _Rows = (Places(*(np.empty(0, np.int64),) * 3), np.empty(0, np.int64))
+class _RowsOfChunk:
+    """The places of the tokens of one chunk in the blocks of one group; the last chunk is kept."""
+
+    def __init__(self, group: Group, other: Group) -> None:
+        self._group = group
+        self._other = other
+        self._chunk: tuple[tuple[int, ...], int, int, int] = ((), 0, 0, 0)
+        self._kept: _Rows | None = None
+
+    def of(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _Rows | None:
+        """The rows of these tokens; None when none of them is summed in this group."""
+        chunk = ids, first_token, end_token, total
+        if chunk[1:] != self._chunk[1:] or (ids is not self._chunk[0] and ids != self._chunk[0]):
+            self._kept = self._find(ids, first_token, end_token, total)
+            self._chunk = chunk
+        return self._kept
+
+    def _find(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _Rows | None:
+        group = self._group
+        first, end = group.needed(first_token, end_token, total)
+        if group.is_state:
+            return _state_rows(group, ids) if end_token == total else None
+        if first >= end:
+            return None
+        check_list("own", group, ids, end_token, total)
+        if group.tokens.size > 1 or self._other.tokens.size > 1:
+            return _SplitRows(group, self._other, ids, (first, end, total))
+        return _token_rows(group, ids, first, end)
+
+
+class _Rows:
+    """Ranges of tokens that lie together: their places, how many tokens each has, and where the pieces to sample begin.
+
+    `firsts` has the row with which each piece of `PIECE_TOKENS` tokens begins, and the end; None where a state is summed whole.
+    """
+
+    def __init__(self, places: Places, counts: Numbers, firsts: Numbers | None) -> None:
+        self._places = places
+        self._counts = counts
+        self._firsts = firsts
+        self._at: dict[tuple[int, int, int], Numbers] = {}
+
+    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> Iterator[Pieces]:
+        """The pieces of each plane of a layer; with a `pick`, those of a sample that it chooses."""
+        rows = slice(None) if pick is None or self._firsts is None else self._sampled(self._firsts, pick)
+        counts = self._counts[rows]
+        for plane in planes:
+            yield _plane_pieces(plane, self._offsets(plane.strides)[rows], counts)
+
+    def _sampled(self, firsts: Numbers, pick: int) -> slice | Numbers:
+        count = len(firsts) - 1
+        chosen = slice(pick % min(ONE_IN, count), None, ONE_IN)
+        if int(firsts[-1]) == count:
+            return chosen
+        return _spread(firsts[:-1][chosen], firsts[1:][chosen])[1]
+
+    def _offsets(self, strides: tuple[int, int, int]) -> Numbers:
+        """Where the rows lie in a plane with these strides; keys and values of all layers share them, nearly always."""
+        at = self._at.get(strides)
+        if at is None:
+            block, page, token = strides
+            places = self._places
+            at = self._at[strides] = places.blocks * block + places.pages * page + places.tokens * token
+        return at
+
+
+class _SplitRows(_Rows):
+    """Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum."""
+
+    def __init__(self, group: Group, other: Group, ids: tuple[int, ...], tokens: tuple[int, int, int]) -> None:
+        self._group, self._other, self._ids = group, other, ids
+        self._first, self._end, self._total = tokens
+
+    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> Iterator[Pieces]:
+        first, end = self._first, self._end
+        if pick is not None:
+            starts, ends = _sampled(pick, first, end)
+            first, end = int(starts[0]), int(ends[-1])
+        own = segments_of(self._group, self._other, first, end, self._total)
+        places = block_places("own", self._group, self._ids, own.source)
+        return _Rows(places, own.counts, None).pieces(planes, None)
 
 
 def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
     zero = np.zeros(1, np.int64)
-    return Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1
+    return _Rows(Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1, None)
 
 
-def _token_rows(
-    layer: _Layer, ids: tuple[int, ...], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int
-) -> _Rows:
-    """Where ranges of tokens lie, cut at page boundaries, and how many tokens each has; only tokens that both ends hold."""
-    group = layer.group
-    if group.tokens.size > 1 or layer.other.tokens.size > 1:
-        # Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum.
-        own = segments_of(group, layer.other, int(starts[0]), int(ends[-1]), total)
-        return block_places("own", group, ids, own.source), own.counts
-    size = group.page_tokens
-    owner, page = _spread(starts // size, -(-ends // size))
-    low, high = np.maximum(starts[owner], page * size), np.minimum(ends[owner], (page + 1) * size)
-    return block_places("own", group, ids, low), high - low
+def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _Rows:
+    """Tokens cut at page boundaries, and at those of the pieces that may be sampled."""
+    size = math.gcd(group.page_tokens, PIECE_TOKENS)
+    starts = np.arange(first // size * size, end, size, dtype=np.int64)
+    starts[0] = first
+    counts = np.empty_like(starts)
+    counts[:-1], counts[-1] = starts[1:] - starts[:-1], end - starts[-1]
+    firsts = np.flatnonzero(np.diff(starts // PIECE_TOKENS, prepend=-1))
+    return _Rows(block_places("own", group, ids, starts), counts, np.append(firsts, len(starts)))
 
 
-def _plane_pieces(plane: Plane, layer: int, heads: Sequence[HeadRange], rows: _Rows, is_state: bool) -> Pieces:
-    places, counts = rows
-    at = places.blocks * plane.block_stride + places.pages * plane.page_stride + places.tokens * plane.token_stride
-    at = at + plane.layer_offsets[layer]
-    pieces = _token_pieces(plane, heads)
-    if len(pieces) == 1 and pieces[0, 1] == plane.token_stride and not is_state:
-        return np.stack([at + pieces[0, 0], counts * plane.token_stride], axis=1)
+def _plane_pieces(plane: _PlanePart, at: Numbers, counts: Numbers) -> Pieces:
+    if plane.joins_tokens:
+        pieces = np.empty((len(at), 2), np.int64)
+        np.add(at, plane.offset + int(plane.pieces[0, 0]), out=pieces[:, 0])
+        np.multiply(counts, plane.strides[2], out=pieces[:, 1])
+        return pieces
     owner, token = _spread(np.zeros_like(counts), counts)
-    offsets = (at[owner] + token * plane.token_stride)[:, None] + pieces[:, 0]
-    return np.stack([offsets.reshape(-1), np.tile(pieces[:, 1], len(owner))], axis=1)
+    offsets = (at[owner] + (plane.offset + token * plane.strides[2]))[:, None] + plane.pieces[:, 0]
+    return np.stack([offsets.reshape(-1), np.tile(plane.pieces[:, 1], len(owner))], axis=1)
 
 
 def _token_pieces(plane: Plane, heads: Sequence[HeadRange]) -> Pieces:
@@ -182,15 +283,14 @@ def _token_pieces(plane: Plane, heads: Sequence[HeadRange]) -> Pieces:
     return joined[:, 1:]
 
 
-def _sampled(seed: str, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _sampled(pick: int, first: int, end: int) -> tuple[Numbers, Numbers]:
     """First tokens and ends of the pieces that are chosen for one layer."""
     count = -(-end // PIECE_TOKENS) - first // PIECE_TOKENS
-    pick = zlib.crc32(seed.encode()) % min(ONE_IN, count)
-    starts = (first // PIECE_TOKENS + np.arange(pick, count, ONE_IN, dtype=np.int64)) * PIECE_TOKENS
+    starts = (first // PIECE_TOKENS + np.arange(pick % min(ONE_IN, count), count, ONE_IN, dtype=np.int64)) * PIECE_TOKENS
     return np.maximum(starts, first), np.minimum(starts + PIECE_TOKENS, end)
 
 
-def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _spread(firsts: Numbers, ends: Numbers) -> tuple[Numbers, Numbers]:
     """Every number from each of `firsts` up to its end, with the index of its range."""
     counts = ends - firsts
     owner = np.repeat(np.arange(len(firsts)), counts)

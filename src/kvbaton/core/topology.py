@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,13 +20,9 @@ __all__ = [
     "RankAt",
     "Shape",
     "collect_ranks",
-    "forward_handshake",
     "head_range",
     "instance_problem",
-    "only_first_stage",
-    "part_ranges",
     "rank_port",
-    "stage_layers",
 ]
 
 T = TypeVar("T")
@@ -122,39 +118,6 @@ def head_range(total_heads: int, tp_size: int, tp_rank: int) -> HeadRange:
     raise ConfigError(
         f"{total_heads} heads cannot be divided for tp{tp_size}: neither number divides the other; choose a tp that does"
     )
-
-
-def part_ranges(parts: Sequence[int], tp_size: int, tp_rank: int) -> tuple[HeadRange, ...]:
-    """The channels that a rank holds of several consecutive parts (`[q|k|v]` of a convolution), each divided by itself."""
-    starts = [0, *itertools.accumulate(parts)]
-    shares = [head_range(count, tp_size, tp_rank) for count in parts]
-    return tuple(HeadRange(start + share.start, share.count) for start, share in zip(starts, shares, strict=False))
-
-
-def stage_layers(layers: int, pp_size: int, pp_rank: int) -> range:
-    """The layers of a stage by default: as even as possible, the first stages one more."""
-    base, more = divmod(layers, pp_size)
-    first = pp_rank * base + min(pp_rank, more)
-    return range(first, first + base + (pp_rank < more))
-
-
-def only_first_stage(component: str, metadata: Mapping[tuple[int, int], T]) -> dict[int, T]:
-    """Handshake metadata by tp rank, for a component without pipeline support; raises ConfigError for a pp rank above 0."""
-    for pp_rank, tp_rank in metadata:
-        if pp_rank:
-            raise ConfigError(
-                f"{component} cannot hand off from pipeline stages: it got pp rank {pp_rank}, tp rank {tp_rank}; "
-                "start it with pp1, or choose a component that can"
-            )
-    return {tp_rank: each for (_, tp_rank), each in metadata.items()}
-
-
-def forward_handshake(
-    metadata: Mapping[tuple[int, int], T], children: Iterable[Callable[[Mapping[tuple[int, int], T]], None]]
-) -> None:
-    """Pass the same metadata to every child of a composite connector, once each."""
-    for child in children:
-        child(metadata)
 
 
 def collect_ranks(shape: Shape, reports: Iterable[Mapping[tuple[int, int], T] | None]) -> tuple[T, ...]:

@@ -269,7 +269,7 @@ class Listener:
                 was = ", ".join(f"{i.type.word} {i.zmq_address} {i.registration.incarnation}".rstrip() for i in earlier)
                 self._log_join(f"discovery: {name} was restarted ({message.zmq_address}, before: {was})", now)
             case Left(instance=instance) if instance is not None:
-                self._log_join(f"discovery: {name} said goodbye", now)
+                self._log_join(f"discovery: {name} has left", now)
             case RegistrationRefused(reason=reason):
                 self._warn("refused", (message.http_address, message.type, reason), f"{name} refused: {reason}", now)
             case _:

@@ -55,6 +55,8 @@ class FleetPart:
     """Where other instances reach it, as a `ControlAddress`; for an instance that hands caches over."""
     handoffs_address: str = ""
     """Where it reports its hand-offs, if it does."""
+    listed: dict[str, str | int] = field(default_factory=dict)
+    """What a router's list of instances has of it; for an instance that does not register by itself."""
 
 
 @dataclass(frozen=True, slots=True)

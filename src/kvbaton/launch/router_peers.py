@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from kvbaton.launch.fleet import FleetPart
-from kvbaton.launch.installing import alone, default_cache_dir, run_logged
+from kvbaton.launch.installing import PeerEnvironment, default_cache_dir
 
 __all__ = [
     "SGLANG_ROUTER_VERSION",
@@ -23,26 +21,19 @@ VLLM_ROUTER_VERSION = "0.1.16"
 SGLANG_ROUTER_VERSION = "0.3.2"
 """The sglang-router that is installed."""
 
-_STEP_S = 900.0
-_LOCK_S = 900.0
-
 
 def ensure_router_peers(progress: Callable[[str], None]) -> Path:
     """The environment that has the routers, installed first if need be. Raises LocalError with the last lines of pip."""
-    name = f"routers-{VLLM_ROUTER_VERSION}-{SGLANG_ROUTER_VERSION}-py{sys.version_info.major}{sys.version_info.minor}"
-    home = default_cache_dir() / name
-    home.mkdir(parents=True, exist_ok=True)
-    with alone(home / "lock", "installing routers", _LOCK_S):
-        if not (home / "installed").exists():
-            progress(f"installing vllm-router and sglang-router in {home}; only this once")
-            shutil.rmtree(home / "venv", ignore_errors=True)
-            commands = [[sys.executable, "-m", "venv", str(home / "venv")]]
-            packages = [f"vllm-router=={VLLM_ROUTER_VERSION}", f"sglang-router=={SGLANG_ROUTER_VERSION}"]
-            commands.append([str(home / "venv" / "bin" / "python"), "-m", "pip", "install", *packages])
-            for command in commands:
-                run_logged(command, home / "install.log", "installing the routers", _STEP_S)
-            (home / "installed").touch()
-    return home / "venv"
+    packages = [f"vllm-router=={VLLM_ROUTER_VERSION}", f"sglang-router=={SGLANG_ROUTER_VERSION}"]
+    name = f"routers-{VLLM_ROUTER_VERSION}-{SGLANG_ROUTER_VERSION}"
+    environment = PeerEnvironment.named(default_cache_dir(), name)
+
+    def install() -> None:
+        environment.make(progress)
+        environment.pip("installing the routers", progress, "install", *packages)
+
+    environment.install_once("installed", "vllm-router and sglang-router", "a minute at most", progress, install)
+    return environment.directory / "venv"
 
 
 def vllm_router_part(

@@ -1,7 +1,8 @@
 """Serves an instance's timelines over HTTP from a process without an HTTP server of its own, such as a vLLM worker.
 
-The same two routes that an embedded instance has: `/handoffs` and `/handoffs/{transfer_id}`. A few requests at a time, each
-with a deadline; connections beyond that are closed at once. The engine never waits for this server.
+The same two routes that an embedded instance has: `/handoffs` and `/handoffs/{transfer_id}`, with a cluster key for holders of
+its token only. A few requests at a time, each with a deadline; connections beyond that are closed at once. The engine never
+waits for this server.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from kvbaton.config import HTTP_KEY_HEADER, Trust, carries_token, http_token
 from kvbaton.core.handoff import MAX_TRANSFER_ID
 from kvbaton.errors import ConfigError
 from kvbaton.observe.timelines import Timelines
@@ -36,9 +38,9 @@ _STOP_S = 5.0
 class HandoffsServer:
     """Serves `timelines` at `host` and `port` from `start` until `close`. Raises ConfigError when the port cannot be bound."""
 
-    def __init__(self, timelines: Timelines, host: str, port: int) -> None:
+    def __init__(self, timelines: Timelines, host: str, port: int, trust: Trust) -> None:
         try:
-            self._server = _Server(timelines, host, port)
+            self._server = _Server(timelines, host, port, trust)
         except OSError as error:
             raise ConfigError(
                 f"handoffs_port {port} on {host}: {error.strerror or error}; choose another, or 0 to serve no timelines"
@@ -65,8 +67,9 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, timelines: Timelines, host: str, port: int) -> None:
+    def __init__(self, timelines: Timelines, host: str, port: int, trust: Trust) -> None:
         self.timelines = timelines
+        self.token = http_token(trust.key) if trust.key is not None else ""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._late_at: dict[socket.socket, float] = {}
@@ -122,7 +125,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        timelines = self.server.timelines
+        timelines, token = self.server.timelines, self.server.token
+        if token and not carries_token(token, self.headers.get(HTTP_KEY_HEADER, ""), self.headers.get("Authorization", "")):
+            message = (
+                f"this instance has a cluster key; send its token in the header {HTTP_KEY_HEADER}, as kvbaton's router does"
+            )
+            self._answer(401, {"error": {"message": message, "code": "invalid_api_key"}})
+            return
         path = self.path.partition("?")[0]
         if path == "/handoffs":
             self._answer(200, {"instance": timelines.instance, "handoffs": timelines.newest(_MOST_LISTED)})

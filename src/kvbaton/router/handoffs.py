@@ -88,8 +88,8 @@ class HandoffPages:
         if source.record is None and target.record is None:
             message = f"no record of {transfer_id}: {source.name}: {source.problem}; {target.name}: {target.problem}"
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        story = await asyncio.to_thread(build_report, transfer_id, source, target)
-        return json_response(story)
+        report = await asyncio.to_thread(build_report, transfer_id, source, target)
+        return json_response(report)
 
     async def report(self, transfer_id: str) -> TransferReport | None:
         """What both instances have noted of a transfer; None where neither has noted anything, or it is not known here."""

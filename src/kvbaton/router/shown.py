@@ -49,14 +49,19 @@ def _hide_in_line(line: bytes) -> bytes:
 def _without(answer: _Fields) -> dict[str, Any]:
     shown: dict[str, Any] = {name: value for name, value in answer.items() if name not in _HIDDEN}
     for name in ("usage", "meta_info"):
-        if name in shown and bytes(shown[name]) != b"null":
-            shown[name] = _without_cached(msgspec.json.decode(shown[name], type=_Fields))
+        if name in shown:
+            shown[name] = _without_cached(shown[name])
     return shown
 
 
-def _without_cached(usage: _Fields) -> dict[str, Any]:
+def _without_cached(raw: msgspec.Raw) -> dict[str, Any] | None:
+    """A part of an answer without its details; null where it is none that can be read, and so could not be cleaned."""
+    try:
+        usage = msgspec.json.decode(raw, type=_Fields)
+    except (ValueError, RecursionError):
+        return None
     shown: dict[str, Any] = {name: value for name, value in usage.items() if name != "cached_tokens"}
     for name in _DETAILS:
-        if name in shown and bytes(shown[name]) != b"null":
-            shown[name] = _without_cached(msgspec.json.decode(shown[name], type=_Fields))
+        if name in shown:
+            shown[name] = _without_cached(shown[name])
     return shown

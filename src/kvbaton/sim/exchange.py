@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ from kvbaton.transport.neighbour import Neighbour
 from kvbaton.transport.tcp.sockets import Vectors
 from kvbaton.transport.tcp.wire import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, Secret, unpack_hello
 
-__all__ = ["EXCHANGE_PLANTS", "ExchangeBugs", "ExchangeViolation", "run_exchange"]
+__all__ = ["EXCHANGE_PLANTS", "ExchangeBugs", "ExchangeCampaign", "ExchangeViolation", "run_exchange", "run_exchange_seeds"]
 
 _MEMORIES = 64
 _CHUNKS = 8
@@ -55,6 +56,10 @@ _SLICE_BYTES = 16
 
 class ExchangeViolation(Exception):
     """A rule did not hold; names the seed, the step and the rule."""
+
+    def __init__(self, seed: int, step: int, rule: str) -> None:
+        super().__init__(f"seed {seed}, step {step}: {rule}")
+        self.seed, self.step, self.rule = seed, step, rule
 
 
 class _SimulatedSource:
@@ -121,15 +126,16 @@ class _EarlyNotice(_SimulatedOwner):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBugs:
-    """The classes of a run."""
+    """The classes of a run, and the mistake in them."""
 
+    mistake: str = ""
     table: Callable[[], MemoryTable] = lambda: MemoryTable(1.0, _MEMORIES)
     owner: type[_SimulatedOwner] = _SimulatedOwner
 
 
 EXCHANGE_PLANTS = {
-    "late-store": ExchangeBugs(table=_LateTable),
-    "early-notice": ExchangeBugs(owner=_EarlyNotice),
+    "late-store": ExchangeBugs("write stored after the memory was withdrawn", table=_LateTable),
+    "early-notice": ExchangeBugs("notice kept before the bytes are stored", owner=_EarlyNotice),
 }
 """Mistakes that the checks must find."""
 
@@ -387,9 +393,33 @@ class _ExchangeRun:
 
     def _hold(self, is_so: bool, rule: str) -> None:
         if not is_so:
-            raise ExchangeViolation(f"seed {self._seed}, step {self._step}: {rule}")
+            raise ExchangeViolation(self._seed, self._step, rule)
 
 
 def run_exchange(seed: int, bugs: ExchangeBugs | None = None) -> dict[str, int]:
     """One run; returns how many calls ended how. Raises ExchangeViolation."""
     return _ExchangeRun(seed, bugs or ExchangeBugs()).run()
+
+
+@dataclass(slots=True)
+class ExchangeCampaign:
+    """What came of many runs: how many, how many calls ended how, and the rules that broke."""
+
+    runs: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[ExchangeViolation] = field(default_factory=list)
+
+
+def run_exchange_seeds(first: int, count: int, plant: str | None, on_progress: Callable[[int], None]) -> ExchangeCampaign:
+    """Run `count` seeds from `first` on; with a plant, until it is found."""
+    campaign = ExchangeCampaign()
+    for seed in range(first, first + count):
+        try:
+            campaign.counts.update(run_exchange(seed, None if plant is None else EXCHANGE_PLANTS[plant]))
+        except ExchangeViolation as violation:
+            campaign.violations.append(violation)
+        campaign.runs += 1
+        on_progress(campaign.runs)
+        if plant is not None and campaign.violations:
+            break
+    return campaign

@@ -34,7 +34,7 @@ def load_mori() -> MoriApi:
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"transport mori needs MoRI on a machine with ROCm; mori.io cannot be imported ({error}): "
-            "install it as github.com/ROCm/mori says, or choose another transport"
+            "install it as github.com/ROCm/mori describes, or choose another transport"
         ) from error
     if hasattr(found, "__kvbaton__"):
         # The drop-in runs on our transports: on top of it, this transport would move bytes over itself.

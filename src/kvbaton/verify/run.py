@@ -7,6 +7,7 @@ import contextlib
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -15,7 +16,7 @@ from kvbaton.config import HandoffSettings
 from kvbaton.engines.base import OWN_CONNECTOR, Controls, EngineOptions, EnginePlugin, ModelFacts, Progress, pair_parts
 from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError, PeerError, PeerRefused
-from kvbaton.launch.fleet import Fleet
+from kvbaton.launch.fleet import Fleet, FleetPart
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.choose import check_writes
@@ -170,14 +171,25 @@ def _start(
     router_port, discovery_port = ports.pick(), ports.pick()
     # Connectors that are not ours have no key; the router takes registrations on loopback only.
     key = prefill.cluster_key if prefill.connector == OWN_CONNECTOR else None
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=key))
     alone = prepared[2].part("single", "both", ports)
     pair = pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port)
+    listed = _list_instances(fleet.log_directory, pair)
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, *listed, cluster_key=key))
     for part in (*pair, alone):
         fleet.start(part)
     fleet.wait_healthy(max(engine.healthy_within_s for engine in engines))
     decode_urls = tuple(part.base_url for part in pair[settings.prefill :])
     return _VerifiedServers(f"http://127.0.0.1:{router_port}", alone.base_url, decode_urls, model.name)
+
+
+def _list_instances(directory: Path, pair: Sequence[FleetPart]) -> list[str]:
+    """The router's arguments that name the instances which do not register by themselves; nothing where all do."""
+    listed = [part.listed for part in pair if part.listed]
+    if not listed:
+        return []
+    path = directory / "instances.json"
+    path.write_bytes(msgspec.json.encode(listed))
+    return ["--instances-file", str(path)]
 
 
 async def _send_all(

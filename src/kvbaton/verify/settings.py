@@ -57,7 +57,8 @@ class VerifySettings:
     shortest_prompt
         see `longest_prompt`.
     connector
-        which connector moves caches: `kvbaton`, or one that the engine ships and that runs here: `moriio` of vLLM.
+        which connector moves caches: `kvbaton`, or one that the engine ships and that runs on the drop-in for MoRI: `moriio`
+        of vLLM, `mori` of SGLang.
     decode_lacks
         a control: what the cards of the decode instances leave out: `layer:N` or `rank:N`. They must be refused, with exit
         code 2.

@@ -505,8 +505,8 @@ class Door:
             try:
                 messages = zmtp.feed(data)
             except ZmtpError as error:
-                # What went before the violation may show a better reason: a READY without a nonce, say, and then the ERROR of
-                # a peer that has ended the connection for the same reason, seen from its side.
+                # What went before the violation may show a better reason: for example, a READY without a nonce, and then the
+                # ERROR of a peer that has ended the connection for the same reason, seen from its side.
                 self._shake_hands(connection)
                 self._on_violation(connection, error)
                 return

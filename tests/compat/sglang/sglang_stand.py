@@ -1,4 +1,4 @@
-"""A real SGLang pair, one plain SGLang to compare with, and our router in front of the pair; and what tests ask of them."""
+"""Real SGLang servers, one plain SGLang to compare with, and our router in front of a pair; and what tests ask of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import random
 import signal
 import subprocess
+import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvbaton.config import HandoffSettings
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Mode, room_transfer_id
 from kvbaton.engines.base import Controls, EngineOptions
 from kvbaton.engines.sglang.setup.environment import SglangEnvironment, ensure_sglang
 from kvbaton.engines.sglang.setup.servers import SglangServers
@@ -30,9 +31,27 @@ from kvbaton.launch.installing import alone, default_cache_dir
 from kvbaton.launch.local import new_cluster_key, router_part
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["Answer", "SglangStand", "StandSpec", "different", "prompt", "ready", "stand", "tiny_model"]
+__all__ = [
+    "START_S",
+    "Answer",
+    "Grid",
+    "SglangStand",
+    "StandSpec",
+    "different",
+    "generate",
+    "hand_over",
+    "health",
+    "new_room",
+    "prompt",
+    "ready",
+    "run",
+    "stages",
+    "stand",
+    "tiny_model",
+]
 
 START_S = 600.0
+REQUEST_S = 300.0
 VOCABULARY = 500
 OUTPUT = 8
 _TOLERANCE = 1e-4
@@ -62,6 +81,8 @@ class StandSpec:
     settings: dict[str, Any] = field(default_factory=dict)
     chunk: int = 64
     with_single: bool = True
+    connector: str = "kvbaton"
+    counts_directory: str = ""
 
 
 def ready() -> SglangEnvironment:
@@ -72,13 +93,13 @@ def ready() -> SglangEnvironment:
         pytest.skip(f"NOTHING IS TESTED WITH SGLANG, because it cannot be installed here: {error}")
 
 
-def tiny_model(environment: SglangEnvironment) -> Path:
-    """A tiny model with grouped heads, made once."""
-    target = environment.directory / "models" / "tiny-gqa"
+def tiny_model(environment: SglangEnvironment, kind: str = "gqa") -> Path:
+    """A tiny model with grouped heads or with MLA, made once."""
+    target = environment.directory / "models" / f"tiny-{kind}"
     target.mkdir(parents=True, exist_ok=True)
     with alone(target / "lock", "making a tiny model", 600.0):
         if not (target / "made").exists():
-            command = [str(environment.python), str(_INSIDE / "make_model.py"), str(target)]
+            command = [str(environment.python), str(_INSIDE / "make_model.py"), str(target), kind]
             subprocess.run(command, check=True, env={**os.environ, **environment.variables()}, timeout=600)
             (target / "made").touch()
     return target
@@ -92,7 +113,7 @@ class SglangStand:
         environment = ready()
         self.fleet = Fleet()
         self.ports = PortPicker()
-        key = new_cluster_key()
+        self.key = key = new_cluster_key()
         router_port, discovery_port = self.ports.pick(), self.ports.pick()
         self.router_url = f"http://127.0.0.1:{router_port}"
         options = EngineOptions(
@@ -105,6 +126,8 @@ class SglangStand:
             step_tokens=spec.chunk,
             controls=Controls(poison=True, drop_writes=spec.drop_writes),
             arguments=("--skip-tokenizer-init",),
+            connector=spec.connector,
+            counts_directory=spec.counts_directory,
         )
         model = tiny_model(environment)
         prefill = SglangServers(environment, model, options, spec.settings)
@@ -128,15 +151,7 @@ class SglangStand:
 
     def is_alive(self, part: FleetPart) -> bool:
         """Whether a server has not ended by itself, and answers."""
-        return all(death.name != part.name for death in self.fleet.deaths()) and self.health(part) == 200
-
-    def health(self, part: FleetPart) -> int:
-        """The status of its health."""
-        try:
-            with urllib.request.urlopen(part.health_url, timeout=30) as answer:
-                return int(answer.status)
-        except OSError:
-            return 0
+        return all(death.name != part.name for death in self.fleet.deaths()) and health(part) == 200
 
     def log(self, part: FleetPart) -> str:
         """What a server has printed."""
@@ -144,41 +159,138 @@ class SglangStand:
 
     def live_handoffs(self, part: FleetPart) -> int:
         """How many hand-offs a server reports as under way."""
-        with urllib.request.urlopen(f"http://{part.handoffs_address}/handoffs", timeout=20) as answer:
+        headers = {HTTP_KEY_HEADER: http_token(self.key.encode())}
+        request = urllib.request.Request(f"http://{part.handoffs_address}/handoffs", headers=headers)
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return sum(each["outcome"] is None for each in json.load(answer)["handoffs"])
 
     async def generate(
         self, session: aiohttp.ClientSession, url: str, token_ids: Sequence[int], output: int = OUTPUT, **more: Any
     ) -> Answer:
         """One request in SGLang's own format."""
-        body = {
-            "input_ids": list(token_ids),
-            "sampling_params": {"max_new_tokens": output, "temperature": 0, "ignore_eos": True},
-            "return_logprob": True,
-            **more,
-        }
-        async with session.post(f"{url}/generate", json=body) as response:
-            text = await response.text()
-            if response.status != 200:
-                return Answer(status=response.status, text=text)
-            document = json.loads(text)
-            logprobs = document["meta_info"]["output_token_logprobs"]
-            cached = int(document["meta_info"].get("cached_tokens", 0))
-            return Answer(tuple(each[1] for each in logprobs), tuple(each[0] for each in logprobs), cached=cached)
+        return await generate(session, url, token_ids, output, **more)
 
     async def pair(
         self, session: aiohttp.ClientSession, token_ids: Sequence[int], output: int = OUTPUT, room: int = 0, **more: Any
     ) -> tuple[Answer, Answer]:
         """One request to both sides, as a balancer sends it; the answers of prefill and of decode."""
-        where = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.bootstrap_port,
-            "bootstrap_room": room or random.getrandbits(62) + 1,
-            **more,
-        }
-        sides = (self.generate(session, part.base_url, token_ids, output, **where) for part in (self.prefill, self.decode))
-        prefill, decode = await asyncio.gather(*sides)
-        return prefill, decode
+        return await hand_over(session, self.prefill, self.decode, token_ids, output, room, **more)
+
+
+class Grid:
+    """Servers of one model, each with settings of its own, started when they are needed. Ends them when it is left."""
+
+    def __init__(self, kind: str = "gqa") -> None:
+        environment = ready()
+        self.fleet = Fleet()
+        self._ports = PortPicker()
+        options = EngineOptions(
+            "tiny",
+            "local",
+            2,
+            cluster_key=new_cluster_key(),
+            step_tokens=64,
+            controls=Controls(poison=True),
+            arguments=("--skip-tokenizer-init",),
+        )
+        self._servers = SglangServers(environment, tiny_model(environment, kind), options)
+
+    def start(self, name: str, role: str, shape: str = "tp1", fleet: Fleet | None = None, **changes: Any) -> FleetPart:
+        """Start a server; `changes` are of its options, `settings` of the backend, `arguments` of its command line, `kind`
+        of its model.
+        """
+        settings, arguments, kind = changes.pop("settings", {}), changes.pop("arguments", ()), changes.pop("kind", "")
+        options = self._servers.options
+        options = replace(options, shape=shape, arguments=(*options.arguments, *arguments), **changes)
+        servers = replace(self._servers, options=options, settings=settings)
+        if kind:
+            servers = replace(servers, model=tiny_model(servers.environment, kind))
+        part = servers.part(name, role, self._ports)
+        (fleet or self.fleet).start(part)
+        return part
+
+    def wait_healthy(self) -> None:
+        """Wait until all servers answer."""
+        self.fleet.wait_healthy(START_S)
+
+    def is_alive(self, part: FleetPart) -> bool:
+        """Whether a server has not ended by itself, and answers."""
+        return all(death.name != part.name for death in self.fleet.deaths()) and health(part) == 200
+
+
+async def generate(
+    session: aiohttp.ClientSession, url: str, token_ids: Sequence[int], output: int = OUTPUT, **more: Any
+) -> Answer:
+    """One request in SGLang's own format."""
+    body = {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": output, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+        **more,
+    }
+    async with session.post(f"{url}/generate", json=body) as response:
+        text = await response.text()
+        if response.status != 200:
+            return Answer(status=response.status, text=text)
+        document = json.loads(text)
+        logprobs = document["meta_info"]["output_token_logprobs"]
+        cached = int(document["meta_info"].get("cached_tokens", 0))
+        return Answer(tuple(each[1] for each in logprobs), tuple(each[0] for each in logprobs), cached=cached)
+
+
+async def hand_over(
+    session: aiohttp.ClientSession,
+    prefill: FleetPart,
+    decode: FleetPart,
+    token_ids: Sequence[int],
+    output: int = OUTPUT,
+    room: int = 0,
+    **more: Any,
+) -> tuple[Answer, Answer]:
+    """One request to both servers, as a balancer sends it; the answers of prefill and of decode."""
+    where = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": ControlAddress.parse(prefill.control_address).handshake,
+        "bootstrap_room": room or new_room(),
+        **more,
+    }
+    sides = (generate(session, part.base_url, token_ids, output, **where) for part in (prefill, decode))
+    answers = await asyncio.gather(*sides)
+    return answers[0], answers[1]
+
+
+def new_room() -> int:
+    """A room that no other request has."""
+    return random.getrandbits(62) + 1
+
+
+def run(work: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
+    """Run a test's requests."""
+
+    async def main() -> None:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await work(session)
+
+    asyncio.run(main())
+
+
+def health(part: FleetPart) -> int:
+    """The status of a server's health."""
+    try:
+        with urllib.request.urlopen(part.health_url, timeout=30) as answer:
+            return int(answer.status)
+    except OSError:
+        return 0
+
+
+def stages(part: FleetPart, room: int) -> list[str]:
+    """What a server has noted about the hand-off of a room so far, in order."""
+    try:
+        with urllib.request.urlopen(f"http://{part.handoffs_address}/handoffs/{room_transfer_id(room)}", timeout=20) as answer:
+            return [note["stage"] for side in json.load(answer)["sides"] for note in side["notes"]]
+    except urllib.error.HTTPError:
+        return []
 
 
 def prompt(seed: int, tokens: int) -> tuple[int, ...]:

@@ -1,76 +1,119 @@
-"""Real SGLang servers that are killed, stopped or terminated while they hand over: the other side serves on."""
+"""Real SGLang servers that are killed, terminated or stopped at each stage of a hand-off: the other side serves on."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import aiohttp
 import pytest
-from sglang_stand import SglangStand, StandSpec, different, prompt, stand
-from test_sglang_pair import run
+from sglang_stand import Answer, SglangStand, StandSpec, different, generate, health, new_room, prompt, run, stages, stand
+from test_sglang_pair import wait_at_rest
 
 from kvbaton.launch.fleet import FleetPart
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
 LIMITS = {"limits": {"transfer_timeout": 6, "defer_timeout": 12, "stop_timeout": 1, "queue_timeout": 30}}
+LONG, OUTPUT = 1900, 96
+WAIT_S = 90.0
+STAGES = {
+    "granted": ("decode", "grant sent", 1),
+    "streaming": ("prefill", "computed", 3),
+    "decoding": ("decode", "first step", 1),
+}
+"""When the fault strikes: as soon as this side has noted this stage so often. Up to the grant, decode alone has the request."""
 
 
-async def _strike(pair: SglangStand, session: aiohttp.ClientSession, victim: FleetPart, number: int) -> None:
-    """Requests are under way when `victim` gets the signal; every one of them gets an answer, and the other server lives."""
-    requests = [asyncio.create_task(pair.pair(session, prompt(seed, 900), 32)) for seed in range(4)]
-    await asyncio.sleep(1.0)
+@pytest.fixture(scope="module")
+def pair() -> Iterator[SglangStand]:
+    """Decode has two ranks: one that falls takes the other with it."""
+    with stand(StandSpec(settings=LIMITS, decode_shape="tp2")) as running:
+        yield running
+
+
+async def _wait_for(pair: SglangStand, room: int, stage: str) -> None:
+    side, noted, count = STAGES[stage]
+    part = pair.prefill if side == "prefill" else pair.decode
+    until = time.monotonic() + WAIT_S
+    while (await asyncio.to_thread(stages, part, room)).count(noted) < count:
+        assert time.monotonic() < until, f"{side} has not noted {noted!r}"
+        await asyncio.sleep(0.002)
+
+
+async def _answer(asking: Coroutine[Any, Any, Answer]) -> Answer:
+    """The answer, for a bounded time; status 0 when the server has gone."""
+    try:
+        return await asyncio.wait_for(asking, WAIT_S)
+    except aiohttp.ClientError as error:
+        return Answer(status=0, text=str(error))
+
+
+def _strike(pair: SglangStand, victim: FleetPart, number: int) -> None:
     if number == signal.SIGTERM:
+        # To the server alone, as a supervisor sends it; SGLang ends its other processes itself.
         os.kill(pair.fleet.pid(victim.name), number)
     else:
         pair.signal(victim, number)
-    survivor = 1 if victim is pair.prefill else 0
-    for request in requests:
-        try:
-            answers = await asyncio.wait_for(request, 120)
-        except aiohttp.ClientError:
-            continue
-        assert answers[survivor].status in (200, 500)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "terminate"])
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=["kill", "terminate", "stop"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_server_that_ends_takes_no_other_with_it_and_comes_back(side: str, number: int) -> None:
-    with stand(StandSpec(settings=LIMITS)) as pair:
-        victim, other = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+def test_one_side_falls_and_the_other_serves_on(pair: SglangStand, side: str, number: int, stage: str) -> None:
+    victim, other = (pair.prefill, pair.decode) if side == "prefill" else (pair.decode, pair.prefill)
+    ids, room = prompt(LONG, LONG)[new_room() % 500 :], new_room()
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.bootstrap_port, "bootstrap_room": room}
 
-        async def strike(session: aiohttp.ClientSession) -> None:
-            await _strike(pair, session, victim, number)
+    async def work(session: aiohttp.ClientSession) -> None:
+        single = await generate(session, pair.single.base_url, ids, OUTPUT)
 
-        async def again(session: aiohttp.ClientSession) -> None:
-            ids = prompt(77, 120)
-            single = await pair.generate(session, pair.single.base_url, ids)
-            assert different(single, (await pair.pair(session, ids))[1]) == ""
+        def ask(part: FleetPart) -> asyncio.Task[Answer]:
+            return asyncio.create_task(_answer(generate(session, part.base_url, ids, OUTPUT, **where)))
 
-        run(strike)
-        assert pair.health(other) == 200
-        pair.fleet.restart(victim.name)
-        pair.fleet.wait_healthy(600)
-        run(again)
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_server_that_is_stopped_fails_its_requests_and_serves_when_it_goes_on(side: str) -> None:
-    with stand(StandSpec(settings=LIMITS)) as pair:
-        victim = pair.prefill if side == "prefill" else pair.decode
-
-        async def work(session: aiohttp.ClientSession) -> None:
-            request = asyncio.create_task(pair.pair(session, prompt(5, 900), 32))
-            await asyncio.sleep(0.5)
-            pair.signal(victim, signal.SIGSTOP)
-            await asyncio.sleep(15)
+        asked = {part.name: ask(part) for part in (pair.decode, *([] if stage == "granted" else [pair.prefill]))}
+        await _wait_for(pair, room, stage)
+        _strike(pair, victim, number)
+        if stage == "granted" and other is pair.prefill:
+            # Its client is as late as can be: the grant has come, and its target has fallen since.
+            asked[other.name] = ask(other)
+        answers = {other.name: await asked[other.name]}
+        assert await asyncio.to_thread(health, other) == 200
+        if number == signal.SIGSTOP:
             pair.signal(victim, signal.SIGCONT)
-            answers = await asyncio.wait_for(request, 120)
-            assert all(answer.status in (200, 500) for answer in answers)
-            ids = prompt(78, 120)
-            single = await pair.generate(session, pair.single.base_url, ids)
-            assert different(single, (await pair.pair(session, ids))[1]) == ""
+        for name, task in asked.items():
+            answers[name] = await task
+        assert answers[other.name].status in (200, 500), answers[other.name].text
+        decoded = answers["decode"]
+        assert decoded.status != 200 or different(single, decoded) == ""
+        if number != signal.SIGTERM:
+            # What had landed is decoded; what had not fails. A server that is asked to end may finish its requests first.
+            expected = 200 if stage == "decoding" else 500
+            assert answers[other.name].status == expected, answers[other.name].text
 
-        run(work)
+    async def again(session: aiohttp.ClientSession) -> None:
+        later = prompt(new_room(), 120)
+        single = await generate(session, pair.single.base_url, later)
+        assert different(single, (await pair.pair(session, later))[1]) == ""
+
+    run(work)
+    if number != signal.SIGSTOP:
+        _restart(pair, victim)
+    run(again)
+    wait_at_rest(pair)
+
+
+def _restart(pair: SglangStand, victim: FleetPart) -> None:
+    until = time.monotonic() + WAIT_S
+    while all(death.name != victim.name for death in pair.fleet.deaths()):
+        assert time.monotonic() < until, f"{victim.name} has not ended"
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        pair.signal(victim, signal.SIGKILL)
+    pair.fleet.restart(victim.name)
+    pair.fleet.wait_healthy(600)

@@ -8,36 +8,23 @@ import json
 import socket
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import pytest
-from sglang_stand import Answer, SglangStand, StandSpec, different, prompt, stand
+from sglang_stand import Answer, SglangStand, StandSpec, different, prompt, run, stand
 
 from kvbaton.core.handoff import Mode
 from kvbaton.launch.router_peers import ensure_router_peers, sglang_router_part
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
-REQUEST_S = 300.0
-
 
 @pytest.fixture(scope="module", params=[Mode.PUSH, Mode.PULL], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[SglangStand]:
     with stand(StandSpec(mode=request.param)) as running:
         yield running
-
-
-def run(work: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
-    """Run a test's requests."""
-
-    async def main() -> None:
-        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-            await work(session)
-
-    asyncio.run(main())
 
 
 def wait_at_rest(pair: SglangStand) -> None:

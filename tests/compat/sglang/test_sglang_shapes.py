@@ -1,30 +1,62 @@
-"""Unequal tensor parallelism on real SGLang: every answer is that of one server with one rank.
+"""Instances of real SGLang that are cut differently, with grouped heads and with MLA: every answer is that of one plain server.
 
-MLA is tested on SGLang's own pool (`inside/class_checks.py`), and cut into ranks without servers.
+The control is the same requests with decode servers that move no bytes: it must find every answer different.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import aiohttp
 import pytest
-from sglang_stand import StandSpec, different, prompt, stand
-from test_sglang_pair import run
+from sglang_stand import START_S, Answer, Grid, different, generate, hand_over, prompt, run
+
+from kvbaton.engines.base import Controls
+from kvbaton.launch.fleet import Fleet, FleetPart
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
+PROMPTS = [prompt(seed, tokens) for seed, tokens in enumerate((1, 17, 100, 100, 300))]
+TENSORS = (("tp1", "tp2"), ("tp2", "tp1"))
+PIPELINES = (("pp2", "tp1"), ("pp2", "tp2"))
 
-@pytest.mark.parametrize("drop_writes", [False, True], ids=["handed over", "control"])
-@pytest.mark.parametrize(("prefill", "decode"), [("tp2", "tp1"), ("tp1", "tp2")])
-def test_ranks_of_two_instances_may_differ(prefill: str, decode: str, drop_writes: bool) -> None:
-    spec = StandSpec(prefill_shape=prefill, decode_shape=decode, drop_writes=drop_writes)
-    with stand(spec) as pair:
 
-        async def work(session: aiohttp.ClientSession) -> None:
-            equal = 0
-            for seed in range(6):
-                ids = prompt(seed, 100)
-                single = await pair.generate(session, pair.single.base_url, ids)
-                equal += not different(single, (await pair.pair(session, ids))[1])
-            assert equal == (0 if drop_writes else 6)
+async def _different(
+    session: aiohttp.ClientSession, prefill: FleetPart, decode: FleetPart, expected: Sequence[Answer]
+) -> list[str]:
+    found = []
+    for ids, single in zip(PROMPTS, expected, strict=True):
+        _, decoded = await hand_over(session, prefill, decode, ids)
+        found.append(different(single, decoded))
+    return found
 
-        run(work)
+
+@pytest.mark.parametrize(
+    ("kind", "pairs"), [("gqa", TENSORS), ("mla", TENSORS), ("gqa", PIPELINES)], ids=["gqa", "mla", "pipelines"]
+)
+def test_ranks_of_two_instances_may_differ(kind: str, pairs: Sequence[tuple[str, str]]) -> None:
+    grid = Grid(kind)
+    with grid.fleet:
+        single = grid.start("single", "both")
+        prefills = {shape: grid.start(f"prefill-{shape}", "prefill", shape) for shape in {shape for shape, _ in pairs}}
+        grid.wait_healthy()
+        expected: list[Answer] = []
+
+        async def ask_single(session: aiohttp.ClientSession) -> None:
+            expected.extend([await generate(session, single.base_url, ids) for ids in PROMPTS])
+
+        run(ask_single)
+        for drops in (False, True):
+            found: list[list[str]] = []
+            with Fleet() as fleet:
+                controls = Controls(poison=True, drop_writes=drops)
+                shapes = {shape for _, shape in pairs}
+                decodes = {shape: grid.start(f"decode-{shape}", "decode", shape, fleet, controls=controls) for shape in shapes}
+                fleet.wait_healthy(START_S)
+
+                async def ask_pairs(session: aiohttp.ClientSession) -> None:
+                    for shape, other in pairs:
+                        found.append(await _different(session, prefills[shape], decodes[other], expected))  # noqa: B023
+
+                run(ask_pairs)
+            assert [[bool(each) for each in of_pair] for of_pair in found] == [[drops] * len(PROMPTS)] * len(pairs), found

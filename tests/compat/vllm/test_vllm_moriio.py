@@ -38,7 +38,7 @@ def test_the_wrapper_of_vllm_moves_tensors_both_ways(control: str, is_equal: str
 
 
 @pytest.mark.vllm
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, group="vllm verify")
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_answer_is_the_same(mode: Mode) -> None:
     code, document = verify("--connector", "moriio", "--mode", mode, *_FEW)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 from vllm_handing import Pair, together
-from vllm_shaped import KIND_CASES, LLAMA_CASES, ShapeCase, Singles, assert_control_shows, assert_same_answers, shaped_pair
+from vllm_shaped import KIND_CASES, LLAMA_CASES, Servers, ShapeCase, Singles, assert_control_shows, assert_same_answers
 
 pytestmark = [pytest.mark.vllm_shapes, pytest.mark.timeout(1800)]
 
@@ -22,11 +22,16 @@ def singles() -> Iterator[Singles]:
         yield Singles(kept)
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with ExitStack() as kept:
+        yield Servers(kept)
+
+
 @pytest.fixture(scope="module", params=[*LLAMA_CASES, *KIND_CASES], ids=str)
-def pair(request: pytest.FixtureRequest, singles: Singles) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, servers: Servers, singles: Singles) -> Pair:
     case: ShapeCase = request.param
-    with shaped_pair(case, singles.of(case.model)) as running:
-        yield running
+    return servers.pair(case, singles.of(case.model))
 
 
 def test_every_answer_is_that_of_one_plain_server(pair: Pair) -> None:

@@ -43,7 +43,7 @@ def pair(request: pytest.FixtureRequest, singles: Singles) -> Iterator[Pair]:
     is_push = mode is Mode.PUSH
     policy = OnFailure.FAIL if is_push else OnFailure.RECOMPUTE
     single = singles.of(MODEL)
-    with fault_pair(mode, policy, is_push, single, model=MODEL, shape=shape, vocabulary=VOCABULARY) as running:
+    with fault_pair(mode, policy, is_push, single, model=MODEL, shape=shape, vocabulary=VOCABULARY, forks=True) as running:
         yield running
 
 

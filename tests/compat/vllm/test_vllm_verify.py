@@ -1,4 +1,4 @@
-"""`kvbaton verify --engine vllm`, a few short requests; with `--sample`, in one of the two modes.
+"""`kvbaton verify --engine vllm`, a few short requests; with `--sample`, one of these and of the stock connector's.
 
 `test_vllm_full_verify.py` has more requests, and the control.
 """
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 REQUESTS = 4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, group="vllm verify")
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_answer_is_the_same(mode: Mode) -> None:
     code, document = verify("--mode", mode, "--requests", str(REQUESTS), "--longest-prompt", "200", "--max-tokens", "4")

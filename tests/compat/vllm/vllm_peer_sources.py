@@ -1,4 +1,4 @@
-"""Fetches vLLM's own tests: they are in its source distribution only, which is asked for where pip would ask for it."""
+"""Fetches what vLLM has in its source distribution only: its own tests, and its toy proxy. It is asked for where pip would."""
 
 from __future__ import annotations
 
@@ -17,38 +17,48 @@ from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import LocalError
 from kvbaton.launch.installing import alone, run_logged
 
-__all__ = ["distribution_link", "ensure_peer_tests", "ensure_pytest", "indexes"]
+__all__ = ["distribution_link", "ensure_packages", "ensure_peer_tests", "ensure_toy_proxy", "indexes"]
 
 Report = Callable[[str], None]
 
 _DEFAULT_INDEX = "https://pypi.org/simple"
 _LIMIT_S = 600.0
+_TOY_PROXY = "examples/disaggregated/disaggregated_serving/moriio_toy_proxy_server.py"
 
 
 def ensure_peer_tests(environment: VllmEnvironment, version: str, report: Report) -> Path:
     """A directory with the folder `tests` of that release, fetched first if need be. Raises LocalError."""
+    return _ensure_files(environment, version, "tests/", "fetched", report)
+
+
+def ensure_toy_proxy(environment: VllmEnvironment, version: str, report: Report) -> Path:
+    """The file of the proxy for MoRI-IO of that release, fetched first if need be. Raises LocalError."""
+    return _ensure_files(environment, version, _TOY_PROXY, "toy-proxy-fetched", report) / _TOY_PROXY
+
+
+def _ensure_files(environment: VllmEnvironment, version: str, prefix: str, mark: str, report: Report) -> Path:
     directory = environment.directory / "peer-tests" / version
     directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / "lock", "fetching vLLM's tests", _LIMIT_S):
-        if not (directory / "fetched").exists():
-            report(f"fetching the sources of vLLM {version}, for its tests (about 45 MB; only this once)")
+    with alone(directory / "lock", "fetching vLLM's sources", _LIMIT_S):
+        if not (directory / mark).exists():
+            report(f"fetching the sources of vLLM {version}, for {prefix} (about 45 MB; only this once)")
             archive = directory / "sources.tar.gz"
             _fetch(distribution_link("vllm", f"vllm-{version}.tar.gz"), archive)
-            _unpack(archive, directory)
+            _unpack(archive, directory, prefix)
             archive.unlink()
-            (directory / "fetched").touch()
+            (directory / mark).touch()
     return directory
 
 
-def ensure_pytest(environment: VllmEnvironment, version: str, report: Report) -> Path:
-    """A directory with pytest for vLLM's interpreter, beside its environment, which stays as users get it."""
-    directory = environment.directory / "peer-tests" / f"pytest-{version}"
+def ensure_packages(environment: VllmEnvironment, report: Report, *packages: str) -> Path:
+    """A directory with these packages for vLLM's interpreter, beside its environment, which stays as users get it."""
+    directory = environment.directory / "peer-tests" / "-".join(each.replace("==", "-") for each in packages)
     directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / "lock", "installing pytest", _LIMIT_S):
+    with alone(directory / "lock", f"installing {packages[0]}", _LIMIT_S):
         if not (directory / "installed").exists():
-            report(f"installing pytest {version} in {directory}")
+            report(f"installing {', '.join(packages)} in {directory}")
             pip = [str(environment.python), "-m", "pip", "install", "--upgrade", "--target", str(directory / "packages")]
-            run_logged([*pip, f"pytest=={version}"], directory / "install.log", "installing pytest", _LIMIT_S)
+            run_logged([*pip, *packages], directory / "install.log", f"installing {packages[0]}", _LIMIT_S)
             (directory / "installed").touch()
     return directory / "packages"
 
@@ -111,11 +121,11 @@ def _fetch(link: str, path: Path) -> None:
         raise LocalError(f"fetching {plain} failed: its sha256 is {got}, and the index has {expected}; try again")
 
 
-def _unpack(archive: Path, directory: Path) -> None:
-    """Only what is below the folder `tests` of the distribution, without the folder that holds it all."""
+def _unpack(archive: Path, directory: Path, prefix: str) -> None:
+    """Only what begins with `prefix`, without the folder that holds it all."""
     with tarfile.open(archive) as content:
         for member in content:
             _, _, inner = member.name.partition("/")
-            if member.isfile() and inner.startswith("tests/"):
+            if member.isfile() and inner.startswith(prefix):
                 member.name = inner
                 content.extract(member, directory, filter="data")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from vllm_peer_sources import ensure_peer_tests, ensure_pytest
+from vllm_peer_sources import ensure_packages, ensure_peer_tests
 from vllm_servers import ready
 
 from kvbaton.core.handoff import Mode
@@ -99,7 +99,7 @@ def peer_tests(version: str = VLLM_VERSION) -> PeerTests:
     options = ready(version)
     try:
         tests = ensure_peer_tests(options.environment, version, print)
-        packages = ensure_pytest(options.environment, pytest.__version__, print)
+        packages = ensure_packages(options.environment, print, f"pytest=={pytest.__version__}")
     except LocalError as error:
         pytest.skip(f"NONE OF VLLM'S OWN TESTS IS RUN, because they cannot be fetched here: {error}")
     return PeerTests(tests, packages, options)

@@ -33,15 +33,14 @@ def fault_pair(
     model: str = MODEL,
     shape: str = "tp1",
     vocabulary: int = Pair.vocabulary,
+    forks: bool = False,
 ) -> Iterator[Pair]:
     """Two servers with few blocks, short limits and a connector that holds messages and copies up on command."""
     arguments: tuple[str, ...] = ("--num-gpu-blocks-override", str(BLOCKS))
     if not caches:
         arguments += ("--no-enable-prefix-caching",)
-    sides = [
-        ServerSpec(role, role, mode, policy, settings=LIMITS, arguments=arguments, holds=True, model=model, shape=shape)
-        for role in ("prefill", "decode")
-    ]
+    spec = partial(ServerSpec, settings=LIMITS, arguments=arguments, holds=True, model=model, shape=shape, forks=forks)
+    sides = [spec(role, role, mode, policy) for role in ("prefill", "decode")]
     with servers(*sides) as (prefill, decode):
         yield Pair(mode, prefill, decode, single, policy, vocabulary)
 

@@ -9,18 +9,32 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from vllm_handing import Client, Given, Pair, is_near_tie, prompt_of
-from vllm_servers import Server, ServerSpec, servers, starting
+from vllm_servers import Server, ServerSpec, starting
 
 from kvbaton.core.handoff import Mode
+from kvbaton.core.topology import Shape
 from kvbaton.engines.vllm.setup.small_models import find_small_model
 from kvbaton.verify.compare import Verdict, compare
 
-__all__ = ["KIND_CASES", "LLAMA_CASES", "ShapeCase", "Singles", "assert_control_shows", "assert_same_answers", "shaped_pair"]
+__all__ = [
+    "KIND_CASES",
+    "LIMITS",
+    "LLAMA_CASES",
+    "VOCABULARY",
+    "Servers",
+    "ShapeCase",
+    "Singles",
+    "assert_control_shows",
+    "assert_same_answers",
+    "shaped_pair",
+]
 
 VOCABULARY = 251
 LENGTHS = (3, 40, 127, 128, 129, 300, 620)
 """Of the prompts: below, at and above one block of 128 tokens, and far beyond a window of 128."""
 TOKENS = 8
+_RANKS = 8
+"""That may run at the same time, of pairs: each takes about one gigabyte."""
 LIMITS = {"transfer_timeout": 60, "defer_timeout": 90}
 """A rank that shares two cores with six others may stand still for long."""
 
@@ -39,21 +53,22 @@ class ShapeCase:
 
 
 def _cases(models: Sequence[str], pairs: Sequence[tuple[str, str]]) -> tuple[ShapeCase, ...]:
-    return tuple(ShapeCase(model, *shapes, mode) for model in models for shapes in pairs for mode in Mode)
+    """In the order in which `Servers` has to start the fewest: pairs that share a server follow each other."""
+    return tuple(ShapeCase(model, *shapes, mode) for model in models for mode in Mode for shapes in pairs)
 
 
 LLAMA_CASES = _cases(
     ["small-llama"],
     [
-        ("tp1", "tp2"),
         ("tp2", "tp1"),
-        ("tp2", "tp2"),
         ("pp2", "tp1"),
-        ("tp1", "pp2"),
         ("pp2", "tp2"),
+        ("tp2", "tp2"),
+        ("tp1", "tp2"),
+        ("pp2,tp2", "tp2"),
+        ("tp1", "pp2"),
         ("pp2", "pp2"),
         ("pp3", "pp2"),
-        ("pp2,tp2", "tp2"),
     ],
 ) + _cases(["small-llama-1h"], [("tp1", "tp2"), ("tp2", "tp1")])
 """Full attention: heads divided, merged and replicated, layers by stage."""
@@ -69,7 +84,7 @@ KIND_CASES = _cases(
         "small-draft",
         "small-eagle",
     ],
-    [("tp1", "tp1"), ("tp2", "tp1"), ("tp1", "tp2")],
+    [("tp2", "tp1"), ("tp1", "tp1"), ("tp1", "tp2")],
 )
 """Every other kind of cache."""
 
@@ -86,24 +101,63 @@ class Singles:
         if model not in self._started:
             self._kept.close()
             self._started.clear()
-            (self._started[model],) = self._kept.enter_context(starting(ServerSpec("single", "both", model=model)))
+            (self._started[model],) = self._kept.enter_context(starting(ServerSpec("single", "both", model=model, forks=True)))
         return self._started[model]
+
+
+class Servers:
+    """Servers of pairs, which are kept as long as they fit in memory: one that the next pair needs too is not started again.
+
+    Their connector drops what it should copy on command.
+    """
+
+    def __init__(self, kept: ExitStack) -> None:
+        self._kept = kept
+        self._serving: tuple[str, Mode] | None = None
+        self._running: dict[tuple[str, str], tuple[ExitStack, Server]] = {}
+        """By role and shape, that which was used last at the end."""
+
+    def pair(self, case: ShapeCase, single: Server) -> Pair:
+        """The two servers of a case; those that are missing start at the same time."""
+        needed = [("prefill", case.prefill), ("decode", case.decode)]
+        if self._serving != (case.model, case.mode):
+            self._end(*self._running)
+            self._serving = case.model, case.mode
+        self._end(*(each for each, (_, server) in self._running.items() if not server.is_alive()))
+        for each in [each for each in self._running if each not in needed]:
+            if sum(Shape.parse(shape).ranks for _, shape in {*self._running, *needed}) > _RANKS:
+                self._end(each)
+        prefill, decode = [self._begun(case, *each) for each in needed]
+        prefill.wait()
+        decode.wait()
+        return Pair(case.mode, prefill, decode, single, vocabulary=VOCABULARY)
+
+    def _begun(self, case: ShapeCase, role: str, shape: str) -> Server:
+        running = self._running.pop((role, shape), None)
+        if running is None:
+            stack = self._kept.enter_context(ExitStack())
+            spec = ServerSpec(role, role, case.mode, settings=LIMITS, holds=True, model=case.model, shape=shape, forks=True)
+            running = stack, stack.enter_context(starting(spec))[0]
+        self._running[role, shape] = running
+        return running[1]
+
+    def _end(self, *ended: tuple[str, str]) -> None:
+        for each in ended:
+            self._running.pop(each)[0].close()
 
 
 @contextmanager
 def shaped_pair(case: ShapeCase, single: Server) -> Iterator[Pair]:
-    """The two servers of a case; their connector drops what it should copy on command."""
-    sides = [
-        ServerSpec(role, role, case.mode, settings=LIMITS, holds=True, model=case.model, shape=shape)
-        for role, shape in (("prefill", case.prefill), ("decode", case.decode))
-    ]
-    with servers(*sides) as (prefill, decode):
-        yield Pair(case.mode, prefill, decode, single, vocabulary=VOCABULARY)
+    """The two servers of a case, for this one only."""
+    with ExitStack() as kept:
+        yield Servers(kept).pair(case, single)
 
 
 async def _ask(client: Client, seed: str) -> list[tuple[Given, Given]]:
     """Answers of the single server and of the pair, to prompts of every length, all at once."""
-    prompts = [prompt_of(length, seed) for length in LENGTHS]
+    # Servers are shared by cases: of a window, the prompts of an earlier case would be cached, and nothing left to hand over.
+    pair = client.pair
+    prompts = [prompt_of(length, f"{seed} {pair.prefill.url} {pair.decode.url}") for length in LENGTHS]
     given = await asyncio.gather(*(client.hand_off(prompt, TOKENS) for prompt in prompts))
     alone = await asyncio.gather(*(client.alone(prompt, TOKENS) for prompt in prompts))
     return list(zip(alone, given, strict=True))

@@ -155,6 +155,8 @@ def test_a_port_in_use_is_refused_by_number(refusal: Refusal) -> None:
         (("--script", "{}"), "not a script"),
         (("--seeds", "0"), "--seeds is 0"),
         (("--plant", "nonsense"), "unknown plant 'nonsense'"),
+        (("--exchange", "--plant", "own-count"), "with --exchange use late-store"),
+        (("--plant", "late-store", "--exhaustive"), "by their seeds alone"),
     ],
 )
 def test_sim_refuses_what_makes_no_sense(refusal: Refusal, arguments: tuple[str, ...], word: str) -> None:
@@ -167,6 +169,15 @@ def test_sim_tells_how_a_run_went_by_its_exit_code(monkeypatch: pytest.MonkeyPat
     assert _exit_code(monkeypatch, "sim", "--seed", "0", "--plant", "mapping-dropped") == 1
     assert "--plant mapping-dropped --replay --script" in capsys.readouterr().out
     assert _exit_code(monkeypatch, "sim", "--list-plants") == 0
+
+
+def test_sim_finds_the_mistakes_of_the_exchange(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(monkeypatch, "sim", "--plant", "late-store") == 1
+    assert "a byte changed after the memory was withdrawn" in capsys.readouterr().out
+    assert _exit_code(monkeypatch, "sim", "--plant", "early-notice", "--json") == 1
+    assert "a notice is here before the bytes" in capsys.readouterr().out
+    assert _exit_code(monkeypatch, "sim", "--exchange", "--seeds", "2") == 0
+    assert "every rule held" in capsys.readouterr().out
 
 
 def test_serve_wants_two_ports(refusal: Refusal) -> None:

@@ -16,15 +16,12 @@ from kvbaton.core.topology import (
     RankAt,
     Shape,
     collect_ranks,
-    forward_handshake,
     head_range,
     instance_problem,
-    only_first_stage,
-    part_ranges,
     rank_port,
-    stage_layers,
 )
 from kvbaton.errors import ConfigError
+from model_cuts import part_ranges, stage_layers
 
 sizes = st.integers(1, 4)
 shapes = st.builds(Shape, sizes, sizes, sizes, sizes)
@@ -128,16 +125,6 @@ class TestCollectingRanks:
     def test_a_stage_beyond_the_shape(self) -> None:
         with pytest.raises(ConfigError, match=r"pp rank 2 is outside 0\.\.1"):
             collect_ranks(self.shape, [self.whole, {(2, 0): "more"}])
-
-    def test_a_component_without_pipelines_refuses_a_stage_above_0(self) -> None:
-        assert only_first_stage("it", {(0, 1): "b", (0, 0): "a"}) == {0: "a", 1: "b"}
-        with pytest.raises(ConfigError, match="it cannot hand off from pipeline stages: it got pp rank 1"):
-            only_first_stage("it", self.whole)
-
-    def test_a_composite_forwards_to_each_child(self) -> None:
-        seen: list[Mapping[tuple[int, int], str]] = []
-        forward_handshake(self.whole, [seen.append, seen.append])
-        assert seen == [self.whole, self.whole]
 
 
 def _layouts(shape: str, heads: int = 4) -> list[Layout]:

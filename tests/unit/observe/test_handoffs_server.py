@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvbaton.config import HTTP_KEY_HEADER, Trust, http_token
 from kvbaton.core.handoff import HandoffKey, TransferId
 from kvbaton.core.timeline import Side, Stage, note
 from kvbaton.errors import ConfigError
@@ -28,14 +29,15 @@ def timelines() -> Timelines:
 
 @pytest.fixture
 def server(timelines: Timelines) -> Iterator[HandoffsServer]:
-    serving = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick())
+    serving = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick(), Trust())
     serving.start()
     yield serving
     serving.close()
 
 
-def get(server: HandoffsServer, path: str) -> dict[str, object]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as answer:
+def get(server: HandoffsServer, path: str, **headers: str) -> dict[str, object]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=5) as answer:
         document: dict[str, object] = json.load(answer)
     return document
 
@@ -50,6 +52,22 @@ def test_a_transfer_and_the_list_of_them(timelines: Timelines, server: HandoffsS
     assert (record.transfer_id, record.instance.role) == ("tx/1 ?", "prefill")
     assert [note.at_s for note in record.sides[0].notes] == [0.0, 0.5]
     assert get(server, "/handoffs")["handoffs"]
+
+
+def test_with_a_key_only_holders_of_its_token_read_them(timelines: Timelines) -> None:
+    key = b"a key of more than sixteen bytes"
+    serving = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick(), Trust(key))
+    serving.start()
+    try:
+        for headers in ({}, {HTTP_KEY_HEADER: "x"}, {HTTP_KEY_HEADER: key.decode()}, {"Authorization": "Bearer é"}):
+            for path in ("/handoffs", "/handoffs/tx-1"):
+                with pytest.raises(urllib.error.HTTPError) as caught:
+                    get(serving, path, **headers)
+                assert caught.value.code == 401
+        assert get(serving, "/handoffs", **{HTTP_KEY_HEADER: http_token(key)})["handoffs"] == []
+        assert get(serving, "/handoffs", Authorization=f"Bearer {http_token(key)}")["handoffs"] == []
+    finally:
+        serving.close()
 
 
 @pytest.mark.parametrize("path", ["/handoffs/tx-2", "/handoffs/", "/", "/metrics", "/handoffs/" + "x" * 1000])
@@ -105,11 +123,11 @@ def test_garbage_does_not_stop_it(server: HandoffsServer) -> None:
 
 
 def test_a_port_that_is_taken_is_named_and_one_that_is_closed_is_free_again(timelines: Timelines) -> None:
-    first = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick())
+    first = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick(), Trust())
     first.start()
     with pytest.raises(ConfigError, match=f"handoffs_port {first.port}"):
-        HandoffsServer(timelines, "127.0.0.1", first.port)
+        HandoffsServer(timelines, "127.0.0.1", first.port, Trust())
     first.close()
     first.close()
-    again = HandoffsServer(timelines, "127.0.0.1", first.port)
+    again = HandoffsServer(timelines, "127.0.0.1", first.port, Trust())
     again.close()

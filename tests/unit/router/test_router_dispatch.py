@@ -167,7 +167,7 @@ async def test_a_client_error_of_the_prefill_side_is_the_clients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behave", "said"),
+    ("behave", "expected"),
     [
         (answering(500, "boom"), "answered 500: boom"),
         (answering(302, "elsewhere"), "answered 302"),
@@ -180,7 +180,7 @@ async def test_a_client_error_of_the_prefill_side_is_the_clients() -> None:
         (answering(200, '"%s"' % ("x" * 5000)), "more than 4000 bytes"),
     ],
 )
-def test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone(behave: Behaviour, said: str) -> None:
+def test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone(behave: Behaviour, expected: str) -> None:
     async def test() -> None:
         limits: dict[str, Any] = {"prefill_timeout_s": 0.5, "max_answer_bytes": 4000}
         async with prefill(behave) as p, decode() as d, routing(p, d, **limits) as router:
@@ -188,7 +188,7 @@ def test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone(beh
             assert await router.metric("kvbaton_router_prefill_failures_total") == 1
         error = error_of(content)
         assert (status, error["code"]) == (502, "prefill_failed")
-        assert said in error["message"]
+        assert expected in error["message"]
         assert headers["x-kvbaton-transfer"].startswith("tx-")
         assert d.seen == []
 
@@ -229,7 +229,7 @@ def test_decode_that_fails_before_its_first_byte_is_a_502(behave: Behaviour, str
 
 
 @run
-async def test_decode_that_dies_in_mid_stream_is_told_as_an_event() -> None:
+async def test_decode_that_dies_in_mid_stream_is_reported_as_an_event() -> None:
     async with prefill() as p, decode(reset_in_the_middle) as d, routing(p, d) as router:
         status, headers, content = await router.post({**BODY, "stream": True})
         assert await router.metric("kvbaton_router_decode_failures_total") == 1
@@ -329,7 +329,7 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
 
 
 @run
-async def test_requests_beyond_the_limit_are_told_to_come_back() -> None:
+async def test_requests_beyond_the_limit_get_a_time_to_retry_after() -> None:
     async with prefill(wait_for_ever) as p, decode() as d, routing(p, d, max_in_flight=1) as router:
         first = asyncio.create_task(router.post(BODY))
         await until(lambda: len(p.seen) == 1)

@@ -27,6 +27,14 @@ def test_with_fewer_cases_than_the_sample(case): ...
 @pytest.mark.parametrize("name", ["one", "two", "three"])
 def test_one_for_each_name(name, mode): ...
 
+@pytest.mark.sampled(2, group="both")
+@pytest.mark.parametrize("case", range(3))
+def test_one_of_a_group(case): ...
+
+@pytest.mark.sampled(2, group="both")
+@pytest.mark.parametrize("case", range(3))
+def test_another_of_the_group(case): ...
+
 @pytest.mark.parametrize("case", range(4))
 def test_in_full(case): ...
 """
@@ -64,6 +72,7 @@ def test_a_seed_decides_which_cases_are_run(suite: Path) -> None:
     assert samples[0] == samples[1] != samples[2]
     for sample in samples:
         assert sorted(case.partition("-")[0] for case in sample["test_one_for_each_name"]) == ["one", "three", "two"]
+        assert len(sample.get("test_one_of_a_group", []) + sample.get("test_another_of_the_group", [])) == 2
 
 
 def test_without_a_seed_it_is_the_commit(suite: Path) -> None:

@@ -20,7 +20,7 @@ def run(tmp_path: Path, *cases: str) -> tuple[int, dict[str, Any]]:
     return run_parts(tmp_path, "".join(cases))
 
 
-def run_parts(tmp_path: Path, *parts: str, expected: str = "") -> tuple[int, dict[str, Any]]:
+def run_parts(tmp_path: Path, *parts: str, expected: str = "", options: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
     log, names = tmp_path / "kept" / "log.json", tmp_path / "expected"
     names.write_text(expected)
     files = [tmp_path / f"junit-{index}.xml" for index in range(len(parts))]
@@ -28,7 +28,7 @@ def run_parts(tmp_path: Path, *parts: str, expected: str = "") -> tuple[int, dic
         commit = f'<properties><property name="commit" value="of {file.stem}"/></properties>'
         file.write_text(f'<testsuites><testsuite timestamp="then">{commit}{cases}</testsuite></testsuites>')
     tool = [sys.executable, str(ROOT / "tools" / "suite_log.py")]
-    command = [*tool, "--expected", str(names), "vllm-full", *map(str, files), str(log)]
+    command = [*tool, *options, "--expected", str(names), "vllm-full", *map(str, files), str(log)]
     done = subprocess.run(command, check=False)
     return done.returncode, json.loads(log.read_text())
 
@@ -85,3 +85,22 @@ def test_earlier_runs_stay_as_one_line_each_newest_first(tmp_path: Path) -> None
         ("of junit-0", True, 0),
         ("of junit-0", False, 1),
     ]
+
+
+def test_a_run_is_completed_later_and_every_test_keeps_its_own_part(tmp_path: Path) -> None:
+    names = "tests/compat/test_a.py::test_one[push]\ntests/compat/test_a.py::test_two\n"
+    run(tmp_path, SKIPPED)
+    run_parts(tmp_path, PASSED, expected=names)
+    fixed = '<testcase classname="tests.compat.test_a" name="test_two" time="3"/>'
+    code, log = run_parts(tmp_path, FAILED, fixed, expected=names, options=("--continue",))
+    assert code == 0
+    assert [(test["test"], test["part"]) for test in log["tests"]] == [("test_a::test_one[push]", 0), ("test_a::test_two", 2)]
+    assert log["tests"][1]["earlier"] == [{"part": 1, "result": "failure", "message": "wrong"}]
+    assert [part["commit"] for part in log["parts"]] == ["of junit-0", "of junit-0", "of junit-1"]
+    assert len(log["history"]) == 1, "what is completed is no earlier run"
+
+
+def test_results_of_tests_that_the_suite_has_no_longer_are_not_continued(tmp_path: Path) -> None:
+    run(tmp_path, PASSED)
+    _, log = run_parts(tmp_path, FAILED, expected="tests/compat/test_a.py::test_two\n", options=("--continue",))
+    assert [test["test"] for test in log["tests"]] == ["test_a::test_two"]

@@ -12,10 +12,32 @@ import socket
 import threading
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
+from guarded_port import LIVE
 from guarding import BEAT, ME, GuardedPort
 
 from kvbaton.core.auth import Seal
+from kvbaton.core.aux_area import AuxPointer
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
+from kvbaton.core.messages import (
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+    encode,
+)
 from kvbaton.discovery.messages import Freshness, encode_registration
 from kvbaton.transport.tcp.wire import HANDSHAKE_BYTES, pack_request
 from kvbaton.wire.zmtp import encode_frame
@@ -99,7 +121,16 @@ def sealed(served: GuardedPort, dice: random.Random, frames: int) -> int:
 
 def _as_key_holder(served: GuardedPort, dice: random.Random) -> None:
     """One connection of a key holder: what it sends, and the answers, which it reads as they come."""
-    if served.kind == "control":
+    if served.kind == "agent":
+        with WirePeer.dial(served.port, served.secret) as peer:
+            sender = Incarnation(f"peer-{dice.randrange(1 << 30)}")
+            hello = Hello(served.card_of(sender), wants_answer=True)
+            messages = [hello, *(_any_message(served, dice, sender) for _ in range(_PER_KNOWN - 1))]
+            recipients = [dice.choice(("", "guarded", "guarded", "guarded", "of before")) for _ in messages]
+            contents = [encode(sender, to, message) for to, message in zip(recipients, messages, strict=True)]
+            wire = b"".join(encode_frame(each if peer.session is None else peer.session.seal(each)) for each in contents)
+            _send_and_read(peer.sock, wire)
+    elif served.kind == "control":
         with WirePeer.dial(served.port, served.secret) as peer:
             contents = [
                 _mutated(dice, BEAT) if number % 2 else dice.randbytes(dice.randrange(80)) for number in range(_PER_KNOWN)
@@ -117,6 +148,48 @@ def _as_key_holder(served: GuardedPort, dice: random.Random) -> None:
         for _ in range(0, _PER_KNOWN, 10):
             with served.open() as sock:
                 _send_and_read(sock, b"".join(_true_request(served, dice, is_mutated=True) for _ in range(10)))
+
+
+def _any_message(served: GuardedPort, dice: random.Random, sender: Incarnation) -> Message:
+    """A message that can be read, of any kind, about hand-offs that exist or do not, with numbers that fit or do not."""
+    key = HandoffKey(TransferId(f"live-{dice.randrange(LIVE + 4)}"), dice.choice((0, 0, 0, 1)))
+    number, generation = (dice.choice((0, 1, 2, dice.randrange(1, 5000), 1 << 40, 1 << 62)) for _ in range(2))
+    blocks = tuple(dice.randrange(64) for _ in range(dice.randrange(4)))
+    tokens = dice.choice((0, 16, 64, 1 << 40))
+    text = dice.choice(("", "no\nERROR a line of another", "\x1b[31m", "x" * 2000))
+    prompt = dice.choice(("prompt", "prompt", "another"))
+    outcome = dice.choice(tuple(Outcome))
+    match dice.randrange(14):
+        case 0:
+            card = served.card_of(sender)
+            changes: list[dict[str, object]] = [{}, {"fingerprint": text[:9]}, {"shape": "tp8"}, {"protocol": 9}, {"ranks": ()}]
+            return Hello(msgspec.structs.replace(card, **dice.choice(changes)), wants_answer=dice.random() < 0.5)
+        case 1:
+            return Refused(text, dice.choice((None, key)), number, dice.random() < 0.5, generation)
+        case 2 | 3:
+            executor, mode = dice.choice(tuple(Executor)), dice.choice(tuple(Mode))
+            return Grant(key, number or 1, prompt, mode, executor, generation, (blocks,), tokens, number or 1, tokens=tokens)
+        case 4:
+            spans = tuple(Span(dice.randrange(9), 0, tokens, 0, dice.randrange(9)) for _ in range(dice.randrange(3)))
+            return Announced(key, number, generation, (blocks,), spans)
+        case 5:
+            return Prefilled(key, number, generation, number, tokens, 0.5)
+        case 6:
+            return AuxSent(key, number, pointer=AuxPointer(tokens, tokens, 1))
+        case 7:
+            return Retracted(key, number, generation)
+        case 8:
+            return ConfirmAsk(key, number, generation)
+        case 9:
+            return Confirmed(key, number, generation, number)
+        case 10:
+            return Release(key, number)
+        case 11:
+            return Stop(key, number, outcome, text, prompt, generation)
+        case 12:
+            return dice.choice((Stopped(key, number), Over(key, number, outcome, text)))
+        case _:
+            return Heartbeat(dice.random() < 0.5, ((key, number),), dice.choice((0.0, 1e6)))
 
 
 def _send_and_read(sock: socket.socket, wire: bytes) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.core.card import Card
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.messages import Heartbeat, decode, encode
+from kvbaton.core.messages import Heartbeat, Hello, decode, encode
 from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent, RouterEventKind
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
 from kvbaton.launch.ports import PortPicker
@@ -89,17 +90,27 @@ class GuardedPort:
     def assert_serves(self, within_s: float = 10.0) -> None:
         """A key holder that comes now is served."""
         assert self.process.poll() is None, self.lines
-        if self.kind != "control":
+        if self.kind not in ("control", "agent"):
             {"discovery": self._assert_registers, "tcp": self._assert_read, "http": self._assert_answers}[self.kind](within_s)
             return
         until = time.monotonic() + within_s
         while True:
             # A flood may take its place before its handshake is done: it connects again, as every dialler of ours does.
             with contextlib.suppress(EOFError, ConnectionError), WirePeer.dial(self.port, self.secret) as peer:
-                peer.send(BEAT)
-                assert isinstance(decode(peer.receive()).message, Heartbeat)
+                if self.kind == "agent":
+                    card = self.card_of(f"good-{next(_numbers)}")
+                    peer.send(encode(card.incarnation, "", Hello(card, wants_answer=True)))
+                    answer = decode(peer.receive()).message
+                    assert isinstance(answer, Hello), answer
+                else:
+                    peer.send(BEAT)
+                    assert isinstance(decode(peer.receive()).message, Heartbeat)
                 return
             assert time.monotonic() < until, "no key holder was served"
+
+    def card_of(self, name: str) -> Card:
+        """The card of a peer that fits the agents."""
+        return msgspec.json.decode(json.dumps(self.facts).replace('"guarded"', json.dumps(name)), type=Card)
 
     def _assert_registers(self, within_s: float) -> None:
         events: list[RouterEvent] = []

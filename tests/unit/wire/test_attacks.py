@@ -26,7 +26,7 @@ from kvbaton.discovery.messages import Freshness, encode_registration
 from wire_peer import GREETING, READY, WirePeer, keyed_ready
 
 FRAMES = int(os.environ.get("KVBATON_ATTACK_FRAMES", "0"))
-QUICK_FRAMES = {"control": 25_000, "discovery": 25_000, "tcp": 5_000, "http": 5_000}
+QUICK_FRAMES = {"control": 25_000, "discovery": 25_000, "tcp": 5_000, "http": 5_000, "agent": 5_000}
 
 PORTS = [("control", KEY), ("control", ""), ("discovery", KEY), ("discovery", "")]
 each_port = pytest.mark.parametrize(("kind", "key"), PORTS, ids=lambda value: (value and value.partition(" ")[0]) or "no key")
@@ -174,6 +174,23 @@ def test_frames_of_every_class(kind: str, key: str, frames: str) -> None:
     took_s = time.monotonic() - began
     assert too_often(served, took_s) == {}, f"in {took_s:.0f} s"
     assert not any("Traceback" in line for line in served.lines)
+
+
+@pytest.mark.attacks
+def test_every_kind_of_message_of_key_holders_at_real_agents() -> None:
+    """Well-formed messages with wrong contents: the agents live, serve, stay small, and log a cause once a second at most."""
+    with guarded("agent") as served, holds_its_size(served):
+        began = time.monotonic()
+        count = FRAMES or QUICK_FRAMES["agent"]
+        with ThreadPoolExecutor(1) as pool:
+            attacker = pool.submit(ATTACKS["sealed"], served, random.Random(15), count)
+            while not attacker.done():
+                served.assert_serves(30.0)
+                wait([attacker], 0.2)
+        assert attacker.result() >= 0.95 * count, "the attack itself was held up"
+    took_s = time.monotonic() - began
+    assert too_often(served, took_s) == {}, f"in {took_s:.0f} s"
+    assert not any("Traceback" in line or not line.rstrip("\n").isprintable() for line in served.lines)
 
 
 # What a recorded frame is worth.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from kvbaton.bench.wire.pages import POISON, SPREAD, Bytes, contiguous_runs, is_
 from kvbaton.bench.wire.subjects import (
     RAW,
     PeerProcess,
+    SingleBlocks,
     WireSubject,
     all_subjects,
     beside_of,
@@ -36,6 +38,8 @@ __all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 Progress = Callable[[str], None]
 
 _MOST_PEERS = 64
+_SINGLE_BYTES = 8 << 10
+_SINGLES, _SINGLE_WARM_UP = 2000, 200
 _RAW_NIXL = "raw nixl"
 
 
@@ -167,6 +171,7 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
                 report(f"{point}: {', '.join(entry.name for entry in entries)}")
                 problems += _measure(bench, point, entries, rounds)
                 rows += _rows(bench, point, entries, rounds)
+            rows += _singles(bench, entries)
             rows += _idle(bench, peers, entries)
     if not rows:
         raise ConfigError(f"none of {'; '.join(bench.subjects)} could be measured here; the lines above name what each needs")
@@ -289,6 +294,24 @@ def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: 
             settings["ratio_to_raw_nixl"] = round(rates[entry.name] / rates["raw nixl"], 2)
         ratio = rates[entry.name] / rates[peer] if peer in rates else 1.0
         rows.append(BenchRow(key, rates[entry.name], "GB/s", peer if peer in rates else "", ratio, settings))
+    return rows
+
+
+def _singles(bench: WireBench, entries: list[_WireEntrant]) -> list[BenchRow]:
+    """How long one small block takes, where users move them one at a time; with the load of the machine, which decides it."""
+    rows = []
+    for entry in entries:
+        if not isinstance(entry.subject, SingleBlocks):
+            continue
+        taken_s = []
+        for _ in range(_SINGLE_WARM_UP + _SINGLES):
+            started = time.perf_counter()
+            entry.subject.move_one(_SINGLE_BYTES)
+            taken_s.append(time.perf_counter() - started)
+        p50, p99 = np.percentile(taken_s[_SINGLE_WARM_UP:], (50, 99))
+        key = f"{entry.name}: one {bench.direction} of {_size(_SINGLE_BYTES)}"
+        load: dict[str, Setting] = {"p99_us": round(1e6 * float(p99), 1), "load_average": round(os.getloadavg()[0], 1)}
+        rows.append(BenchRow(key, 1e6 * float(p50), "us", "", 1.0, {"block_bytes": _SINGLE_BYTES, "blocks": _SINGLES, **load}))
     return rows
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ __all__ = [
     "RAW",
     "PeerProcess",
     "RawPeer",
+    "SingleBlocks",
     "WireSubject",
     "all_subjects",
     "beside_of",
@@ -309,6 +310,13 @@ class _MoriIo:
             raise ConfigError(f"mori: {code}: {'; '.join(status.Message() for status in statuses)}")
         return posted
 
+    def move_one(self, block_bytes: int) -> None:
+        session = self._sessions[0]
+        move = session.read if self._reads else session.write
+        status = move(0, 0, block_bytes, session.allocate_transfer_uid())
+        if status.WaitFor(round(_TIMEOUT_S * 1000)) is not StatusCode.SUCCESS:
+            raise ConfigError(f"mori: {status.Message()}")
+
     def close(self) -> None:
         self._sessions.clear()
         del self._engine
@@ -319,6 +327,14 @@ def open_mori_engine(key: str) -> IOEngine:
     engine = IOEngine(f"{key}-{os.getpid()}", IOEngineConfig("127.0.0.1", 0))
     engine.create_backend(BackendType.RDMA, RdmaBackendConfig(enable_notification=False))
     return engine
+
+
+@runtime_checkable
+class SingleBlocks(Protocol):
+    """A subject whose users also move blocks one at a time."""
+
+    def move_one(self, block_bytes: int) -> None:
+        """Move one block from or to the first peer, and wait until it is there. Raises ConfigError."""
 
 
 OpenRaw = Callable[[str, int, list[PeerProcess], Direction], WireSubject]

@@ -6,10 +6,22 @@ import json
 import shlex
 from dataclasses import dataclass
 
-__all__ = ["MoriLines"]
+from kvbaton.compat.mori.settings import COUNTS, DROP_STORES, SWITCH
+from kvbaton.transport.table import exchange_names
 
-_SWITCH = "KVBATON_MORI"
+__all__ = ["MoriLines", "switch_variables"]
+
 _PORTS_EACH = 10
+
+
+def switch_variables(transport: str, dropped: str, counts_directory: str) -> dict[str, str]:
+    """The environment that puts a stock engine on the drop-in; `transport` names its paths if the exchange has such.
+
+    `dropped` is what a negative control does not store, empty for none.
+    """
+    variables = {SWITCH: transport if transport in exchange_names() else "auto"}
+    variables |= {DROP_STORES: dropped} if dropped else {}
+    return variables | ({COUNTS: counts_directory} if counts_directory else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +68,4 @@ class MoriLines:
         return self._line([*command, "--disable-overlap-schedule"])
 
     def _line(self, command: list[str]) -> str:
-        return f"{_SWITCH}={self.paths} {shlex.join(command)}"
+        return f"{SWITCH}={self.paths} {shlex.join(command)}"

@@ -74,9 +74,7 @@ class IOEngine:
         self._node_id = node_id()
         self._host = config.host or _own_address()
         settings = TransportSettings(host=self._host, port=config.port, max_in_flight=_IN_FLIGHT)
-        self._exchange = MemoryExchange(
-            key, settings, chosen_paths(), listens=False, drops_stores=drops_stores(), stored=stored_counts()
-        )
+        self._exchange = MemoryExchange(key, settings, chosen_paths(), listens=False, stored=stored_counts())
         self._backends: dict[BackendType, BackendConfig | None] = {}
         self._notifies = False
         self._remotes: dict[str, EngineDesc] = {}
@@ -138,7 +136,10 @@ class IOEngine:
         try:
             handle = self._exchange.register(int(ptr), int(size))
         except KVBatonError as error:
-            raise ValueError(f"register_memory: {error}") from error
+            label = f" (labelled GPU {device_id})" if mem_loc is MemoryLocationType.GPU else ""
+            raise ValueError(f"register_memory{label}: {error}") from error
+        if drops_stores(mem_loc):
+            self._exchange.drop_stores(handle)
         is_gpu = mem_loc is MemoryLocationType.GPU
         with self._lock:
             number, self._next_memory = self._next_memory, self._next_memory + 1
@@ -306,11 +307,11 @@ class IOEngineSession:
 
     def read(self, local_offset: int, remote_offset: int, size: int, uid: int) -> TransferStatus:
         """Fill local memory."""
-        return self.post(Direction.READ, [local_offset], [remote_offset], [size], uid)
+        return self._post_one(Direction.READ, local_offset, remote_offset, size, uid)
 
     def write(self, local_offset: int, remote_offset: int, size: int, uid: int) -> TransferStatus:
         """Fill remote memory."""
-        return self.post(Direction.WRITE, [local_offset], [remote_offset], [size], uid)
+        return self._post_one(Direction.WRITE, local_offset, remote_offset, size, uid)
 
     def batch_read(self, local_offsets: Offsets, remote_offsets: Offsets, sizes: Offsets, uid: int) -> TransferStatus:
         """Fill local memory, many runs as one."""
@@ -335,6 +336,19 @@ class IOEngineSession:
             raise RuntimeError(f"remote memory size mismatch: expected={self._handle.memory_bytes} got=0 ({error})") from error
         except (TransportError, PeerError) as error:
             raise RuntimeError(f"no session with the peer: {error}") from error
+
+    def _post_one(self, direction: Direction, local_offset: int, remote_offset: int, size: int, uid: int) -> TransferStatus:
+        link = self._link
+        is_plain = type(local_offset) is type(remote_offset) is type(size) is int and local_offset >= 0 <= remote_offset
+        if link is not None and is_plain:
+            run = (remote_offset, local_offset, size) if direction is Direction.READ else (local_offset, remote_offset, size)
+            try:
+                pending = link.post_run(direction, self._own, self._handle, run, int(uid) if self._notifies else None)
+            except (RangeError, QueueFull):
+                pending = None  # `post` meets it again, and answers as for any other
+            if pending is not None:
+                return pending_status(pending)
+        return self.post(direction, [local_offset], [remote_offset], [size], uid)
 
     def post(
         self,

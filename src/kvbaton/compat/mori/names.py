@@ -18,7 +18,7 @@ class BackendType(enum.Enum):
 
 
 class MemoryLocationType(enum.Enum):
-    """Where a caller says that memory lies."""
+    """Where memory lies, as its caller states it."""
 
     Unknown = 0
     CPU = 1

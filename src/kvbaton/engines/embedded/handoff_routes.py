@@ -8,13 +8,12 @@ the instance listens on, and dials, loopback only.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, Trust, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, Trust, carries_token, http_token
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
@@ -35,15 +34,14 @@ class HandoffAccess:
     """Which HTTP requests may act on hand-offs, and whose they are."""
 
     def __init__(self, trust: Trust, sources: SourceCheck | None) -> None:
-        self._token = http_token(trust.key).encode() if trust.key is not None else b""
+        self._token = http_token(trust.key) if trust.key is not None else ""
         self._sources = sources
 
     def has_key(self, http: web.Request) -> bool:
         """Whether the request carries the token, as its own header or as a bearer token; true without a cluster key."""
         if not self._token:
             return True
-        sent = (http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", "").removeprefix("Bearer "))
-        return any(hmac.compare_digest(each.encode("utf-8", "surrogateescape"), self._token) for each in sent)
+        return carries_token(self._token, http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", ""))
 
     def client(self, http: web.Request) -> str:
         """Whose turn in the queue a request takes: that of the client whom a router with the key names, or of the address.

@@ -11,7 +11,7 @@ Owns the block pool. Every live sequence is in exactly one place, named by its s
 - *fetching*: its blocks are held for a hand-off that fills them. It does not count as running until it has landed.
 - *held*: a finished prefill whose blocks wait for the target, or an aborted one that waits for the end of its hand-off.
 - *retracting*: a preempted source of which a span was announced to a target. Its blocks stay unchanged until `drained`,
-  because the target may be reading them. The sequence that needed one of them waits, and is served before new ones.
+  until the agents have stopped their own copies. The sequence that needed one of them waits, and is served before new ones.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Scheduler:
         self._landed.append(sequence)
 
     def drained(self, sequence: Sequence) -> None:
-        """No target reads a retracted source any more: free its blocks and start it over from the head of the queue."""
+        """No copy of ours uses the blocks of a retracted source any more: free them, and start it over, first in the queue."""
         self._leave(sequence)
         self.pool.release(sequence.blocks, held=True)
         sequence.preempted()

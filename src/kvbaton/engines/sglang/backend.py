@@ -24,8 +24,9 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.runtime_context import get_parallel
 
+from kvbaton.core.topology import RankAt, Shape
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
-from kvbaton.engines.sglang.hooks import current_queue, current_request
+from kvbaton.engines.sglang.hooks import current_queue, current_request, report_refused
 from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
 from kvbaton.engines.sglang.metadata import MetadataRows
 from kvbaton.engines.sglang.pool import PoolFacts, read_pool
@@ -41,7 +42,6 @@ _ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
 """What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
 
 _WITHOUT = {
-    "pp_size": "pipeline parallelism",
     "dp_size": "data parallelism",
     "attn_dp_size": "DP attention",
     "attn_cp_size": "context parallelism",
@@ -85,9 +85,9 @@ class KVBatonManager(BaseKVManager):
         _log_with_sglang()
         _check_polls()
         queue, parallel = current_queue(), get_parallel()
-        _check_shape(server_args, parallel)
-        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
         role = str(disaggregation_mode.value)
+        _check_shape(role, server_args, parallel)
+        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
         model_config = queue.scheduler.model_config
         facts = PoolFacts(
             page_tokens=args.page_size,
@@ -98,21 +98,36 @@ class KVBatonManager(BaseKVManager):
         )
         pool = read_pool(queue.pool, facts, args.state_types, getattr(args, "num_draft_entries", 0))
         _check_release_limit(settings)
+        shape = Shape(tp=parallel.attn_tp_size, pp=parallel.pp_size)
+        rank = shape.number(RankAt(0, parallel.pp_rank, parallel.attn_tp_rank, 0))
         place = SglangPlace(
             role=role,
             host=server_args.host,
             http_port=server_args.port,
-            control_port=_control_port(role, server_args, settings, parallel),
-            tp_size=parallel.attn_tp_size,
-            tp_rank=parallel.attn_tp_rank,
-            broadcast=parallel.attn_tp_group.broadcast_object if parallel.attn_tp_size > 1 else _same,
+            control_port=_control_port(role, server_args, settings, rank),
+            shape=shape,
+            rank=rank,
+            broadcast=functools.partial(_broadcast, parallel),
         )
         rows = MetadataRows.of(queue.metadata, args)
         self.kv_args = args
         self.prefill_info_table: dict[str, Any] = {}
         self.instance = RankInstance(settings, place, pool, rows, model_identity(model_config, server_args, settings))
         self.halves = self.instance.halves
+        report_refused(self.refuse)
         log.info("kvbaton: %s instance, control port %d, %s", role, place.control_port, settings.mode)
+
+    def refuse(self, request: Any) -> None:
+        """SGLang has refused a request before it had a sender or receiver; the other side must not wait for it."""
+        try:
+            if self.instance.place.role == "prefill":
+                self.halves.refuse_target(request.bootstrap_room)
+            else:
+                address = f"{request.bootstrap_host}:{request.bootstrap_port}"
+                why = getattr(request.finished_reason, "message", request.finished_reason)
+                self.halves.refuse_source(request.bootstrap_room, address, f"decode refused it: {why}")
+        except Exception:  # see `_contained`
+            log.exception("room %s: its peer was not notified that it is refused here", request.bootstrap_room)
 
     def register_to_bootstrap(self) -> None:
         """Nothing: the address that balancers send as bootstrap_host and bootstrap_port is the agents' own."""
@@ -160,6 +175,10 @@ class _SenderOrReceiver:
             log.exception("hand-off %s: poll failed", self.half.key)
             self.half.fail(f"poll failed: {error}")
             return int(Poll.FAILED)
+
+    def poll_pp_consensus(self) -> int:
+        """The same: the first stage of a pipeline has the coordinator, whose verdict is about every stage."""
+        return self.poll()
 
     def failure_exception(self) -> None:
         """Raise why it failed. Another rank may have failed alone, so the agents are asked to end it here too."""
@@ -276,8 +295,11 @@ def _prompt(room: object) -> tuple[Sequence[int], str]:
         return (), str(error)
 
 
-def _same(value: Any) -> Any:
-    return value
+def _broadcast(parallel: Any, value: Any) -> Any:
+    """A value of rank 0 for every rank: within each stage of the pipeline, then from the first stage to the others."""
+    if parallel.attn_tp_size > 1:
+        value = parallel.attn_tp_group.broadcast_object(value)
+    return parallel.pp_group.broadcast_object(value) if parallel.pp_size > 1 else value
 
 
 def _check_polls() -> None:
@@ -291,11 +313,18 @@ def _check_polls() -> None:
             )
 
 
-def _check_shape(server_args: Any, parallel: Any) -> None:
+def _check_shape(role: str, server_args: Any, parallel: Any) -> None:
+    if role == "decode" and parallel.pp_size > 1:
+        # A later stage may still use the pages that the first one grants: no stage waits for the others when it frees pages.
+        raise ConfigError(
+            f"pp_size is {parallel.pp_size}: pipeline parallelism of decode is not possible so far; that of prefill is"
+        )
     for name, what in _WITHOUT.items():
         size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
         if size > 1:
-            raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can")
+            raise ConfigError(
+                f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can, and pipelines of prefill"
+            )
 
 
 def _check_release_limit(settings: SglangSettings) -> None:
@@ -311,11 +340,11 @@ def _check_release_limit(settings: SglangSettings) -> None:
         )
 
 
-def _control_port(role: str, server_args: Any, settings: SglangSettings, parallel: Any) -> int:
+def _control_port(role: str, server_args: Any, settings: SglangSettings, rank: int) -> int:
     """Where the agents listen: on prefill the port that balancers send along; on decode any, no peer dials it."""
     if role == "prefill":
         return int(server_args.disaggregation_bootstrap_port)
-    return settings.control_port or (PortPicker().pick() if parallel.attn_tp_rank == 0 else 1)
+    return settings.control_port or (PortPicker().pick() if rank == 0 else 1)
 
 
 def _log_with_sglang() -> None:

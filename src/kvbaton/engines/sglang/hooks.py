@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvbaton.errors import ConfigError
 
-__all__ = ["BACKEND", "Queue", "current_queue", "current_request", "register_backend"]
+__all__ = ["BACKEND", "Queue", "current_queue", "current_request", "register_backend", "report_refused"]
 
 BACKEND = "kvbaton"
 """How the backend is chosen: `--disaggregation-transfer-backend kvbaton`."""
@@ -43,6 +44,7 @@ class Queue:
 
 _queue: Queue | None = None
 _request: Any = None
+_on_refused: Callable[[Any], None] | None = None
 
 
 def current_queue() -> Queue:
@@ -60,6 +62,12 @@ def current_request(room: object) -> Any:
     if _request is None or _request.bootstrap_room != room:
         raise ConfigError(f"the request of room {room} is not known: the hook on its queue has not run; see SGLang's log")
     return _request
+
+
+def report_refused(callback: Callable[[Any], None]) -> None:
+    """Have `callback` called for every request that SGLang refuses before it makes a sender or receiver for it."""
+    global _on_refused
+    _on_refused = callback
 
 
 def register_backend() -> None:
@@ -82,6 +90,8 @@ def register_backend() -> None:
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", class_of, HookType.AROUND)
     HookRegistry.register(f"{_PREFILL}.__init__", _keep_prefill_queue, HookType.BEFORE)
     HookRegistry.register(f"{_DECODE}.__init__", _keep_decode_queue, HookType.BEFORE)
+    HookRegistry.register(f"{_PREFILL}.add", _add, HookType.AROUND)
+    HookRegistry.register(f"{_DECODE}.add", _add, HookType.AROUND)
     HookRegistry.register(f"{_PREFILL}.create_sender", _keep_request, HookType.BEFORE)
     HookRegistry.register(f"{_DECODE}._create_receiver_and_enqueue", _keep_request, HookType.BEFORE)
     if is_cpu():
@@ -121,6 +131,14 @@ def _keep_decode_queue(_: Any, **arguments: Any) -> None:
 def _keep_queue(pool: Any, arguments: dict[str, Any]) -> None:
     global _queue
     _queue = Queue(pool, arguments["metadata_buffers"], arguments["scheduler"])
+
+
+def _add(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """A request that is over when it has just been added was refused: too long for the cache, a grammar that cannot be read."""
+    result = original(queue, req, *args, **kwargs)
+    if _on_refused is not None and req.finished():
+        _on_refused(req)
+    return result
 
 
 def _keep_request(_: Any, req: Any, *args: Any, **kwargs: Any) -> None:

@@ -48,8 +48,9 @@ class CachePool:
 
     def __init__(self, kind: str, planes: Mapping[str, Sequence[Any]], facts: PoolFacts) -> None:
         self.page_tokens = facts.page_tokens
-        self.layers = len(next(iter(planes.values())))
         self.first_layer = facts.first_layer
+        self.end_layer = facts.first_layer + len(next(iter(planes.values())))
+        self.pages = next(iter(planes.values()))[0].shape[0] // facts.page_tokens
         self._tensors = [tensor for tensors in planes.values() for tensor in tensors]
         self._address = min(tensor.data_ptr() for tensor in self._tensors)
         self._bytes = max(tensor.data_ptr() + tensor.nbytes for tensor in self._tensors) - self._address
@@ -77,7 +78,6 @@ class CachePool:
 
     def _group(self, kind: str, name: str, tensors: Sequence[Any], facts: PoolFacts) -> Group:
         page, first = facts.page_tokens, tensors[0]
-        pages = first.shape[0] // page
         size = first.element_size()
         slot, head, channel = (stride * size for stride in first.stride())
         held = HeadRange(0, 1) if kind == MLA else head_range(facts.total_heads, facts.tp_size, facts.tp_rank)
@@ -85,7 +85,7 @@ class CachePool:
         described = [
             LayerTensor(
                 tensor.data_ptr() - self._address,
-                (pages, page, *tensor.shape[1:]),
+                (self.pages, page, *tensor.shape[1:]),
                 (page * slot, slot, head, channel),
                 dtype,
                 size,

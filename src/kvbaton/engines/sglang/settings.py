@@ -42,7 +42,7 @@ _ELSEWHERE = {
 class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the variable may have.
 
-    mode:             push (stream chunk by chunk) or pull (fetch when complete); both instances of a pair have the same
+    mode:             push (stream chunk by chunk) or pull (fetch when complete); that of the prefill instance decides
     transport:        how cache bytes travel: local (same host) or tcp; others are taken, and not tested with SGLang
     advertise_host:   under which address others reach this instance, when that is not SGLang's --host
     control_port:     where a decode instance listens, 0: any free port; a prefill instance takes SGLang's bootstrap port

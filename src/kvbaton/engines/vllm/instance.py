@@ -127,7 +127,7 @@ class WorkerInstance:
         with ExitStack() as opened:
             opened.callback(sockets.close)
             if timelines is not None:
-                self._notes = HandoffsServer(timelines, settings.control_host, settings.handoffs_port)
+                self._notes = HandoffsServer(timelines, settings.control_host, settings.handoffs_port, settings.trust())
             ranks = self._ranks(transport)
             news = threading.Event()
             card = instance_card(self._incarnation, model, settings.limits, cards, self._shape)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 import numpy as np
@@ -241,6 +241,34 @@ class ExchangeChannel:
             transit = self._send_calls(request, total)
         return transit
 
+    def post_run(
+        self, direction: Direction, own: MemoryHandle, remote: MemoryHandle, run: tuple[int, int, int], tag: int | None
+    ) -> Transit | None:
+        """`post` for one short run, without arrays, which cost more than the copy; None when it has to be posted as others."""
+        source, target, size = run
+        reads = direction is Direction.READ
+        process = self.peer_process
+        if self._broken or not 0 < size <= INLINE_BYTES or (process is None if reads else not self.owner_reads):
+            return None
+        _, own_bytes = self.state.table.find(own.slot, own.stamp)
+        source_bytes, target_bytes = (remote.memory_bytes, own_bytes) if reads else (own_bytes, remote.memory_bytes)
+        if source + size > source_bytes or target + size > target_bytes:
+            sizes = f"{source_bytes} and {target_bytes}"
+            raise RangeError(f"{size} bytes from offset {source} to {target} lie outside memories of {sizes} bytes")
+        transit = Transit(self, 1, self._counter)
+        if reads:
+            assert process is not None  # noqa: S101
+            self._read_few(own, remote, (run,), tag, transit, process)
+            return transit
+        with self._sending:
+            self._number += 1
+            self._parts.append(_CallPart(transit, self._number, None, (own.slot, own.stamp), size))
+            names = own.slot, own.stamp, remote.slot, remote.stamp
+            self._outbox.append(pack_call(MemoryCall(CallKind.PULL, self._number, tag, *names, 1, size, run), _NO_RUNS))
+            self.progress_at = time.monotonic()
+        self._settle_small(transit, size)
+        return transit
+
     def probe(self, remote: MemoryHandle, timeout_s: float) -> None:
         """Ask whether a memory of the peer is registered. RangeError: it is not; TransportError: no answer."""
         transit = Transit(self, 1, self._counter)
@@ -291,11 +319,14 @@ class ExchangeChannel:
             transit.wait_for_event(max(0.0, until - time.monotonic()))
             return
         try:
-            poller, fd = select.poll(), self.sock.fileno()
+            poller, fd, sends = select.poll(), self.sock.fileno(), None
             while fd >= 0 and not transit.is_over and not self._broken and (left := until - time.monotonic()) > 0:
-                poller.register(fd, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+                if sends is not bool(self._outbox):
+                    sends = bool(self._outbox)
+                    poller.register(fd, select.POLLIN | (select.POLLOUT if sends else 0))
                 if poller.poll(left * 1000):
-                    self._flush()
+                    if self._outbox:
+                        self._flush()
                     self._advance()
         finally:
             self._receiving.release()
@@ -371,7 +402,7 @@ class ExchangeChannel:
     def _read_here(self, request: TransferRequest, process: ReadableProcess, total: int) -> Transit:
         transit = Transit(self, 1, self._counter)
         if self.state.is_small(len(request.runs), total):
-            self._read_few(request, transit, process)
+            self._read_few(request.own, request.remote, request.runs.tolist(), request.tag, transit, process)
             return transit
         job = ReadJob(self, request, transit, process)
         if total > INLINE_BYTES:
@@ -381,14 +412,21 @@ class ExchangeChannel:
                 pass
         return transit
 
-    def _read_few(self, request: TransferRequest, transit: Transit, process: ReadableProcess) -> None:
-        own, remote = (request.own.slot, request.own.stamp), (request.remote.slot, request.remote.stamp)
+    def _read_few(
+        self,
+        own: MemoryHandle,
+        remote: MemoryHandle,
+        runs: Sequence[Sequence[int]],
+        tag: int | None,
+        transit: Transit,
+        process: ReadableProcess,
+    ) -> None:
         try:
-            moved = copy_few(self.state, process, remote, own, request.runs.tolist())
+            moved = copy_few(self.state, process, (remote.slot, remote.stamp), (own.slot, own.stamp), runs)
         except (KVBatonError, OSError, ValueError) as problem:
             transit.finish_part(0, f"{type(problem).__name__}: {problem}")
             return
-        self.send_notice(request.tag)
+        self.send_notice(tag)
         transit.finish_part(moved)
 
     def _send_calls(self, request: TransferRequest, total: int) -> Transit:
@@ -415,13 +453,17 @@ class ExchangeChannel:
                 self._outbox.append(pack_call(call, runs))
                 self._outbox.extend(sends[at : at + 1])
             self.progress_at = time.monotonic()
+        self._settle_small(transit, total)
+        return transit
+
+    def _settle_small(self, transit: Transit, total: int) -> None:
+        """Send what was posted; wait for the end of a small transfer, and have the service thread watch what is not over."""
         self._flush()
         if total <= INLINE_BYTES and not self._is_slow:
             self.drive(transit, INLINE_S)
             self._is_slow = not transit.is_over  # a peer that stands still costs its callers one wait, not one per call
         if not transit.is_over:
             self._arm(self, bool(self._outbox))
-        return transit
 
     def _flush(self) -> None:
         """Send what the socket takes."""
@@ -494,7 +536,7 @@ class ExchangeChannel:
         fill = None
         try:
             fill = MemoryFill(self.state.table, part.slot, part.stamp, runs[:, 1], runs[:, 2])
-            yield Skip(part.total_bytes) if self.state.drops_stores else fill
+            yield Skip(part.total_bytes) if part.stamp in self.state.dropped else fill
             self.state.count_stored(part.total_bytes)
         except RangeError as error:
             yield Skip(fill.vectors.remaining_bytes if fill is not None else part.total_bytes)

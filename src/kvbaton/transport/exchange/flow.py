@@ -121,6 +121,9 @@ class Flow:
         """One system call for a step, and the next step if that was the last; False when it did not get on."""
         if isinstance(step, int):
             data = self._received(step - len(self._inbox))
+            if len(data) == step:
+                self._step = self._steps.send(data)
+                return True
             self._inbox += data
             if len(self._inbox) == step:
                 message, self._inbox = bytes(self._inbox), bytearray()

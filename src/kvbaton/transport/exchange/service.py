@@ -32,7 +32,7 @@ from kvbaton.transport.exchange.flow import Flow
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
 from kvbaton.transport.exchange.owner import ExchangeState, OwnerSide
 from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
-from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits
+from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits, is_readable
 from kvbaton.transport.queued import bytes_detail, detail
 from kvbaton.transport.tcp.server import listen
 from kvbaton.transport.tcp.sockets import tune
@@ -274,7 +274,6 @@ class MemoryExchange:
         paths: ExchangePaths | None = None,
         *,
         listens: bool = True,
-        drops_stores: bool = False,
         stored: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """`name` is what peers find its notices under.
@@ -295,7 +294,6 @@ class MemoryExchange:
             here=Neighbour.here(),
             process_memory=self._process_memory(),
             helpers=CopyHelpers(settings.copy_threads),
-            drops_stores=drops_stores,
             stored=np.zeros(2, np.int64) if stored is None else stored,
         )
         self._counter = InFlight(settings.max_in_flight)
@@ -321,10 +319,22 @@ class MemoryExchange:
 
     def register(self, address: int, memory_bytes: int) -> MemoryHandle:
         """See `ExchangeContract.register`."""
-        return self._state.table.register(address, memory_bytes)
+        handle = self._state.table.register(address, memory_bytes)
+        if not is_readable(address, memory_bytes):
+            self.withdraw(handle)
+            raise ConfigError(
+                f"memory at {address:#x} with {memory_bytes} bytes cannot be registered: the processor cannot read it. It is"
+                " memory of a device, which an exchange does not move, or it is not mapped; register main memory"
+            )
+        return handle
+
+    def drop_stores(self, handle: MemoryHandle) -> None:
+        """For negative controls: transfers into this memory succeed from now on, and nothing is stored."""
+        self._state.dropped.add(handle.stamp)
 
     def withdraw(self, handle: MemoryHandle) -> None:
         """See `ExchangeContract.withdraw`."""
+        self._state.dropped.discard(handle.stamp)
         self._state.table.withdraw(handle.slot, handle.stamp)
 
     def endpoint(self) -> Endpoint:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -75,6 +74,10 @@ class CallOutcome(enum.IntEnum):
     FAILED = 2
 
 
+_KINDS = {int(kind): kind for kind in CallKind}
+_OUTCOMES = {int(outcome): outcome for outcome in CallOutcome}
+
+
 class Introduction(msgspec.Struct, frozen=True):
     """Which engine connects, and where its board and the challenge lie, if the owner may read them."""
 
@@ -86,8 +89,7 @@ class Introduction(msgspec.Struct, frozen=True):
     challenge_address: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCall:
+class MemoryCall(msgspec.Struct, frozen=True):
     """The head of a request; `count` - 1 more runs follow the one in it."""
 
     kind: CallKind
@@ -102,8 +104,7 @@ class MemoryCall:
     first: tuple[int, int, int] = (0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class CallAnswer:
+class CallAnswer(msgspec.Struct, frozen=True):
     """The head of a reply; `payload_bytes` follow it: bytes of memory after a FETCH, else the reason."""
 
     outcome: CallOutcome
@@ -124,10 +125,10 @@ def unpack_introduction(data: bytes | bytearray) -> Introduction:
 
 
 def pack_call(call: MemoryCall, runs: Runs) -> bytes:
-    """A request with its runs; for a NOTE and a PROBE without."""
+    """A request with its runs; with none the one in its head is its only one, and a NOTE or a PROBE has that neither."""
     flags, tag = (_HAS_TAG, call.tag) if call.tag is not None else (0, 0)
     slots = (call.own_slot, call.remote_slot, call.own_stamp, call.remote_stamp, call.total_bytes)
-    first = runs[0].tolist() if len(runs) else (0, 0, 0)
+    first = runs[0].tolist() if len(runs) else call.first
     head = _CALL.pack(_CALL_MARK, call.kind, flags, 0, call.count, call.number, tag, *slots, *first)
     return head if len(runs) <= 1 else head + np.ascontiguousarray(runs[1:]).astype("<u8", copy=False).tobytes()
 
@@ -142,7 +143,7 @@ def unpack_call(data: bytes | bytearray) -> MemoryCall:
             f"a request of {count} runs, {total} bytes; at most {MAX_CALL_RUNS} and {MAX_CALL_BYTES} are allowed"
         )
     return MemoryCall(
-        kind=CallKind(kind),
+        kind=_KINDS[kind],
         number=number,
         tag=tag if flags & _HAS_TAG else None,
         own_slot=own,
@@ -182,4 +183,4 @@ def unpack_answer(data: bytes | bytearray) -> CallAnswer:
         raise ProtocolError(f"no reply: mark {mark!r}, outcome {outcome}")
     if payload_bytes > (MAX_CALL_BYTES if outcome == CallOutcome.OK else MAX_REASON_BYTES):
         raise ProtocolError(f"a reply with {payload_bytes} bytes behind its head; that is too much")
-    return CallAnswer(CallOutcome(outcome), number, payload_bytes)
+    return CallAnswer(_OUTCOMES[outcome], number, payload_bytes)

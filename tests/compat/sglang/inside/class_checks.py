@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend, get_kv_class
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.plugins import load_plugins
@@ -29,7 +30,7 @@ from kvbaton.launch.ports import PortPicker
 PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
 PROMPT = list(range(TOKENS))
 PORTS = PortPicker()
-ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, dp_size=1, attn_dp_size=1, attn_cp_size=1, attn_tp_group=None)
+ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, pp_rank=0, dp_size=1, attn_dp_size=1, attn_cp_size=1)
 
 
 def mha() -> Any:
@@ -162,10 +163,31 @@ def no_exception_leaves_a_sender_or_a_receiver() -> None:
         prefill.close()
 
 
-def _refused(named: str, **changes: Any) -> None:
+def a_prompt_that_is_too_long_for_decode_ends_its_prefill() -> None:
+    """Through SGLang's own method: the hook on it has to be applied."""
+    prefill, decode = Side("prefill", mha(), PORTS.pick()), Side("decode", mha(), 0)
+    try:
+        sender = prefill.make(KVClassType.SENDER, 7, PROMPT, prefill.port)
+        request = SimpleNamespace(
+            bootstrap_room=7,
+            bootstrap_host="127.0.0.1",
+            bootstrap_port=prefill.port,
+            to_finish=None,
+            finished_reason=SimpleNamespace(message="1300 tokens are too many"),
+            finished=lambda: True,
+        )
+        DecodePreallocQueue.add(SimpleNamespace(_check_if_req_exceed_kv_capacity=lambda _: True), request)
+        assert wait(sender, KVPoll.Failed) == KVPoll.Failed
+        assert "decode refused it: 1300 tokens are too many" in sender.half.reason, sender.half.reason
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
     refusal = ""
     try:
-        Side("prefill", changes.pop("pool", None) or mha(), PORTS.pick(), **changes).close()
+        Side(role, changes.pop("pool", None) or mha(), PORTS.pick(), **changes).close()
     except ConfigError as error:
         refusal = str(error)
     assert named in refusal, refusal or f"{named} was not refused"
@@ -175,9 +197,10 @@ def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
     _refused("several nodes", nnodes=2)
     for name, what in (("pp_size", "pipeline"), ("dp_size", "data parallelism"), ("attn_cp_size", "context parallelism")):
         backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
-        _refused(what)
+        _refused(what, "decode")
     backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
-    _refused("mamba", state_types=["mamba"])
+    for state in ("mamba", "swa", "dsa"):
+        _refused(state, state_types=[state])
     _refused("Unknown", pool=type("UnknownPool", (), {"start_layer": 0})())
     os.environ["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "3"
     try:
@@ -192,6 +215,7 @@ CHECKS = (
     cached_pages_are_left_out,
     a_failure_raises_its_reason_and_only_there,
     no_exception_leaves_a_sender_or_a_receiver,
+    a_prompt_that_is_too_long_for_decode_ends_its_prefill,
     what_cannot_be_handed_over_is_refused_when_the_server_starts,
 )
 

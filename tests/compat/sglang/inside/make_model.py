@@ -1,4 +1,4 @@
-"""Makes a tiny model whose next token depends on far tokens: runs in SGLang's environment. Argument: directory.
+"""Makes a tiny model whose next token depends on far tokens: runs in SGLang's environment. Arguments: directory, gqa or mla.
 
 With weights as they are usually drawn, the next token depends on the last one alone, and a test would not notice a cache that
 never arrived. The wide projections make attention count.
@@ -7,11 +7,13 @@ never arrived. The wide projections make attention count.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MiniCPM3Config, MiniCPM3ForCausalLM
 
 _WIDTHS = {"q_proj": 0.15, "k_proj": 0.15, "v_proj": 0.2, "o_proj": 0.2, "embed": 0.05, "lm_head": 0.3}
+_WIDTHS |= {"kv_a_proj": 0.15, "kv_b_proj": 0.2}
 _COMMON = {"vocab_size": 512, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 4}
 
 
@@ -20,10 +22,21 @@ def _gqa() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**_COMMON, **sizes, tie_word_embeddings=False))
 
 
-def main(directory: str) -> None:
+def _mla() -> MiniCPM3ForCausalLM:
+    """The one architecture with MLA whose layers are all dense: SGLang has no experts for CPUs."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
+    plain = {"q_lora_rank": None, "scale_emb": 1, "scale_depth": None, "dim_model_base": None, "tie_word_embeddings": False}
+    return MiniCPM3ForCausalLM(MiniCPM3Config(**_COMMON, **sizes, **plain))
+
+
+_KINDS = {"gqa": _gqa, "mla": _mla}
+
+
+def main(directory: str, kind: str) -> None:
     """Make it and store it."""
     torch.manual_seed(7)
-    model = _gqa()
+    model: Any = _KINDS[kind]()
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() > 1:

@@ -4,8 +4,8 @@ The tests stay as vLLM ships them. What is replaced round them: the connector th
 is there; in requests, what only NIXL needs, by a transfer id; in answers, the blocks that NIXL lists there, by those that ours
 offers to its worker; and in metadata, what NIXL is to receive, by what ours is to pull. Where a test puts a mock in the place
 of the connector, the mock stands before ours, and its requests are ones whose cache comes from a source: what the test scripts
-is scripted, every other call reaches ours. What vLLM keeps of remote engines (`TransferTopology`) is replaced by our
-`RemoteEngines`, and the connector that a file defines to receive the handshakes of two stages by ours.
+is scripted, every other call reaches ours. Which ranks of a remote engine are read from (`TransferTopology`) is answered by our
+`assign_legs`, and the connector that a file defines to receive the handshakes of two stages is replaced by ours.
 
 Each test notes in the JUnit file how many of our connectors it made, and how many of their hooks were called. Environment:
 KVBATON_PEER_MODEL is the directory of a model, KVBATON_PEER_MODE push or pull, KVBATON_PEER_PLANT a mistake to make, or empty.
@@ -14,7 +14,6 @@ KVBATON_PEER_MODEL is the directory of a model, KVBATON_PEER_MODE push or pull, 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -22,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -36,7 +35,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.remotes import RemoteEngines, RemoteStage
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.legs import assign_legs
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
+from kvbaton.core.topology import head_range
 from kvbaton.engines.vllm.connector import KVBatonConnector, _Handshake, _Metadata
 from kvbaton.engines.vllm.orders import SourceOffers, StepOrders, TargetAllocates
 from kvbaton.engines.vllm.requests import HandoffInfo
@@ -110,7 +112,7 @@ def _counted(name: str) -> Callable[..., Any]:
 
 
 for _name, _hook in list(vars(KVBatonConnector).items()):
-    if callable(_hook) and not isinstance(_hook, type) and not _name.startswith("_"):
+    if isinstance(_hook, FunctionType) and not _name.startswith("_"):
         setattr(ReplacedConnector, _name, _counted(_name))
 
 
@@ -212,46 +214,37 @@ def _replace_helpers(utils: ModuleType) -> None:
 
 
 class _OwnTopology:
-    """Our `RemoteEngines`, asked as vLLM asks its `TransferTopology`."""
+    """Asked as vLLM asks its `TransferTopology`; which ranks of a peer one of our ranks reads from, our `assign_legs` answers.
+
+    Ours keeps no table of remote stages: it reads the peer's card. What the test registers is kept here, and makes that card.
+    """
 
     def __init__(self, **fields: Any) -> None:
-        self._remotes = RemoteEngines(fields["tp_size"], fields["tp_rank"], fields["total_num_kv_heads"])
+        self._rank, self._heads = fields["tp_rank"], fields["total_num_kv_heads"]
+        self._layouts = self._layouts_of(fields["tp_size"])
+        self._engines: dict[tuple[str, int], Any] = {}
         _watch.made.append(self)
 
-    @property
-    def _engines(self) -> dict[tuple[str, int], Any]:
-        known = self._remotes._engines
-        return {(name, pp_rank): _transfer_info(stage) for name in known for pp_rank, stage in known[name][1].items()}
+    def _layouts_of(self, tp_size: int) -> list[Layout]:
+        return [_layout(head_range(self._heads, tp_size, rank), self._heads) for rank in range(tp_size)]
 
     def register_remote_engine(self, engine: str, info: Any) -> Any:
-        _watch.calls += 1
-        return _transfer_info(self._remotes.register(engine, _INFO.incarnation, RemoteStage(*_stage_fields(info))))
+        return self._engines.setdefault((engine, info.remote_pp_rank), info)
 
     def get_engine_info(self, engine: str, pp_rank: int = 0) -> Any:
-        return _transfer_info(self._remotes.stage(engine, pp_rank))
+        return self._engines[engine, pp_rank]
 
     def target_remote_ranks(self, engine: str, pp_rank: int = 0) -> list[int]:
-        return list(self._remotes.ranks_to_read(engine, pp_rank))
+        _watch.calls += 1
+        theirs = self._layouts_of(self._engines[engine, pp_rank].remote_tp_size)
+        return [leg.source for leg in assign_legs(theirs, self._layouts).of_target(self._rank)]
 
 
-_INFO_FIELDS = (
-    "remote_tp_size",
-    "remote_block_len",
-    "remote_block_size",
-    "remote_physical_blocks_per_logical",
-    "remote_pp_rank",
-    "start_layer",
-    "end_layer",
-)
-"""Fields of vLLM's `EngineTransferInfo`, in the order of our `RemoteStage`."""
-
-
-def _stage_fields(info: Any) -> tuple[int, ...]:
-    return tuple(getattr(info, name) for name in _INFO_FIELDS)
-
-
-def _transfer_info(stage: RemoteStage) -> Any:
-    return kv_utils.EngineTransferInfo(**dict(zip(_INFO_FIELDS, dataclasses.astuple(stage), strict=True)))
+def _layout(own: HeadRange, total_heads: int) -> Layout:
+    cache = dense_tensor((1, 2, 1, 16, own.count, 4), "uint8", 1)
+    axes = ("plane", "block", "token", "head", "channel")
+    group = tensor_group("full", (0,), split_layers(cache), axes, heads=(own,), total_heads=total_heads)
+    return Layout(group.end, (group,))
 
 
 class _TwoStages(ReplacedConnector):

@@ -14,7 +14,7 @@ from kvbaton.engines.sglang.halves import Poll
 from kvbaton.launch.ports import PortPicker
 
 PROMPT = tuple(range(14))
-LIMITS = {"transfer_timeout": 2.0, "defer_timeout": 4.0, "stop_timeout": 0.5, "retry": 0.2}
+LIMITS = {"transfer_timeout": 4.0, "defer_timeout": 8.0, "stop_timeout": 0.5, "retry": 0.2}
 
 
 def main(port: int, room: int, pages: int) -> None:

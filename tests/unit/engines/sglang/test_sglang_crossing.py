@@ -1,7 +1,8 @@
-"""Between engines: the embedded engine's cache and SGLang's hold the same numbers in other orders."""
+"""Between engines: the caches of the embedded engine, of vLLM and of SGLang hold the same numbers in other orders."""
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -12,12 +13,14 @@ from sglang_instances import CHANNELS, HEADS, LAYERS, ArrayPool, Instance, Reque
 from kvbaton.agent.engine_port import Allocation, Granted, Landed, Offer, SourceRequest
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, HandoffKey, Mode, room_transfer_id
-from kvbaton.core.layout import Layout
+from kvbaton.core.layout import HeadRange, Layout
+from kvbaton.core.tensors import LayerTensor, tensor_group
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.instance import AgentSettings, ModelIdentity, new_incarnation, open_driver
 from kvbaton.engines.sglang.halves import Poll, prompt_digest
 from kvbaton.launch.ports import PortPicker
+from kvbaton.transport.base import Region
 
 TOKENS = 10
 PROMPT = tuple(range(TOKENS))
@@ -36,7 +39,7 @@ def _in_halves(keys: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.concatenate([keys[..., 0::2], keys[..., 1::2]], axis=-1)
 
 
-def _driver(cache: PagedCache, layout: Layout, port: int):  # type: ignore[no-untyped-def]
+def _driver(cache: PagedCache | _VllmCache, layout: Layout, port: int):  # type: ignore[no-untyped-def]
     agents = AgentSettings(control_port=port)
     driver = open_driver(agents, new_incarnation(), ModelIdentity("m", "one"), layout, cache.region, lambda: None)
     driver.start()
@@ -109,5 +112,116 @@ def test_sglang_to_embedded() -> None:
                 found = np.concatenate([cache.data[layer, :, 2], cache.data[layer, :, 4]], axis=1)[:, :TOKENS]
                 assert (_in_halves(found[0]) == pool.k_buffer[layer].array[slots]).all()
                 assert (found[1] == pool.v_buffer[layer].array[slots]).all()
+    finally:
+        driver.close()
+
+
+class _VllmCache:
+    """A cache as vLLM registers it: (blocks, heads, tokens, channels), keys and values in the channels of a head.
+
+    On GPUs the shape is the truth, with the axes in either order in memory. On CPUs it is not: `reorders` is what its
+    kernels do there.
+    """
+
+    def __init__(self, order: str = "heads first", reorders: bool = False) -> None:
+        shape = (LAYERS, 12, HEADS, 8, 2 * CHANNELS) if order == "heads first" else (LAYERS, 12, 8, HEADS, 2 * CHANNELS)
+        self.memory = np.zeros(shape, np.float32)
+        self.data = self.memory if order == "heads first" else self.memory.swapaxes(2, 3)
+        self.reorders = reorders
+        self.region = Region.of(self.memory.reshape(-1).view(np.uint8))
+
+    def layout(self) -> Layout:
+        layers = [
+            LayerTensor(layer * self.data.strides[0], self.data.shape[1:], self.data.strides[1:], "float32", 4)
+            for layer in range(LAYERS)
+        ]
+        heads = (HeadRange(0, HEADS),)
+        axes = ("block", "head", "token", "channel" if self.reorders else "plane*channel")
+        planes = ("kv",) if self.reorders else ("k", "v")
+        group = tensor_group(
+            "full",
+            range(LAYERS),
+            layers,
+            axes,
+            heads=heads,
+            total_heads=HEADS,
+            planes=planes,
+            sizes={"channel": CHANNELS},
+            whole_blocks=self.reorders,
+        )
+        return Layout(self.memory.nbytes, (group,))
+
+    def of(self, layer: int, plane: int) -> npt.NDArray[np.float32]:
+        """The keys or values of blocks 5 and 9, as (tokens, heads, channels)."""
+        blocks = self.data[layer, [5, 9], :, :, plane * CHANNELS : (plane + 1) * CHANNELS]
+        return blocks.transpose(0, 2, 1, 3).reshape(-1, HEADS, CHANNELS)[:TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("order", "tp", "drops"),
+    [("heads first", 1, False), ("tokens first", 1, False), ("tokens first", 2, False), ("tokens first", 2, True)],
+    ids=["heads first", "tokens first", "two ranks", "control: no byte is moved"],
+)
+def test_vllm_to_sglang_on_the_layouts_that_gpus_have(order: str, tp: int, drops: bool) -> None:
+    ports, cache = PortPicker(), _VllmCache(order)
+    cache.data[:] = np.random.default_rng(3).normal(size=cache.data.shape)
+    decode = Instance("decode", ports, tp, page=4, poison=True, drop_writes=drops)
+    port, key = ports.pick(), HandoffKey(room_transfer_id(ROOM))
+    driver = _driver(cache, cache.layout(), port)
+    try:
+        with instances(decode):
+            driver.expect_target(key, prompt_digest(PROMPT))
+            target = Request(decode, ROOM, PROMPT, f"127.0.0.1:{port}")
+            target.each("ready")
+            target.each("allocated", [1, 2, 3], 2, 0)
+            _events(driver, Granted)
+            driver.offer(Offer(key, ((5, 9),), TOKENS, Aux(7, -0.5)))
+            assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.SUCCESS, target.reason
+            for plane, layer in itertools.product(range(2), range(LAYERS)):
+                held = [pool.planes[plane][layer].array[4 : 4 + TOKENS] for pool in decode.pools]
+                assert (np.concatenate(held, axis=1) == cache.of(layer, plane)).all() != drops
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_sglang_to_vllm_on_the_layouts_that_gpus_have(order: str) -> None:
+    ports, cache = PortPicker(), _VllmCache(order)
+    prefill, key = Instance("prefill", ports, 2, page=4), HandoffKey(room_transfer_id(ROOM))
+    driver = _driver(cache, cache.layout(), ports.pick())
+    try:
+        with instances(prefill):
+            prefill.fill([3, 1, 6], TOKENS, seed=2)
+            source = Request(prefill, ROOM, PROMPT)
+            host, _, port = prefill.address.partition(":")
+            request = SourceRequest(key, prompt_digest(PROMPT), ControlAddress.of(host, int(port)), None, Mode.PUSH)
+            driver.expect_source(request)
+            driver.allocated(Allocation(request, ((5, 9),), TOKENS, 0))
+            wait_for(source, Poll.WAITING)
+            source.each("begin", 3, 1)
+            source.each("send", [3, 1, 6])
+            _events(driver, Landed)
+            slots = [page * 4 + token for page in (3, 1, 6) for token in range(4)][:TOKENS]
+            for plane, layer in itertools.product(range(2), range(LAYERS)):
+                held = [pool.planes[plane][layer].array[slots] for pool in prefill.pools]
+                assert (np.concatenate(held, axis=1) == cache.of(layer, plane)).all()
+            untouched = [block for block in range(12) if block not in (5, 9)]
+            assert not cache.data[:, untouched].any()
+    finally:
+        driver.close()
+
+
+def test_vllm_on_cpus_is_refused_by_name() -> None:
+    """Its kernels keep a block in an order that only they can read; so a request fails, and no byte is moved."""
+    ports, cache = PortPicker(), _VllmCache(reorders=True)
+    decode, port = Instance("decode", ports, page=4), ports.pick()
+    driver = _driver(cache, cache.layout(), port)
+    try:
+        with instances(decode):
+            target = Request(decode, ROOM, PROMPT, f"127.0.0.1:{port}")
+            assert wait_for(target, Poll.FAILED) is Poll.FAILED
+            assert "incompatible peer" in target.reason
+            assert "whole_blocks is True here and False there" in target.reason
+            assert not any(tensor.array.any() for tensors in decode.pools[0].planes for tensor in tensors)
     finally:
         driver.close()

@@ -88,6 +88,21 @@ def test_more_pages_than_announced_fail_the_request_and_are_not_offered() -> Non
     assert not rig.agents.named("offer")
 
 
+def test_pages_after_the_last_ones_fail_the_request_by_name() -> None:
+    rig = Rig()
+    source = rig.source()
+    rig.agents.push(Granted(key_of()))
+    source.poll()
+    source.begin(PAGES, 0)
+    source.send([1, 2, 3])
+    source.send([])
+    assert source.poll() is Poll.TRANSFERRING
+    source.send([4])
+    assert source.poll() is Poll.FAILED
+    assert "1 pages after the last of 3" in source.reason
+    assert rig.agents.named("cancel") == [(key_of(), Side.SOURCE)]
+
+
 def test_a_source_that_ends_before_its_offer_has_failed_whatever_the_outcome() -> None:
     rig = Rig()
     source = rig.source()
@@ -134,6 +149,38 @@ def test_a_target_leaves_out_what_it_has_cached_and_writes_its_row_when_the_cach
     assert target.poll() is Poll.SUCCESS
     assert rig.rows == {3: (AUX, ROOM)}
     assert Stage.FIRST_STEP in [note.stage for note in rig.notes]
+
+
+def test_a_second_set_of_pages_changes_nothing() -> None:
+    rig = Rig()
+    target = rig.target()
+    target.ready()
+    target.allocated([5, 6, 7], 3, 0)
+    target.allocated([1, 2, 3], 4, 0)
+    assert len(rig.agents.named("allocated")) == 1
+    assert rig.poisoned == [5, 6, 7]
+    rig.agents.push(LANDED)
+    assert target.poll() is Poll.SUCCESS
+    assert rig.rows == {3: (AUX, ROOM)}
+
+
+def test_events_that_are_ahead_of_a_following_rank_wait_for_its_request() -> None:
+    rig = Rig(follows=True)
+    rig.agents.push(Granted(key_of()), SourceEnded(key_of(), Outcome.FAILED, "the target is gone"))
+    rig.halves.take_events()
+    source = rig.source()
+    assert source.poll() is Poll.FAILED
+    assert "the target is gone" in source.reason
+    assert not rig.halves.live
+    again = rig.source()
+    assert again.poll() is Poll.BOOTSTRAPPING
+
+
+def test_events_about_what_a_leader_does_not_know_are_forgotten() -> None:
+    rig = Rig()
+    rig.agents.push(SourceEnded(key_of(), Outcome.FAILED, "an earlier request"))
+    rig.halves.take_events()
+    assert rig.source().poll() is Poll.BOOTSTRAPPING
 
 
 def test_a_failed_target_reports_it_only_when_its_pages_are_quiet() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from sglang_instances import Instance, Request, instances, wait_for
 
 from kvbaton.core.handoff import Mode
-from kvbaton.engines.sglang.halves import Poll
+from kvbaton.core.topology import Shape
+from kvbaton.engines.sglang.halves import Poll, SourceHalf
 from kvbaton.launch.ports import PortPicker
 
 TOKENS = 14
@@ -54,6 +57,63 @@ def test_every_head_of_every_token_arrives_on_the_right_rank(mode: Mode, prefill
         untouched = [slot for page in (0, 2, 4) for slot in range(page * decode.page, (page + 1) * decode.page)]
         for pool in decode.pools:
             assert not any(tensor.array[untouched].any() for tensors in pool.planes for tensor in tensors)
+
+
+def test_an_instance_registers_its_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Shape] = []
+    monkeypatch.setattr("kvbaton.engines.sglang.instance.announcer_of", lambda **facts: registered.append(facts["shape"]))
+    with instances(Instance("prefill", PortPicker(), 2)):
+        assert registered == [Shape(tp=2)], "once, by the leader"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
+def test_every_stage_of_a_pipelined_prefill_is_handed_over(mode: Mode, prefill_tp: int, decode_tp: int) -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports, prefill_tp, pp=2, mode=mode)
+    decode = Instance("decode", ports, decode_tp, mode=mode, poison=True)
+    with instances(prefill, decode):
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []
+
+
+def test_a_later_stage_of_a_pipeline_may_be_behind_the_first_one() -> None:
+    """Its scheduler takes requests and results from the stage before it: everything may be over when it begins."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, pp=2), Instance("decode", ports, poison=True)
+    with instances(prefill, decode):
+        pages = [1, 2, 3, 4]
+        prefill.fill(pages, TOKENS, seed=3)
+        first, last = (rank.halves for rank in prefill.ranks)
+        source, target = SourceHalf(first, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [5, 6, 7, 8], 2, 0)
+        _poll_until(source, Poll.WAITING)
+        source.begin(4, 1)
+        source.send(pages[:3])
+        last.take_events()
+        late = SourceHalf(last, ROOM, PROMPT)
+        assert late.poll() in (Poll.BOOTSTRAPPING, Poll.WAITING)
+        late.begin(4, 1)
+        late.send(pages[:3])
+        source.send(pages[3:])
+        _poll_until(source, Poll.SUCCESS)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.SUCCESS, target.reason
+        assert late.poll() is Poll.WAITING
+        late.send(pages[3:])
+        assert late.poll() is Poll.SUCCESS
+        assert decode.problems([5, 6, 7, 8], TOKENS, seed=3) == []
+        assert not first.live
+        assert not last.live
+
+
+def _poll_until(half: SourceHalf, state: Poll) -> None:
+    until = time.monotonic() + 20
+    while half.poll() is not state:
+        assert time.monotonic() < until, f"still {half.state}: {half.reason}"
+        time.sleep(0.002)
 
 
 def test_the_check_notices_writes_that_are_dropped() -> None:
@@ -122,18 +182,24 @@ def test_a_decode_request_that_is_aborted_fails_its_prefill_at_once() -> None:
         assert wait_for(source, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
 @pytest.mark.parametrize(
     ("other", "named"),
-    [({"model": "two"}, "two"), ({"is_mla": True}, "mla")],
-    ids=["another model", "another kind of cache"],
+    [({"model": "two"}, "two"), ({"is_mla": True}, "mla"), ({"dtype": "float16"}, "float16")],
+    ids=["another model", "another kind of cache", "another dtype"],
 )
-def test_a_peer_that_does_not_fit_is_refused_with_both_values(other: dict[str, object], named: str) -> None:
+def test_a_peer_that_does_not_fit_is_refused_by_name_on_both_sides(other: dict[str, object], named: str, first: str) -> None:
+    """Whichever instance gets its request first: the prefill must not wait for a target that has been refused."""
     ports = PortPicker()
     prefill, decode = Instance("prefill", ports), Instance("decode", ports, **other)  # type: ignore[arg-type]
     with instances(prefill, decode):
+        source = Request(prefill, ROOM, PROMPT) if first == "prefill" else None
         target = Request(decode, ROOM, PROMPT, prefill.address)
         assert wait_for(target, Poll.FAILED) is Poll.FAILED
         assert named in target.reason
+        source = source or Request(prefill, ROOM, PROMPT)
+        assert wait_for(source, Poll.FAILED) is Poll.FAILED
+        assert named in source.reason
 
 
 def test_another_prompt_under_the_same_room_is_refused_and_the_right_one_is_served() -> None:
@@ -163,3 +229,14 @@ def test_rooms_by_the_hundred_leave_nothing_behind() -> None:
             assert hand_over(prefill, decode, room=room).poll() is Poll.SUCCESS
         assert not prefill.ranks[0].halves.live
         assert not decode.ranks[0].halves.live
+
+
+@pytest.mark.parametrize(("source_mode", "target_mode"), [(Mode.PUSH, Mode.PULL), (Mode.PULL, Mode.PUSH)])
+def test_the_mode_is_that_of_the_prefill(source_mode: Mode, target_mode: Mode) -> None:
+    """It decides alone when pages are announced; a decode instance of the other mode is served all the same."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, mode=source_mode), Instance("decode", ports, mode=target_mode, poison=True)
+    with instances(prefill, decode):
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []

@@ -12,7 +12,7 @@ from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import CommandRequest, Controls, EngineOptions
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
-from kvbaton.engines.sglang.setup.environment import SglangEnvironment
+from kvbaton.engines.sglang.setup.environment import SGLANG_VERSION, SglangEnvironment, ensure_sglang
 from kvbaton.engines.sglang.setup.plugin import SglangPlugin
 from kvbaton.engines.sglang.setup.servers import SglangServers
 from kvbaton.errors import ConfigError
@@ -66,18 +66,38 @@ def test_a_plain_server_has_no_backend() -> None:
     assert CONFIG_VARIABLE not in part.environment
 
 
-@pytest.mark.parametrize("shape", ["pp2", "dp2", "cp2", "pp2,tp2"])
-def test_other_cuts_than_by_tensor_parallelism_are_refused_by_name(shape: str) -> None:
-    options = EngineOptions("smollm2", shape=shape)
-    with pytest.raises(ConfigError, match=r"can be cut by tp so far"):
+def test_a_prefill_server_may_be_a_pipeline() -> None:
+    part = servers(EngineOptions("m", shape="pp2,tp2")).part("p", "prefill", PortPicker())
+    assert part.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2|3"
+    assert part.command[part.command.index("--pp-size") + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        ("dp2", "tp1", "prefill is dp2"),
+        ("cp2", "tp1", "prefill is cp2"),
+        ("tp1", "pp2", "decode is pp2"),
+        ("pp2", "tp2,pp2", "decode is tp2,pp2"),
+    ],
+)
+def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decode: str, named: str) -> None:
+    sides = [EngineOptions("smollm2", shape=shape) for shape in (prefill, decode)]
+    with pytest.raises(ConfigError, match=f"the shape of {named}; instances of SGLang can be cut by tp so far"):
+        SglangPlugin().check(sides[0], sides[1], lambda _: None)
+
+
+def test_the_mori_backend_only_pushes() -> None:
+    options = EngineOptions("smollm2", connector="mori", handoff=HandoffSettings(mode=Mode.PULL))
+    with pytest.raises(ConfigError, match="--mode is pull; SGLang's own mori only pushes"):
         SglangPlugin().check(options, options, lambda _: None)
 
 
 def test_the_environment_names_this_kvbaton_and_its_entry_point(tmp_path: Path) -> None:
-    from kvbaton.engines.sglang.setup import environment as module
-
-    made = SglangEnvironment(tmp_path)
-    module._link_kvbaton(made.kvbaton_path)
+    installed = SglangEnvironment.named(tmp_path, f"sglang-{SGLANG_VERSION}").directory
+    installed.mkdir()
+    (installed / "installed-to-serve").touch()
+    made = ensure_sglang(tmp_path, print)
     points = next(made.kvbaton_path.glob("kvbaton-*.dist-info")) / "entry_points.txt"
     assert "kvbaton = kvbaton.engines.sglang:register" in points.read_text()
     assert (made.kvbaton_path / "kvbaton" / "engines" / "sglang" / "cpu_build.py").exists()

@@ -15,15 +15,14 @@ from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.engines.base import Controls, EngineOptions, pair_parts
 from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import (
-    NIXL_VERSION,
     VllmEnvironment,
     ensure_environment,
-    ensure_nixl,
     requirements_of,
 )
 from kvbaton.engines.vllm.setup.models import ensure_model
 from kvbaton.engines.vllm.setup.servers import VllmServers, transfer_config
 from kvbaton.errors import LocalError, ModelError
+from kvbaton.launch.installing import NIXL_VERSION, ensure_nixl
 from kvbaton.launch.ports import PortPicker
 
 

@@ -10,17 +10,15 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
-from kvbaton.core.handoff import AuxChannel
+from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
 from kvbaton.engines.sglang.setup.environment import (
-    NIXL_VERSION,
     SGLANG_VERSION,
     SglangEnvironment,
-    ensure_nixl,
     ensure_sglang,
 )
 from kvbaton.engines.sglang.setup.servers import (
@@ -32,7 +30,7 @@ from kvbaton.engines.sglang.setup.servers import (
 )
 from kvbaton.engines.vllm.setup.models import ensure_model
 from kvbaton.errors import ConfigError
-from kvbaton.launch.installing import default_cache_dir
+from kvbaton.launch.installing import NIXL_VERSION, default_cache_dir, ensure_nixl
 
 __all__ = ["SglangPlugin"]
 
@@ -44,6 +42,7 @@ class _BackendPackage(NamedTuple):
     ensure: Callable[[SglangEnvironment, Progress], None]
 
 
+_PUSH_ONLY = ("mori",)
 _PACKAGES = {"nixl": _BackendPackage(NIXL_VERSION, ensure_nixl)}
 
 
@@ -63,10 +62,15 @@ class SglangPlugin(EnginePlugin):
 
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """The tokenizer is read by the embedded engine's loader, without SGLang."""
-        for side in (prefill, decode):
+        for role, side in (("prefill", prefill), ("decode", decode)):
             shape = Shape.parse(side.shape)
-            if shape != Shape(tp=shape.tp):
-                raise ConfigError(f"a shape is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2")
+            if shape != Shape(tp=shape.tp, pp=shape.pp if role == "prefill" else 1):
+                raise ConfigError(
+                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2, and those "
+                    "of prefill by pp too, such as pp2"
+                )
+        if prefill.connector in _PUSH_ONLY and prefill.handoff.mode is not Mode.PUSH:
+            raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's own {prefill.connector} only pushes, leave it out")
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with SGLang both sides have {prefill.model}, leave it out")
         loaded = find_model(prefill.model, progress=progress)

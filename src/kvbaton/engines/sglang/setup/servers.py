@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.topology import Shape
@@ -30,8 +31,10 @@ _CACHE_TOKENS = 8192
 _CHUNK_TOKENS = 512
 _ON_CPUS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
-    "--grammar-backend none --skip-server-warmup --sleep-on-idle --mem-fraction-static 0.3 --max-running-requests 64"
+    "--grammar-backend none --skip-server-warmup --sleep-on-idle --mem-fraction-static 0.9 --max-running-requests 64"
 ).split()
+"""The size of the cache is given, so the fraction only has to be large: what other programs take while a server starts counts
+as its weights, and a server for which too little is left ends."""
 _DECODE = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 """The default backup of a preempted request needs a GPU."""
 
@@ -79,10 +82,10 @@ class SglangServers(PreparedEngine):
         arguments += ["--context-length", str(MAX_MODEL_TOKENS), "--nccl-port", str(ports.pick())]
         arguments += ["--chunked-prefill-size", str(options.step_tokens or _CHUNK_TOKENS)]
         arguments += [*_DECODE] if role == "decode" else []
-        variables = {**self.environment.variables(), **core_share(options.sharing * shape.tp)}
-        if shape.tp > 1:
-            arguments += ["--tp-size", str(shape.tp)]
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(shape.tp)))
+        variables = {**self.environment.variables(), **core_share(options.sharing * shape.ranks)}
+        if shape.ranks > 1:
+            arguments += ["--tp-size", str(shape.tp), "--pp-size", str(shape.pp)]
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(shape.ranks)))
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)
@@ -106,16 +109,36 @@ def _with_kvbaton(servers: SglangServers, name: str, role: str, ports: PortPicke
     )
 
 
+def _with_own(servers: SglangServers, name: str, role: str, backend: str, ports: PortPicker) -> FleetPart:
+    """A backend that SGLang ships. It registers with no router: clients, balancers or a list of instances name the pair."""
+    bootstrap_port = ports.pick()
+    part = servers.plain_part(name, role, backend, ports, bootstrap_port)
+    control_address = str(ControlAddress.of(_HOST, bootstrap_port))
+    listed: dict[str, str | int] = {"type": "P" if role == "prefill" else "D", "transfer_mode": "WRITE"}
+    listed |= {"http_address": part.base_url.removeprefix("http://"), "zmq_address": control_address}
+    listed |= {"dispatch": "bootstrap", "bootstrap_port": bootstrap_port}
+    return replace(part, control_address=control_address, listed=listed)
+
+
 def _with_nixl(servers: SglangServers, name: str, role: str, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
     """The NIXL backend that SGLang ships; to compare with."""
-    del routers  # It registers with no router: clients and balancers name the pair themselves.
-    bootstrap_port = ports.pick()
-    part = servers.plain_part(name, role, "nixl", ports, bootstrap_port)
-    return replace(part, control_address=str(ControlAddress.of(_HOST, bootstrap_port)))
+    del routers
+    return _with_own(servers, name, role, "nixl", ports)
+
+
+def _with_mori(servers: SglangServers, name: str, role: str, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
+    """The mori backend that SGLang ships, unchanged, on kvbaton's drop-in for `mori`."""
+    del routers
+    part = _with_own(servers, name, role, "mori", ports)
+    options = servers.options
+    dropped = "gpu" if options.controls.drop_writes else ""
+    mori = switch_variables(options.transport, dropped, options.counts_directory)
+    return replace(part, environment=part.environment | mori)
 
 
 BACKENDS: dict[str, Callable[[SglangServers, str, str, PortPicker, Sequence[str]], FleetPart]] = {
     "kvbaton": _with_kvbaton,
     "nixl": _with_nixl,
+    "mori": _with_mori,
 }
 """Describes a server with each of the backends that can be chosen."""

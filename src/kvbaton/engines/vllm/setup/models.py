@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvbaton.engines.base import Progress
 from kvbaton.errors import ModelError
-from kvbaton.launch.installing import alone, run_logged
+from kvbaton.launch.installing import do_once, run_logged
 
 __all__ = ["ensure_model"]
 
@@ -50,13 +50,11 @@ def ensure_model(path: Path, environment: ModelEnvironment, progress: Progress, 
     stat = path.stat()
     digest = hashlib.blake2b(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
     target = environment.directory / "models" / f"{path.stem}-{digest}"
-    target.mkdir(parents=True, exist_ok=True)
-    with alone(target / "lock", f"converting {path.name}", _CONVERT_S):
-        if not (target / "converted").exists():
-            progress(f"converting {path.name} for {title} (about a minute, once)")
-            command = [str(environment.python), "-c", _CONVERT, str(path.parent), path.name, str(target)]
-            run_logged(
-                command, target / "convert.log", f"converting {path.name} for {title}", _CONVERT_S, environment.variables()
-            )
-            (target / "converted").touch()
+
+    def convert() -> None:
+        progress(f"converting {path.name} for {title} (about a minute, once)")
+        command = [str(environment.python), "-c", _CONVERT, str(path.parent), path.name, str(target)]
+        run_logged(command, target / "convert.log", f"converting {path.name} for {title}", _CONVERT_S, environment.variables())
+
+    do_once(target / "converted", f"converting {path.name}", _CONVERT_S, convert)
     return target

@@ -25,11 +25,9 @@ from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import (
     MSGPACK_VERSION,
-    NIXL_VERSION,
     VLLM_VERSION,
     ensure_environment,
     ensure_msgpack,
-    ensure_nixl,
     find_gpu_environment,
 )
 from kvbaton.engines.vllm.setup.models import ensure_model
@@ -52,7 +50,7 @@ from kvbaton.engines.vllm.setup.small_models import (
     is_small_model,
 )
 from kvbaton.errors import ConfigError
-from kvbaton.launch.installing import default_cache_dir
+from kvbaton.launch.installing import NIXL_VERSION, default_cache_dir, ensure_nixl
 from kvbaton.transport.table import TRANSPORTS, MemoryKind, transport_entry
 
 __all__ = ["VllmPlugin"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
@@ -17,7 +18,6 @@ from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
-from kvbaton.transport.table import exchange_names
 
 __all__ = [
     "CONNECTORS",
@@ -197,11 +197,8 @@ def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: P
         extra |= {"proxy_ip": proxy, "proxy_ping_port": int(ping_port)}
     config = {"kv_connector": "MoRIIOConnector", "kv_role": _ROLES[role], "kv_connector_extra_config": extra | servers.settings}
     part = servers.plain_part(name, port, config)
-    mori = {"KVBATON_MORI": options.transport if options.transport in exchange_names() else "auto"}
-    if options.controls.drop_writes:
-        mori["KVBATON_MORI_DROP_WRITES"] = "1"
-    if options.counts_directory:
-        mori["KVBATON_MORI_COUNTS"] = options.counts_directory
+    dropped = "1" if options.controls.drop_writes else ""
+    mori = switch_variables(options.transport, dropped, options.counts_directory)
     return replace(part, environment=part.environment | mori)
 
 

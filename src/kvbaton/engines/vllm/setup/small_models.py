@@ -20,7 +20,7 @@ import msgspec
 from kvbaton.engines.base import Progress
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
-from kvbaton.launch.installing import alone, run_logged
+from kvbaton.launch.installing import do_once, run_logged
 
 __all__ = [
     "CACHE_BYTES",
@@ -62,6 +62,7 @@ _COMMON = {
     "rms_norm_eps": 1e-5,
 }
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+_GQA = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -115,8 +116,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
+            **_GQA,
             "num_key_value_heads": 4,
             "kv_lora_rank": 512,
             "q_lora_rank": None,
@@ -144,9 +144,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
+            **_GQA,
             "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "head_dim": 64,
             "query_pre_attn_scalar": 64,
             "sliding_window": 128,
@@ -160,9 +159,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            "num_hidden_layers": 4,
+            **_GQA,
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
             "head_dim": 64,
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -178,9 +176,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "head_dim": 64,
             "mamba_d_ssm": 256,
             **_MAMBA,
@@ -193,9 +189,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "layer_types": ["mamba", "attention", "mamba", "attention"],
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
@@ -216,10 +210,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["NemotronHForCausalLM"],
             "model_type": "nemotron_h",
-            "num_hidden_layers": 4,
             "hybrid_override_pattern": "M*M-",
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "head_dim": 64,
             "attention_head_dim": 64,
             "mamba_num_heads": 8,
@@ -322,15 +314,15 @@ def ensure_small_model(name: str, environment: VllmEnvironment, progress: Progre
 
 def _ensure(name: str, config: Mapping[str, Any], draft: str, environment: VllmEnvironment, progress: Progress) -> Path:
     directory = environment.directory / "models" / f"{name}-v{_FORMAT}"
-    directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / "lock", f"writing {name}", _WRITE_S):
-        if not (directory / "written").exists():
-            progress(f"writing the weights of {name} (half a minute, once)")
-            (directory / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
-            _write_tokenizer(directory)
-            command = [str(environment.python), "-P", str(_SCRIPT), str(directory), draft]
-            run_logged(command, directory / "write.log", f"writing {name}", _WRITE_S)
-            (directory / "written").touch()
+
+    def write() -> None:
+        progress(f"writing the weights of {name} (half a minute, once)")
+        (directory / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
+        _write_tokenizer(directory)
+        command = [str(environment.python), "-P", str(_SCRIPT), str(directory), draft]
+        run_logged(command, directory / "write.log", f"writing {name}", _WRITE_S)
+
+    do_once(directory / "written", f"writing {name}", _WRITE_S, write)
     return directory
 
 
