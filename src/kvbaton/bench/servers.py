@@ -24,7 +24,7 @@ from kvbaton.bench.processes import Processes, available_memory_bytes, guarded
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware, ratio
 from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.timeline import Side
 from kvbaton.engines.base import OWN_CONNECTOR, EngineOptions, EnginePlugin, Progress
@@ -98,7 +98,9 @@ class _Variants:
         prefill, decode = parts
         asking: Asking = OneAfterTheOther(prefill.base_url, decode.base_url)
         if self._engine.meets_in_rooms:
-            asking = InOneRoom(prefill.base_url, decode.base_url, ControlAddress.parse(prefill.control_address))
+            source = ControlAddress.parse(prefill.control_address)
+            rooms = RoomProof(options.cluster_key.encode(), source, ControlAddress.parse(decode.control_address))
+            asking = InOneRoom(prefill.base_url, decode.base_url, source, rooms)
         elif prefill.control_address and decode.control_address:
             source, target = (ControlAddress.parse(part.control_address) for part in parts)
             proof = AddressProof(options.cluster_key.encode(), source, target)

@@ -58,6 +58,10 @@ _TOLERANCE = 1e-4
 _INSIDE = Path(__file__).parent / "inside"
 
 
+# Tests, and balancers without the key, choose rooms that prove nothing; `kvbaton verify` shows those of our router.
+_ALLOWED: dict[str, Any] = {"allow": ["127.0.0.1", "no-such-host.invalid"]}
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a server answered: tokens and their logprobs, or the status and text of an error."""
@@ -130,7 +134,7 @@ class SglangStand:
             counts_directory=spec.counts_directory,
         )
         model = tiny_model(environment)
-        prefill = SglangServers(environment, model, options, spec.settings)
+        prefill = SglangServers(environment, model, options, _ALLOWED | spec.settings)
         decode = replace(prefill, options=replace(options, shape=spec.decode_shape))
         routers = [f"127.0.0.1:{discovery_port}"]
         self.prefill = prefill.part("prefill", "prefill", self.ports, routers)
@@ -199,7 +203,11 @@ class Grid:
         """Start a server; `changes` are of its options, `settings` of the backend, `arguments` of its command line, `kind`
         of its model.
         """
-        settings, arguments, kind = changes.pop("settings", {}), changes.pop("arguments", ()), changes.pop("kind", "")
+        settings, arguments, kind = (
+            _ALLOWED | changes.pop("settings", {}),
+            changes.pop("arguments", ()),
+            changes.pop("kind", ""),
+        )
         options = self._servers.options
         options = replace(options, shape=shape, arguments=(*options.arguments, *arguments), **changes)
         servers = replace(self._servers, options=options, settings=settings)

@@ -48,6 +48,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import Aux, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
+from kvbaton.engines.handoff_params import SourceCheck
 from kvbaton.errors import BadRequest, KVBatonError, ProtocolError
 
 __all__ = ["Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest"]
@@ -106,8 +107,10 @@ class Halves:
         write_row: Callable[[int, Aux, int], None],
         poison: Callable[[Sequence[int]], None] | None = None,
         observe: Observer = no_observer,
+        sources: SourceCheck | None = None,
     ) -> None:
         self.port = port
+        self._sources = sources
         self.settings = settings
         self.read_row = read_row
         self.write_row = write_row
@@ -136,12 +139,21 @@ class Halves:
         if half is not None:
             half.take(event)
 
+    def source_at(self, address: str, room: int) -> ControlAddress:
+        """The source that a request names. Raises BadRequest when it names none, or one that must not be dialled."""
+        source = _read_address(address)
+        refusal = None if self._sources is None else self._sources.room_refusal(source, room)
+        if refusal is not None:
+            raise BadRequest("bootstrap_host", refusal)
+        return source
+
     def refuse_source(self, room: object, address: str, reason: str) -> None:
         """SGLang has refused a request before it had a receiver: its prefill need not wait for pages."""
         key = self._unused_key(room)
         if key is not None:
             with contextlib.suppress(BadRequest):
-                self.port.decline(SourceRequest(key, "", _read_address(address), None, Mode.PUSH), reason)
+                source = self.source_at(address, _checked_room(room))
+                self.port.decline(SourceRequest(key, "", source, None, Mode.PUSH), reason)
 
     def refuse_target(self, room: object) -> None:
         """SGLang has refused a request before it had a sender: a target that has granted pages for it need not wait."""
@@ -335,7 +347,7 @@ class TargetHalf(_Half):
         if self.state is Poll.FAILED:
             return
         try:
-            source = _read_address(address)
+            source = halves.source_at(address, _checked_room(room))
         except BadRequest as error:
             self.is_over = True
             self.fail(str(error))

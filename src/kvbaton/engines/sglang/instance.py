@@ -17,6 +17,7 @@ from kvbaton.core.handoff import Mode
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.messages import Dispatch
+from kvbaton.engines.handoff_params import SourceCheck
 from kvbaton.engines.instance import (
     AgentSettings,
     LateAnnouncer,
@@ -103,7 +104,10 @@ class RankInstance:
             follows=not place.is_leader,
         )
         poison = pool.poison if settings.poison else None
-        self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe)
+        # Every rank checks by the leader's address, which routers know: all of them refuse, or none.
+        own = place.broadcast(agents.control_address)
+        sources = SourceCheck(agents.trust, own)
+        self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe, sources)
         self._announcer = self._announcer_of(agents.control_address, incarnation, model) if place.is_leader else None
         if self._notes is not None:
             self._notes.start()
