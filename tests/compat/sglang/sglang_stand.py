@@ -13,13 +13,14 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
+from kvbaton.config import CLUSTER_KEY_VARIABLE, HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode, room_transfer_id
 from kvbaton.engines.base import Controls, EngineOptions
@@ -163,10 +164,7 @@ class SglangStand:
 
     def live_handoffs(self, part: FleetPart) -> int:
         """How many hand-offs a server reports as under way."""
-        headers = {HTTP_KEY_HEADER: http_token(self.key.encode())}
-        request = urllib.request.Request(f"http://{part.handoffs_address}/handoffs", headers=headers)
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return sum(each["outcome"] is None for each in json.load(answer)["handoffs"])
+        return sum(each["outcome"] is None for each in _reported(part, "/handoffs")["handoffs"])
 
     async def generate(
         self, session: aiohttp.ClientSession, url: str, token_ids: Sequence[int], output: int = OUTPUT, **more: Any
@@ -295,10 +293,20 @@ def health(part: FleetPart) -> int:
 def stages(part: FleetPart, room: int) -> list[str]:
     """What a server has noted about the hand-off of a room so far, in order."""
     try:
-        with urllib.request.urlopen(f"http://{part.handoffs_address}/handoffs/{room_transfer_id(room)}", timeout=20) as answer:
-            return [note["stage"] for side in json.load(answer)["sides"] for note in side["notes"]]
-    except urllib.error.HTTPError:
+        document = _reported(part, f"/handoffs/{room_transfer_id(room)}")
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
         return []
+    return [note["stage"] for side in document["sides"] for note in side["notes"]]
+
+
+def _reported(part: FleetPart, path: str) -> Any:
+    """What a server reports of its hand-offs, asked for as a router asks: with the token of the cluster key."""
+    token = http_token(part.environment[CLUSTER_KEY_VARIABLE].encode())
+    request = urllib.request.Request(f"http://{part.handoffs_address}{path}", headers={HTTP_KEY_HEADER: token})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
 
 
 def prompt(seed: int, tokens: int) -> tuple[int, ...]:
