@@ -30,7 +30,7 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mori peers check format bench \
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mutants test-mori peers check format bench \
 	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
@@ -51,6 +51,8 @@ help:
 	@echo
 	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full, test-attacks-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
+	@echo "make test-mutants single changes of agent/ and core/, which the simulator or a unit test has to notice: hours; the report"
+	@echo "                  is kept in benchmarks/mutants"
 	@echo "make test-vllm-shapes"
 	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
 	@echo
@@ -93,6 +95,11 @@ endif
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m sim $(call marked,sim) $(ARGS)
+	$(BIN)/python tools/mutants.py --sample 24
+
+# Hours on two cores; continues where it was ended. `ARGS="--for-s 400 agent/target.py"` runs a part.
+test-mutants: $(VENV)/.installed-dev
+	$(BIN)/python tools/mutants.py --deep $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m e2e $(call marked,e2e) --durations 12 --timeout 900 $(ARGS)

@@ -136,15 +136,15 @@ def test_reads_arrive_and_nothing_else_changes(pair: _Pair, size: int, count: in
     assert (pair.memory == expected).all()
 
 
-def test_a_control_that_stores_nothing_is_noticed(kind: str, peer: ExchangePeer) -> None:
-    from kvbaton.transport.exchange.service import ExchangePaths
-
-    exchange = MemoryExchange("control", TransportSettings(), ExchangePaths.named(kind), drops_stores=True)
-    pair = _Pair(exchange, peer, 1 << 16)
-    peer.ask("fill", slot=pair.remote.slot, value=7)
-    assert pair.move(_READ, _runs((0, 0, 1 << 16))) == ""
-    assert (pair.memory == _random(1 << 16)).all()
-    exchange.close()
+def test_a_control_that_stores_nothing_is_noticed(open_exchange: Callable[..., MemoryExchange], peer: ExchangePeer) -> None:
+    exchange = open_exchange()
+    dropped, kept = (_Pair(exchange, peer, 1 << 16) for _ in range(2))
+    exchange.drop_stores(dropped.own)
+    for pair in (dropped, kept):
+        peer.ask("fill", slot=pair.remote.slot, value=7)
+        assert pair.move(_READ, _runs((0, 0, 1 << 16))) == ""
+    assert (dropped.memory == _random(1 << 16)).all()
+    assert (kept.memory == 7).all()
 
 
 def test_transfers_beyond_the_limits_of_one_call_arrive(

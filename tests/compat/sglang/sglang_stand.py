@@ -81,6 +81,8 @@ class StandSpec:
     settings: dict[str, Any] = field(default_factory=dict)
     chunk: int = 64
     with_single: bool = True
+    connector: str = "kvbaton"
+    counts_directory: str = ""
 
 
 def ready() -> SglangEnvironment:
@@ -124,6 +126,8 @@ class SglangStand:
             step_tokens=spec.chunk,
             controls=Controls(poison=True, drop_writes=spec.drop_writes),
             arguments=("--skip-tokenizer-init",),
+            connector=spec.connector,
+            counts_directory=spec.counts_directory,
         )
         model = tiny_model(environment)
         prefill = SglangServers(environment, model, options, spec.settings)

@@ -76,6 +76,6 @@ def test_a_list_of_instances_has_the_servers_of_sglang() -> None:
         switches = {name: value for name, value in part.environment.items() if name.startswith("KVBATON_MORI")}
         assert switches == {
             "KVBATON_MORI": "tcp",
-            "KVBATON_MORI_DROP_WRITES": "1",
+            "KVBATON_MORI_DROP_WRITES": "gpu",
             "KVBATON_MORI_COUNTS": "/counts",
         }

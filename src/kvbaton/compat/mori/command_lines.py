@@ -14,10 +14,13 @@ __all__ = ["MoriLines", "switch_variables"]
 _PORTS_EACH = 10
 
 
-def switch_variables(transport: str, drops_stores: bool, counts_directory: str) -> dict[str, str]:
-    """The environment that puts a stock engine on the drop-in; `transport` names its paths if the exchange has such."""
+def switch_variables(transport: str, dropped: str, counts_directory: str) -> dict[str, str]:
+    """The environment that puts a stock engine on the drop-in; `transport` names its paths if the exchange has such.
+
+    `dropped` is what a negative control does not store, empty for none.
+    """
     variables = {SWITCH: transport if transport in exchange_names() else "auto"}
-    variables |= {DROP_STORES: "1"} if drops_stores else {}
+    variables |= {DROP_STORES: dropped} if dropped else {}
     return variables | ({COUNTS: counts_directory} if counts_directory else {})
 
 

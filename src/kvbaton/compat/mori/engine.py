@@ -74,9 +74,7 @@ class IOEngine:
         self._node_id = node_id()
         self._host = config.host or _own_address()
         settings = TransportSettings(host=self._host, port=config.port, max_in_flight=_IN_FLIGHT)
-        self._exchange = MemoryExchange(
-            key, settings, chosen_paths(), listens=False, drops_stores=drops_stores(), stored=stored_counts()
-        )
+        self._exchange = MemoryExchange(key, settings, chosen_paths(), listens=False, stored=stored_counts())
         self._backends: dict[BackendType, BackendConfig | None] = {}
         self._notifies = False
         self._remotes: dict[str, EngineDesc] = {}
@@ -140,6 +138,8 @@ class IOEngine:
         except KVBatonError as error:
             label = f" (labelled GPU {device_id})" if mem_loc is MemoryLocationType.GPU else ""
             raise ValueError(f"register_memory{label}: {error}") from error
+        if drops_stores(mem_loc):
+            self._exchange.drop_stores(handle)
         is_gpu = mem_loc is MemoryLocationType.GPU
         with self._lock:
             number, self._next_memory = self._next_memory, self._next_memory + 1

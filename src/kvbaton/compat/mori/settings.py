@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.compat.mori.names import PollCqMode
+from kvbaton.compat.mori.names import MemoryLocationType, PollCqMode
 from kvbaton.transport.exchange.service import ExchangePaths
 from kvbaton.transport.table import exchange_names
 
@@ -40,7 +40,10 @@ SWITCH = "KVBATON_MORI"
 """Switches the drop-in on: `1` or `auto`, `local`, or `tcp`."""
 
 DROP_STORES = "KVBATON_MORI_DROP_WRITES"
-"""For negative controls: transfers succeed, and nothing is stored."""
+"""For negative controls: transfers succeed, and nothing is stored: `1` in any memory, `gpu` in those labelled GPU.
+
+SGLang waits for metadata that it registers as main memory, beside caches that it registers as GPU memory on CPUs too.
+"""
 
 COUNTS = "KVBATON_MORI_COUNTS"
 """A directory in which every engine keeps a file: bytes stored in its memories, and calls that did, as two integers."""
@@ -166,6 +169,7 @@ def stored_counts() -> npt.NDArray[np.int64] | None:
     return np.memmap(path, np.int64, "w+", shape=(2,))
 
 
-def drops_stores() -> bool:
-    """Whether this process is a negative control."""
-    return os.environ.get(DROP_STORES, "") == "1"
+def drops_stores(location: MemoryLocationType) -> bool:
+    """Whether this process is a negative control for memory with this label."""
+    dropped = os.environ.get(DROP_STORES, "").strip().lower()
+    return dropped == "1" or (dropped == "gpu" and location is MemoryLocationType.GPU)

@@ -29,6 +29,7 @@ from kvbaton.transport.exchange.wire import (
     Introduction,
     MemoryCall,
     pack_answer,
+    pack_done,
     unpack_call,
     unpack_introduction,
     unpack_runs,
@@ -48,7 +49,7 @@ _NOT_READABLE = "the initiator's memory cannot be read from here"
 class ExchangeState:
     """What the parts of one exchange share.
 
-    drops_stores: for negative controls: what should be stored here is not
+    dropped:      for negative controls: stamps of memories in which nothing is stored
     stored:       how many bytes were stored into memories of this side, and by how many calls
     """
 
@@ -61,7 +62,7 @@ class ExchangeState:
     here: Neighbour
     process_memory: ProcessMemory | None
     helpers: CopyHelpers
-    drops_stores: bool = False
+    dropped: set[int] = field(default_factory=set)
     inline_bytes: int = INLINE_BYTES
     stored: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     served: dict[CallKind, int] = field(default_factory=lambda: dict.fromkeys(CallKind, 0))
@@ -89,7 +90,7 @@ def copy_few(
     _, target_bytes = state.table.find(*target_name)
     address = state.table.pin(*target_name)
     try:
-        is_dropped = state.drops_stores
+        is_dropped = target_name[1] in state.dropped
         moved = sum(run[2] for run in runs) if is_dropped else source.copy_few(source_name, address, target_bytes, runs)
     finally:
         state.table.unpin(target_name[0])
@@ -115,7 +116,8 @@ def copy_slices(
         # else.
         address = state.table.pin(*target_name)
         try:
-            moved = int(piece[:, 2].sum()) if state.drops_stores else source.copy(source_address, address, piece)
+            is_dropped = target_name[1] in state.dropped
+            moved = int(piece[:, 2].sum()) if is_dropped else source.copy(source_address, address, piece)
         finally:
             state.table.unpin(target_name[0])
         cursor.advance(moved)
@@ -146,7 +148,10 @@ class OwnerSide:
                 if call.number <= self._last_number:
                     raise ProtocolError(f"request {call.number} after request {self._last_number}: a repetition")
                 self._last_number = call.number
-                yield from self._serve(call)
+                if call.kind is CallKind.PULL and call.count == 1 and self._state.is_small(1, call.total_bytes):
+                    yield self._pulled_one(call)
+                else:
+                    yield from self._serve(call)
                 self._state.served[call.kind] += 1
         finally:
             if self._process is not None:
@@ -198,9 +203,6 @@ class OwnerSide:
         if call.kind is CallKind.PROBE:
             yield self._probed(call)
             return
-        if call.kind is CallKind.PULL and call.count == 1 and self._state.is_small(1, call.total_bytes):
-            yield self._pulled_one(call)
-            return
         runs = unpack_runs(call, (yield (call.count - 1) * RUN_BYTES) if call.count > 1 else b"")
         if call.kind is CallKind.FETCH:
             yield from self._fetch(call, runs)
@@ -234,8 +236,9 @@ class OwnerSide:
             return pack_answer(CallOutcome.RANGE, call.number, str(error))
         except KVBatonError as error:
             return pack_answer(CallOutcome.FAILED, call.number, f"{type(error).__name__}: {error}")
-        self._note(call)
-        return pack_answer(CallOutcome.OK, call.number)
+        if call.tag is not None:
+            self._note(call)
+        return pack_done(call.number)
 
     def _probed(self, call: MemoryCall) -> bytes:
         try:
@@ -259,7 +262,7 @@ class OwnerSide:
         fill = None
         try:
             fill = MemoryFill(self._state.table, *self._target(call, runs, 1), runs[:, 1], runs[:, 2])
-            yield Skip(call.total_bytes) if self._state.drops_stores else fill
+            yield Skip(call.total_bytes) if call.remote_stamp in self._state.dropped else fill
             self._state.count_stored(call.total_bytes)
         except RangeError:
             # The bytes are on their way: they are taken off the connection, so that the next call can be read.

@@ -131,7 +131,8 @@ def _with_mori(servers: SglangServers, name: str, role: str, ports: PortPicker, 
     del routers
     part = _with_own(servers, name, role, "mori", ports)
     options = servers.options
-    mori = switch_variables(options.transport, options.controls.drop_writes, options.counts_directory)
+    dropped = "gpu" if options.controls.drop_writes else ""
+    mori = switch_variables(options.transport, dropped, options.counts_directory)
     return replace(part, environment=part.environment | mori)
 
 

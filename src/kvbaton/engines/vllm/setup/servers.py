@@ -197,7 +197,8 @@ def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: P
         extra |= {"proxy_ip": proxy, "proxy_ping_port": int(ping_port)}
     config = {"kv_connector": "MoRIIOConnector", "kv_role": _ROLES[role], "kv_connector_extra_config": extra | servers.settings}
     part = servers.plain_part(name, port, config)
-    mori = switch_variables(options.transport, options.controls.drop_writes, options.counts_directory)
+    dropped = "1" if options.controls.drop_writes else ""
+    mori = switch_variables(options.transport, dropped, options.counts_directory)
     return replace(part, environment=part.environment | mori)
 
 

@@ -60,6 +60,7 @@ _COMMON = {
     "rms_norm_eps": 1e-5,
 }
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+_GQA = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 _YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -129,8 +130,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
+            **_GQA,
             "num_key_value_heads": 4,
             "kv_lora_rank": 512,
             "q_lora_rank": None,
@@ -159,9 +159,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
+            **_GQA,
             "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "head_dim": 64,
             "query_pre_attn_scalar": 64,
             "sliding_window": 128,
@@ -175,9 +174,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            "num_hidden_layers": 4,
+            **_GQA,
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
             "head_dim": 64,
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -193,9 +191,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "head_dim": 64,
             "mamba_d_ssm": 256,
             **_MAMBA,
@@ -208,9 +204,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "layer_types": ["mamba", "attention", "mamba", "attention"],
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
@@ -231,10 +225,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["NemotronHForCausalLM"],
             "model_type": "nemotron_h",
-            "num_hidden_layers": 4,
             "hybrid_override_pattern": "M*M-",
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "head_dim": 64,
             "attention_head_dim": 64,
             "mamba_num_heads": 8,
