@@ -185,7 +185,7 @@ def _code_of(code: types.CodeType, name: str) -> types.CodeType:
 
 
 def _rebuild(module: Any, builder: str) -> set[str]:
-    """Fill the table that everybody has with what its changed builder makes."""
+    """Fill the table that is in use with what its changed builder makes."""
     table, changed = getattr(module, _TABLES[builder]), getattr(module, builder)()
     keys = {key for key in table.rows.keys() | changed.rows.keys() if table.rows.get(key) != changed.rows.get(key)}
     keys |= table.late ^ changed.late
