@@ -41,7 +41,7 @@ def test_sglangs_own_balancer_is_in_front_of_it(pair: SglangStand) -> None:
     port, metrics = pair.ports.pick(), pair.ports.pick()
     prefill, decode = (int(part.base_url.rpartition(":")[2]) for part in (pair.prefill, pair.decode))
     peers = ensure_router_peers(print)
-    pair.fleet.start(sglang_router_part(peers, port, prefill, decode, metrics, pair.bootstrap_port))
+    pair.fleet.start(sglang_router_part(peers, port, prefill, decode, metrics, bootstrap_port=pair.bootstrap_port))
     pair.fleet.wait_healthy(120)
     before = _COUNTS.totals()[1]
 

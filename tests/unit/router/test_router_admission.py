@@ -28,6 +28,8 @@ from kvbaton.router.dispatch import Dispatcher
 READ, WRITE = TransferMode.READ, TransferMode.WRITE
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 class Gate:
     """Decode that holds its requests until it is opened, and notes the order in which they came."""
@@ -235,7 +237,7 @@ async def test_keys_are_asked_for_and_not_passed_on() -> None:
 async def test_headers_go_along_as_configured() -> None:
     sent = {
         "Authorization": "Bearer mine",
-        "traceparent": "00-a-b-01",
+        "traceparent": TRACEPARENT,
         "tracestate": "x=1",
         "X-Custom": "no",
         "X-Session-Id": "s",
@@ -245,7 +247,7 @@ async def test_headers_go_along_as_configured() -> None:
     for seen in (*p.seen, *d.seen):
         assert seen.headers["authorization"] == "Bearer mine"
         assert (seen.headers["traceparent"], seen.headers["tracestate"], seen.headers["x-session-id"]) == (
-            "00-a-b-01",
+            TRACEPARENT,
             "x=1",
             "s",
         )

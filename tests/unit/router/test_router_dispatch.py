@@ -26,6 +26,8 @@ from kvbaton.core.addresses import ControlAddress, parse_request_id
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def wrapped() -> None:
@@ -45,7 +47,7 @@ def error_of(content: bytes) -> dict[str, Any]:
 async def test_both_sides_are_sent_what_the_protocol_asks_for() -> None:
     async with prefill() as p, decode() as d, routing(p, d) as router:
         body = {**BODY, "min_tokens": 4, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}
-        status, headers, content = await router.post(body, headers={"X-Request-Id": "mine", "traceparent": "00-1-2-01"})
+        status, headers, content = await router.post(body, headers={"X-Request-Id": "mine", "traceparent": TRACEPARENT})
     assert status == 200
     assert content == b'{"id": "d",  "choices":[{"text":"\\u4f60"}]}'
     transfer_id = headers["x-kvbaton-transfer"]
@@ -77,7 +79,7 @@ async def test_both_sides_are_sent_what_the_protocol_asks_for() -> None:
     assert pair == (ControlAddress.parse(p.zmq_address), ControlAddress.parse(d.zmq_address))
     assert (headers["x-request-id"], headers["x-kvbaton-prefill"]) == ("mine", p.http_address)
     assert headers["x-kvbaton-decode"] == d.http_address
-    assert second.headers["traceparent"] == "00-1-2-01"
+    assert second.headers["traceparent"] == TRACEPARENT
 
 
 @run
