@@ -161,10 +161,10 @@ def test_it_proves_to_a_router_with_a_key_that_it_is_no_recording() -> None:
 
 @pytest.mark.parametrize("kind", [Announcer, ThreadAnnouncer])
 def test_an_instance_whose_engine_hangs_is_taken_off_at_once_until_it_goes_on(kind: type[Announcer | ThreadAnnouncer]) -> None:
-    ear, hung = Ear(), threading.Event()
-    with ear.listener, kind(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05, is_hung=hung.is_set):
-        wait_until(lambda: ear.is_known, "the instance registers", 60)
+    receiver, hung = Receiver(), threading.Event()
+    with receiver.listener, kind(REGISTRATION, [f"127.0.0.1:{receiver.port}"], 0.05, is_hung=hung.is_set):
+        wait_until(lambda: receiver.is_known, "the instance registers", 60)
         hung.set()
-        wait_until(lambda: not ear.is_known, "it is taken off, long before the stall limit")
+        wait_until(lambda: not receiver.is_known, "it is taken off, long before the stall limit")
         hung.clear()
-        wait_until(lambda: ear.is_known, "it is back")
+        wait_until(lambda: receiver.is_known, "it is back")
