@@ -197,9 +197,9 @@ class _RowsOfChunk:
         self._group = group
         self._other = other
         self._chunk: tuple[tuple[int, ...], int, int, int] = ((), 0, 0, 0)
-        self._kept: _Rows | None = None
+        self._kept: _SummedRows | None = None
 
-    def of(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _Rows | None:
+    def of(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _SummedRows | None:
         """The rows of these tokens; None when none of them is summed in this group."""
         chunk = ids, first_token, end_token, total
         if chunk[1:] != self._chunk[1:] or (ids is not self._chunk[0] and ids != self._chunk[0]):
@@ -207,7 +207,7 @@ class _RowsOfChunk:
             self._chunk = chunk
         return self._kept
 
-    def _find(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _Rows | None:
+    def _find(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _SummedRows | None:
         group = self._group
         first, end = group.needed(first_token, end_token, total)
         if group.is_state:
@@ -220,7 +220,7 @@ class _RowsOfChunk:
         return _token_rows(group, ids, first, end)
 
 
-class _Rows:
+class _SummedRows:
     """Ranges of tokens that lie together: their places, and how many tokens each has.
 
     `candidates` is how many pieces of `PIECE_TOKENS` tokens there are to sample, 0 where everything is summed. Each is one
@@ -260,7 +260,7 @@ class _Rows:
         return whole
 
 
-class _SplitRows(_Rows):
+class _SplitRows(_SummedRows):
     """Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum."""
 
     def __init__(self, group: Group, other: Group, ids: tuple[int, ...], tokens: tuple[int, int, int]) -> None:
@@ -274,15 +274,15 @@ class _SplitRows(_Rows):
             first, end = int(starts[0]), int(ends[-1])
         own = segments_of(self._group, self._other, first, end, self._total)
         places = block_places("own", self._group, self._ids, own.source)
-        return _Rows(places, own.counts).pieces(planes, None)
+        return _SummedRows(places, own.counts).pieces(planes, None)
 
 
-def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
+def _state_rows(group: Group, ids: tuple[int, ...]) -> _SummedRows:
     zero = np.zeros(1, np.int64)
-    return _Rows(Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1)
+    return _SummedRows(Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1)
 
 
-def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _Rows:
+def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _SummedRows:
     """Tokens cut at page boundaries, and at those of the pieces that may be sampled."""
     size = math.gcd(group.page_tokens, PIECE_TOKENS)
     starts = np.arange(first // size * size, end, size, dtype=np.int64)
@@ -293,7 +293,7 @@ def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _Ro
     firsts = None
     if candidates < len(starts):
         firsts = np.append(np.flatnonzero(np.diff(starts // PIECE_TOKENS, prepend=-1)), len(starts))
-    return _Rows(block_places("own", group, ids, starts), counts, candidates, firsts)
+    return _SummedRows(block_places("own", group, ids, starts), counts, candidates, firsts)
 
 
 def _token_by_token(plane: _PlanePart, rows: Pieces, counts: Numbers) -> Pieces:

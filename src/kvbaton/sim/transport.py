@@ -55,7 +55,7 @@ class Fabric:
 class SimTransport:
     """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch.
 
-    It does what the libraries do that write today: it can fence nobody.
+    It does what the libraries do that write today: it can fence no peer.
     """
 
     def __init__(
