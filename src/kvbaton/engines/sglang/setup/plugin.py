@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
@@ -13,11 +12,7 @@ from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, Mo
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
-from kvbaton.engines.sglang.setup.environment import (
-    SGLANG_VERSION,
-    SglangEnvironment,
-    ensure_sglang,
-)
+from kvbaton.engines.sglang.setup.environment import SGLANG_VERSION, ensure_sglang
 from kvbaton.engines.sglang.setup.servers import (
     BACKENDS,
     MAX_MODEL_TOKENS,
@@ -31,16 +26,9 @@ from kvbaton.launch.installing import NIXL_VERSION, default_cache_dir, ensure_ni
 
 __all__ = ["SglangPlugin"]
 
-
-class _BackendPackage(NamedTuple):
-    """A package that a backend of SGLang needs beside it."""
-
-    version: str
-    ensure: Callable[[SglangEnvironment, Progress], None]
-
-
 _PUSH_ONLY = ("mori",)
-_PACKAGES = {"nixl": _BackendPackage(NIXL_VERSION, ensure_nixl)}
+_PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl)}
+"""What backends need that SGLang does not bring along: the release, and what installs it."""
 
 
 class SglangPlugin(EnginePlugin):
@@ -77,13 +65,13 @@ class SglangPlugin(EnginePlugin):
         cache_dir = default_cache_dir()
         environment = ensure_sglang(cache_dir, progress, self._version)
         if options.connector in _PACKAGES:
-            _PACKAGES[options.connector].ensure(environment, progress)
+            _PACKAGES[options.connector][1](environment, progress)
         model = ensure_model(locate_model(options.model, cache_dir), environment, progress, self.title)
         return SglangServers(environment, model, options)
 
     def versions(self, connector: str) -> dict[str, str]:
         """SGLang, and the package of the backend."""
-        return {"sglang": self._version} | ({connector: _PACKAGES[connector].version} if connector in _PACKAGES else {})
+        return {"sglang": self._version} | ({connector: _PACKAGES[connector][0]} if connector in _PACKAGES else {})
 
     def command_line(self, request: CommandRequest) -> str:
         """A complete line with the backend and its settings."""
