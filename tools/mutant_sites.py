@@ -291,7 +291,7 @@ class _Walk:
 
 def _putter(items: list[ast.expr] | list[ast.AST], index: int) -> Put:
     def put(node: ast.AST) -> None:
-        items[index] = node  # type: ignore[assignment,call-overload]
+        items[index] = node  # type: ignore[call-overload]
 
     return put
 

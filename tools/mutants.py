@@ -145,7 +145,7 @@ def _reached_by(label: str) -> tuple[int, set[str]]:
         reached.add(f"{table.name}:{state}:{event}")
         return step(table, state, event)
 
-    Table.step = noted  # type: ignore[method-assign]
+    Table.step = noted  # type: ignore[assignment,method-assign]
     sys.settrace(calls)
     try:
         events = run_script(_script(label)).events
@@ -394,6 +394,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--retry", choices=("survived", "unit"), help="try again what survived, or what only unit tests found")
     parser.add_argument("--only", default="", help="a regular expression that the names of mutants have to match")
+    parser.add_argument("--every", type=int, default=1, help="only every so-many-th mutant")
     parser.add_argument("--sample", type=int, default=0)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -402,6 +403,7 @@ def main() -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     results = options.work / "results.jsonl"
     every = [each for each in _all_mutants(options.modules or _modules()) if re.search(options.only, each.name)]
+    every = every[:: options.every]
     known: dict[str, str] = {}
     deck = Deck(options.seeds, options.work)
     if options.sample:

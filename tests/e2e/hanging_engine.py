@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 
 from kvbaton.cli.main import main
@@ -24,4 +23,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, lambda *_: _works.clear())
     signal.signal(signal.SIGUSR2, lambda *_: _works.set())
     Engine.step = _step_unless_hung  # type: ignore[method-assign]
-    sys.exit(main())
+    main()

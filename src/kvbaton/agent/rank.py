@@ -8,12 +8,15 @@ away.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.agent.ports import Clock, Memory
 from kvbaton.agent.rank_orders import (
@@ -152,8 +155,8 @@ class RegionMemory:
         self._view = view
         self._summer = RegionSummer(view, load_loops())
 
-    def sum(self, pieces: Pieces, value: int) -> int:
-        return self._summer.sum(pieces, value)
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        return self._summer.sums(pieces, ends, value)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         return bytes(self._view[offset : offset + size_bytes])
@@ -162,15 +165,48 @@ class RegionMemory:
         self._view[offset : offset + len(data)] = data
 
 
-@dataclass(slots=True)
 class _SumJob:
-    copy: CopyId
-    span: int
-    parts: deque[tuple[int, Pieces]]
-    """By the number of their leg; the first one is being summed."""
-    done: int = 0
-    value: int = 0
-    sums: tuple[tuple[int, int], ...] = ()
+    """Spans that are to be summed together: every leg of the first one, then every leg of the next one, and so on."""
+
+    def __init__(self, copy: CopyId, spans: tuple[int, ...], legs: tuple[int, ...], sums: Sequence[Sequence[Pieces]]) -> None:
+        self.copy = copy
+        self.spans = spans
+        self.legs = legs
+        parts = [part for each in sums for part in each]
+        self.pieces: Pieces = np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+        self.ends = list(itertools.accumulate(sum(map(len, each)) for each in sums))
+        """The number of the first piece behind each sum."""
+        self._bytes_up_to: npt.NDArray[np.int64] = np.cumsum(self.pieces[:, 1])
+        self.done = self.value = 0
+        self.sums: list[int] = []
+        self.reported = 0
+
+    def end_within(self, budget: int) -> tuple[int, int]:
+        """The end of the pieces that come next, of about `budget` bytes, one at least; and their bytes."""
+        before = int(self._bytes_up_to[self.done - 1]) if self.done else 0
+        end = len(self.pieces)
+        if end and int(self._bytes_up_to[-1]) - before > budget:
+            end = max(self.done + 1, int(np.searchsorted(self._bytes_up_to, before + budget, side="right")))
+        return end, (int(self._bytes_up_to[end - 1]) if end else 0) - before
+
+    def sum_up_to(self, end: int, memory: Memory) -> None:
+        """Sum the pieces before `end`; a sum that is cut there is continued with the next call."""
+        complete = bisect.bisect_right(self.ends, end) - len(self.sums)
+        ends = [each - self.done for each in self.ends[len(self.sums) : len(self.sums) + complete]]
+        if not ends or ends[-1] < end - self.done:
+            ends.append(end - self.done)
+        values = memory.sums(self.pieces[self.done : end], ends, self.value)
+        self.value = values[complete] if len(values) > complete else 0
+        self.sums += values[:complete]
+        self.done = end
+
+    def take_complete(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+        """The spans of which every leg is summed and that were not taken yet, each with its sums by leg."""
+        count = len(self.legs)
+        while self.reported < len(self.spans) and (self.reported + 1) * count <= len(self.sums):
+            first = self.reported * count
+            self.reported += 1
+            yield self.spans[self.reported - 1], tuple(zip(self.legs, self.sums[first : first + count], strict=True))
 
 
 class Summer:
@@ -190,19 +226,21 @@ class Summer:
 
     def add(self, order: SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
         """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
-        jobs = deque[_SumJob]()
         of = {self._rank: self._whole} if legs is None else legs
+        planned: list[Sequence[Pieces]] = []
+        numbers: list[int] = []
         for span in order.spans:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                pieces = deque((number, _plan_sum(planner, order, span)) for number, planner in of.items())
+                planned += [_plan_sum(planner, order, span) for planner in of.values()]
             except KVBatonError as error:
                 self.refuse(order, span, str(error))
             else:
-                jobs.append(_SumJob(order.copy, span.number, pieces))
-        if jobs:
-            self._jobs.setdefault((order.side, order.copy.key), deque()).extend(jobs)
+                numbers.append(span.number)
+        if numbers:
+            job = _SumJob(order.copy, tuple(numbers), tuple(of), planned)
+            self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
     def refuse(self, order: SumSpans, span: Span, reason: str) -> None:
         """Report that a span is not summed, and why."""
@@ -225,40 +263,28 @@ class Summer:
                 del self._jobs[side, key]
 
     def _continue(self, side: Side, jobs: deque[_SumJob], budget: int) -> int:
-        """Continue the first job, and report it when it is complete, or when it cannot be done; returns the bytes."""
-        job, summed, error = jobs[0], 0, ""
+        """Continue the first job, and report what is complete, or that the rest of it cannot be done; returns the bytes."""
+        job, summed = jobs[0], 0
         try:
-            summed = self._sum(job, budget)
+            if self._memory is not None:
+                end, summed = job.end_within(budget)
+                job.sum_up_to(end, self._memory)
         except Exception as problem:
+            jobs.popleft()
             error = f"checksum: {type(problem).__name__}: {problem}"
+            for span in job.spans[job.reported :]:
+                self._report(SpanSummed(job.copy, side, self._rank, span, (), error))
             raise
-        finally:
-            if error or not job.parts:
-                jobs.popleft()
-                self._report(SpanSummed(job.copy, side, self._rank, job.span, job.sums, error))
-        return summed
-
-    def _sum(self, job: _SumJob, budget: int) -> int:
-        """Sum pieces of about `budget` bytes of one leg, one at least; returns the bytes."""
-        if self._memory is None or not job.parts:
-            return 0
-        (number, pieces), summed = job.parts[0], 0
-        if job.done < len(pieces):
-            sizes = np.cumsum(pieces[job.done : job.done + budget, 1])
-            count = max(1, int(np.searchsorted(sizes, budget, side="right")))
-            job.value = self._memory.sum(pieces[job.done : job.done + count], job.value)
-            job.done += count
-            summed = int(sizes[count - 1])
-        if job.done == len(pieces):
-            job.sums += ((number, job.value),)
-            job.done = job.value = 0
-            job.parts.popleft()
+        for span, sums in job.take_complete():
+            self._report(SpanSummed(job.copy, side, self._rank, span, sums))
+        if job.reported == len(job.spans):
+            jobs.popleft()
         return summed
 
 
-def _plan_sum(planner: PiecePlanner, order: SumSpans, span: Span) -> Pieces:
+def _plan_sum(planner: PiecePlanner, order: SumSpans, span: Span) -> Sequence[Pieces]:
     key, cached_tokens = order.copy.key, order.cached_tokens
-    return planner.plan(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
+    return planner.parts(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
 
 
 @dataclass(frozen=True, slots=True)

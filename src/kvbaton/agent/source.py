@@ -45,7 +45,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -672,15 +672,15 @@ class SourceSide:
                 self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
 
-    def on_summed(self, report: SpanSummed) -> None:
-        """A rank has summed a span; without all sums nothing is confirmed."""
-        record = self.live.get(report.copy.key)
-        if record is None or not record.summing or report.copy != record.copy:
-            self.late_total["summed"] += 1
-        elif report.error:
-            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
+    def on_summed_spans(self, reports: Sequence[SpanSummed]) -> None:
+        """A rank has summed spans of one copy; without all sums nothing is confirmed."""
+        record = self.live.get(reports[0].copy.key)
+        if record is None or not record.summing or reports[0].copy != record.copy:
+            self.late_total["summed"] += len(reports)
+        elif error := next((report.error for report in reports if report.error), ""):
+            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, error)
         else:
-            record.sums[report.rank, report.span] = report.sums
+            record.sums |= {(report.rank, report.span): report.sums for report in reports}
             self.renew_cap(record)
             self._settle(record)
 

@@ -679,6 +679,12 @@ class TargetSide:
         if record is None or not self.follow_generation(record, announced.generation):
             self.late_total["announced"] += 1
             return
+        if changed := [span for span in announced.spans if record.spans.get(span.number, span) != span]:
+            # What was moved under this number are other tokens or layers: nothing shows which of the two was meant.
+            known = record.spans[changed[0].number]
+            reason = f"the source announced span {known.number} as {known} and then as {changed[0]}"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+            return
         for span in announced.spans:
             self._note(record, Stage.ANNOUNCED, span)
         # Announcements may overtake each other. Within a generation block lists only grow, so the longer one is the newer one.
@@ -870,15 +876,18 @@ class TargetSide:
             if record.span_count is not None:
                 record.exposed_wire_s += now - max(record.wire_since, record.prefilled_at)
 
-    def on_summed(self, report: SpanSummed) -> None:
-        """A rank has summed a span of our blocks; the sums are compared when all are in and the source has sent its own."""
-        record = self.live.get(report.copy.key)
-        if record is None or report.copy != record.copy or report.span not in record.summing or record.state in _CLOSING:
-            self.late_total["summed"] += 1
-        elif report.error:
-            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.error)
-        else:
-            record.sums[report.rank, report.span] = report.sums
+    def on_summed_spans(self, reports: Sequence[SpanSummed]) -> None:
+        """A rank has summed spans of our blocks; sums are compared when all are in and the source has sent its own."""
+        record = self.live.get(reports[0].copy.key)
+        if record is None or reports[0].copy != record.copy or record.state in _CLOSING:
+            self.late_total["summed"] += len(reports)
+            return
+        due = [report for report in reports if report.span in record.summing]
+        self.late_total["summed"] += len(reports) - len(due)
+        if error := next((report.error for report in due if report.error), ""):
+            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, error)
+        elif due:
+            record.sums |= {(report.rank, report.span): report.sums for report in due}
             self._progress(record)
             self._settle(record)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -85,18 +85,19 @@ class PiecePlanner:
     def __init__(self, layout: Layout, part: LegPart | None = None) -> None:
         self._groups = layout.groups
         self._part = part
+        self._seeded: tuple[HandoffKey | None, int] = (None, 0)
         others = layout.groups if part is None else part.other.groups
         self._rows = [_RowsOfChunk(group, other) for group, other in zip(layout.groups, others, strict=True)]
 
     @functools.cached_property
-    def _layers(self) -> list[_Layer]:
-        """Worked out with the first sum: most peers never ask for one."""
-        layers = (
-            _Layer(layer, number, _planes(group, number, index, layer, self._part))
-            for number, group in enumerate(self._groups)
-            for index, layer in enumerate(group.layers)
-        )
-        return sorted(layers, key=lambda each: (each.layer, each.group))
+    def _layers(self) -> dict[int, list[_Layer]]:
+        """By the number of the layer, in order. Worked out with the first sum: most peers never ask for one."""
+        layers: dict[int, list[_Layer]] = {}
+        for layer in sorted({layer for group in self._groups for layer in group.layers}):
+            groups = [(number, group) for number, group in enumerate(self._groups) if layer in group.layers]
+            parts = [(number, _planes(group, number, group.layers.index(layer), layer, self._part)) for number, group in groups]
+            layers[layer] = [_Layer(layer, number, planes) for number, planes in parts if planes]
+        return layers
 
     def plan(
         self,
@@ -111,32 +112,59 @@ class PiecePlanner:
 
         `total_tokens` is the length of the whole sequence, by default the end of the span.
         """
+        parts = self.parts(blocks, key, span, cached_tokens, integrity, total_tokens)
+        return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+
+    def parts(
+        self,
+        blocks: BlockLists,
+        key: HandoffKey,
+        span: Span,
+        cached_tokens: int,
+        integrity: Integrity,
+        total_tokens: int | None = None,
+    ) -> list[Pieces]:
+        """What `plan` returns, in parts: one per layer and plane."""
         if len(blocks) != len(self._groups):
             raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(self._groups)}")
         first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
         parts: list[Pieces] = []
-        for each in self._layers if integrity is not Integrity.OFF else ():
-            if span.first_layer <= each.layer < span.end_layer and each.planes:
-                rows = self._rows[each.group].of(blocks[each.group], first, span.end_token, total)
-                if rows is not None:
-                    pick = None if integrity is Integrity.FULL else zlib.crc32(f"{key} {span.number} {each.layer}".encode())
-                    parts += rows.pieces(each.planes, pick)
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+        if integrity is Integrity.OFF:
+            return parts
+        for each in self._in_span(span):
+            rows = self._rows[each.group].of(blocks[each.group], first, span.end_token, total)
+            if rows is not None:
+                pick = (
+                    None
+                    if integrity is Integrity.FULL
+                    else zlib.crc32(f" {span.number} {each.layer}".encode(), self._crc_of(key))
+                )
+                parts += rows.pieces(each.planes, pick)
+        return parts
+
+    def _crc_of(self, key: HandoffKey) -> int:
+        if key is not self._seeded[0]:
+            self._seeded = key, zlib.crc32(str(key).encode())
+        return self._seeded[1]
+
+    def _in_span(self, span: Span) -> Iterable[_Layer]:
+        if span.end_layer - span.first_layer == 1:
+            return self._layers.get(span.first_layer, ())
+        # Not a loop over the layers of the span: a message may name any number of them.
+        return (each for layer, some in self._layers.items() if span.first_layer <= layer < span.end_layer for each in some)
 
 
 @dataclass(frozen=True, slots=True)
 class _PlanePart:
     """One plane of one layer, where there is something to sum: where its layer starts, and (offset, bytes) of one token.
 
-    With `joins_tokens`, the tokens of a page are one piece.
+    Where the tokens of a page are one piece, `shift` is what is added to that piece instead.
     """
 
     offset: int
     strides: tuple[int, int, int]
     pieces: Pieces
-    joins_tokens: bool
+    shift: Numbers | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +186,8 @@ def _planes(group: Group, number: int, index: int, layer: int, part: LegPart | N
 def _plane_part(group: Group, plane: Plane, index: int, heads: Sequence[HeadRange]) -> _PlanePart:
     pieces = _token_pieces(plane, sorted(heads, key=lambda each: each.start))
     joins = len(pieces) == 1 and int(pieces[0, 1]) == plane.token_stride and not group.is_state
-    strides = plane.block_stride, plane.page_stride, plane.token_stride
-    return _PlanePart(plane.layer_offsets[index], strides, pieces, joins)
+    strides, offset = (plane.block_stride, plane.page_stride, plane.token_stride), plane.layer_offsets[index]
+    return _PlanePart(offset, strides, pieces, np.array([offset + int(pieces[0, 0]), 0], np.int64) if joins else None)
 
 
 class _RowsOfChunk:
@@ -193,39 +221,43 @@ class _RowsOfChunk:
 
 
 class _Rows:
-    """Ranges of tokens that lie together: their places, how many tokens each has, and where the pieces to sample begin.
+    """Ranges of tokens that lie together: their places, and how many tokens each has.
 
-    `firsts` has the row with which each piece of `PIECE_TOKENS` tokens begins, and the end; None where a state is summed whole.
+    `candidates` is how many pieces of `PIECE_TOKENS` tokens there are to sample, 0 where everything is summed. Each is one
+    row, unless `firsts` has the row with which each of them begins, and the end.
     """
 
-    def __init__(self, places: Places, counts: Numbers, firsts: Numbers | None) -> None:
+    def __init__(self, places: Places, counts: Numbers, candidates: int = 0, firsts: Numbers | None = None) -> None:
         self._places = places
         self._counts = counts
+        self._candidates = candidates
         self._firsts = firsts
-        self._at: dict[tuple[int, int, int], Numbers] = {}
+        self._wholes: dict[tuple[int, int, int], Pieces] = {}
 
-    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> Iterator[Pieces]:
+    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> list[Pieces]:
         """The pieces of each plane of a layer; with a `pick`, those of a sample that it chooses."""
-        rows = slice(None) if pick is None or self._firsts is None else self._sampled(self._firsts, pick)
-        counts = self._counts[rows]
-        for plane in planes:
-            yield _plane_pieces(plane, self._offsets(plane.strides)[rows], counts)
+        rows = slice(None) if pick is None or not self._candidates else self._sampled(pick)
+        return [
+            _token_by_token(plane, self._whole(plane.strides)[rows], self._counts[rows])
+            if plane.shift is None
+            else self._whole(plane.strides)[rows] + plane.shift
+            for plane in planes
+        ]
 
-    def _sampled(self, firsts: Numbers, pick: int) -> slice | Numbers:
-        count = len(firsts) - 1
-        chosen = slice(pick % min(ONE_IN, count), None, ONE_IN)
-        if int(firsts[-1]) == count:
-            return chosen
-        return _spread(firsts[:-1][chosen], firsts[1:][chosen])[1]
+    def _sampled(self, pick: int) -> slice | Numbers:
+        chosen = slice(pick % min(ONE_IN, self._candidates), None, ONE_IN)
+        firsts = self._firsts
+        return chosen if firsts is None else _spread(firsts[:-1][chosen], firsts[1:][chosen])[1]
 
-    def _offsets(self, strides: tuple[int, int, int]) -> Numbers:
-        """Where the rows lie in a plane with these strides; keys and values of all layers share them, nearly always."""
-        at = self._at.get(strides)
-        if at is None:
+    def _whole(self, strides: tuple[int, int, int]) -> Pieces:
+        """Where the rows lie in a plane with these strides, and their bytes; all planes of all layers share them, mostly."""
+        whole = self._wholes.get(strides)
+        if whole is None:
             block, page, token = strides
             places = self._places
-            at = self._at[strides] = places.blocks * block + places.pages * page + places.tokens * token
-        return at
+            at = places.blocks * block + places.pages * page + places.tokens * token
+            whole = self._wholes[strides] = np.stack([at, self._counts * token], axis=1)
+        return whole
 
 
 class _SplitRows(_Rows):
@@ -235,19 +267,19 @@ class _SplitRows(_Rows):
         self._group, self._other, self._ids = group, other, ids
         self._first, self._end, self._total = tokens
 
-    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> Iterator[Pieces]:
+    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> list[Pieces]:
         first, end = self._first, self._end
         if pick is not None:
             starts, ends = _sampled(pick, first, end)
             first, end = int(starts[0]), int(ends[-1])
         own = segments_of(self._group, self._other, first, end, self._total)
         places = block_places("own", self._group, self._ids, own.source)
-        return _Rows(places, own.counts, None).pieces(planes, None)
+        return _Rows(places, own.counts).pieces(planes, None)
 
 
 def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
     zero = np.zeros(1, np.int64)
-    return _Rows(Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1, None)
+    return _Rows(Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1)
 
 
 def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _Rows:
@@ -257,18 +289,16 @@ def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _Ro
     starts[0] = first
     counts = np.empty_like(starts)
     counts[:-1], counts[-1] = starts[1:] - starts[:-1], end - starts[-1]
-    firsts = np.flatnonzero(np.diff(starts // PIECE_TOKENS, prepend=-1))
-    return _Rows(block_places("own", group, ids, starts), counts, np.append(firsts, len(starts)))
+    candidates = -(-end // PIECE_TOKENS) - first // PIECE_TOKENS
+    firsts = None
+    if candidates < len(starts):
+        firsts = np.append(np.flatnonzero(np.diff(starts // PIECE_TOKENS, prepend=-1)), len(starts))
+    return _Rows(block_places("own", group, ids, starts), counts, candidates, firsts)
 
 
-def _plane_pieces(plane: _PlanePart, at: Numbers, counts: Numbers) -> Pieces:
-    if plane.joins_tokens:
-        pieces = np.empty((len(at), 2), np.int64)
-        np.add(at, plane.offset + int(plane.pieces[0, 0]), out=pieces[:, 0])
-        np.multiply(counts, plane.strides[2], out=pieces[:, 1])
-        return pieces
+def _token_by_token(plane: _PlanePart, rows: Pieces, counts: Numbers) -> Pieces:
     owner, token = _spread(np.zeros_like(counts), counts)
-    offsets = (at[owner] + (plane.offset + token * plane.strides[2]))[:, None] + plane.pieces[:, 0]
+    offsets = (rows[owner, 0] + (plane.offset + token * plane.strides[2]))[:, None] + plane.pieces[:, 0]
     return np.stack([offsets.reshape(-1), np.tile(plane.pieces[:, 1], len(owner))], axis=1)
 
 

@@ -107,7 +107,11 @@ class Run:
         self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
+        self.is_probed = any(fault.kind is not FaultKind.PREEMPT for fault in script.faults)
+        """Whether every pair has to serve one more request when all faults are over."""
         self.probes: list[_Client] = []
+        self.probed_from = 0
+        """The number of the first attempt of a probe; 0 before there is one."""
         self._stands: dict[str, dict[int, _LastMove]] = {}
         self._look_at = 0.0
         self._attempts = 0
@@ -129,7 +133,7 @@ class Run:
         for fault in self.script.faults:
             if fault.at_event < 0:
                 self.world.at(fault.at_s, None, partial(self._strike, fault))
-        if any(fault.kind is not FaultKind.PREEMPT for fault in self.script.faults):
+        if self.is_probed:
             self.world.at(self._quiet_at() + _PROBE_AFTER_S, None, self._probe)
         self.world.on_event.append(self._after_event)
         self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
@@ -354,6 +358,8 @@ class Run:
         At the second attempt at the latest: the first may be the one in which a target learns that its source has restarted.
         """
         self.cluster.network.faults.clear()
+        self.probed_from = self._attempts + 1
+        self.world.note("PROBE of every pair")
         for instance in self.cluster.instances.values():
             instance.heal()
         for prefill in range(self.script.prefills):

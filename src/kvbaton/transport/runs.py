@@ -81,7 +81,8 @@ class Loops:
         self._check_runs = code.check_runs
         self._check_runs.argtypes = [pointer, number, number, number, size, size, pointer]
         self._sum_pieces = code.sum_pieces
-        self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, ctypes.c_uint32]
+        word = ctypes.c_uint32
+        self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, pointer, number, word, pointer]
         self._sum_pieces.restype = ctypes.c_int64
         self.can_sum = self._sums_as_zlib()
         """Whether `sum` gives what zlib gives: the peer may have no compiler, and compares our sums with its own."""
@@ -98,22 +99,20 @@ class Loops:
         numbers = (row, column, len(runs), source_bytes, target_bytes)
         return own if self._check_runs(runs.ctypes.data, *numbers, own.ctypes.data) else None
 
-    def sum(self, region: npt.NDArray[np.uint8], pieces: Pieces, value: int) -> int:
-        """Continue the CRC-32 `value` over these pieces of `region`, in order, without the interpreter's lock.
-
-        Raises RangeError when a piece leaves the region.
-        """
+    def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`, without the interpreter's lock."""
         pieces = np.ascontiguousarray(pieces, np.int64)
-        numbers = (region.nbytes, pieces.ctypes.data, len(pieces), value)
-        result = int(self._sum_pieces(region.ctypes.data, *numbers))
-        if result < 0:
-            _refuse_piece(pieces[-1 - result], region.nbytes)
-        return result
+        parts, sums = np.array(ends, np.int64), np.empty(len(ends), np.uint32)
+        numbers = (pieces.ctypes.data, len(pieces), parts.ctypes.data, len(parts), value, sums.ctypes.data)
+        refused = int(self._sum_pieces(region.ctypes.data, region.nbytes, *numbers))
+        if refused:
+            _refuse_piece(pieces[-1 - refused], region.nbytes)
+        return sums.tolist()
 
     def _sums_as_zlib(self) -> bool:
         region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
-        trials = np.array([[0, _TRIAL_BYTES]]), np.array([[64, 192], [7, 64], [1, 63], [300, 201]])
-        return all(self.sum(region, pieces, 1) == _sum_each(region, pieces, 1) for pieces in trials)
+        pieces, ends = np.array([[0, _TRIAL_BYTES], [64, 192], [7, 64], [1, 63], [300, 201]]), (1, 3, 5)
+        return self.sums(region, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
 
 
 class CopyCrew:
@@ -231,19 +230,27 @@ class RegionSummer:
         self._region = np.frombuffer(region, np.uint8)
         self._loops = loops if loops is not None and loops.can_sum else None
 
-    def sum(self, pieces: Pieces, value: int) -> int:
-        """Continue `value` over these pieces, in order; raises RangeError when one leaves the region."""
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """The sums of consecutive parts of these pieces, each up to the number in `ends`; the first one continues `value`.
+
+        Raises RangeError when a piece leaves the region.
+        """
         if self._loops is not None:
-            return self._loops.sum(self._region, pieces, value)
-        return _sum_each(self._region, pieces, value)
+            return self._loops.sums(self._region, pieces, ends, value)
+        return _sum_each(self._region, pieces, ends, value)
 
 
-def _sum_each(region: npt.NDArray[np.uint8], pieces: Pieces, value: int) -> int:
-    for offset, size in pieces.tolist():
+def _sum_each(region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+    sums, first, listed = [], 0, pieces.tolist()
+    for offset, size in listed:
         if not 0 <= offset <= offset + size <= region.nbytes:
             _refuse_piece((offset, size), region.nbytes)
-        value = zlib.crc32(region[offset : offset + size].data, value)
-    return value
+    for end in ends:
+        for offset, size in listed[first:end]:
+            value = zlib.crc32(region[offset : offset + size].data, value)
+        sums.append(value)
+        first, value = end, 0
+    return sums
 
 
 def _refuse_piece(piece: Sequence[int] | Pieces, region_bytes: int) -> NoReturn:

@@ -97,15 +97,21 @@ FOLDING static uint32_t sum_by_folding(uint32_t rest, const unsigned char *regio
     return is_open ? close_fold(folded) : rest;
 }
 
-/* Continue `value` over pieces (offset, bytes) of a region, in order; returns a negative number if one leaves the region. */
-int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int64_t *pieces, long count, uint32_t value) {
+/* The sums of consecutive parts of the pieces (offset, bytes) of a region, each up to the piece with the number in `ends`; the
+   first one continues `value`. Returns 0, or a negative number if a piece leaves the region. */
+int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int64_t *pieces, long count, const int64_t *ends,
+                   long parts, uint32_t value, uint32_t *sums) {
     for (long piece = 0; piece < count; piece++) {
         int64_t offset = pieces[2 * piece], bytes = pieces[2 * piece + 1];
         if (offset < 0 || bytes < 0 || bytes > region_bytes || offset > region_bytes - bytes) return -1 - piece;
     }
-    if (is_folding) return (uint32_t)~sum_by_folding(~value, region, pieces, count);
-    uint32_t rest = ~value;
-    for (long piece = 0; piece < count; piece++)
-        rest = sum_by_table(rest, region + pieces[2 * piece], (uint64_t)pieces[2 * piece + 1]);
-    return (uint32_t)~rest;
+    for (long part = 0, piece = 0; part < parts; piece = ends[part++], value = 0) {
+        uint32_t rest = ~value;
+        if (is_folding) rest = sum_by_folding(rest, region, pieces + 2 * piece, ends[part] - piece);
+        else
+            for (long each = piece; each < ends[part]; each++)
+                rest = sum_by_table(rest, region + pieces[2 * each], (uint64_t)pieces[2 * each + 1]);
+        sums[part] = ~rest;
+    }
+    return 0;
 }

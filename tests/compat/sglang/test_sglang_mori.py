@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from sglang_stand import SglangStand, StandSpec, different, prompt, stand
-from test_sglang_pair import run
+from sglang_stand import SglangStand, StandSpec, different, prompt, run, stand
 from test_sglang_verify import verify
 
 from kvbaton.launch.router_peers import ensure_router_peers, sglang_router_part
@@ -40,9 +39,9 @@ def test_a_control_that_stores_nothing_is_noticed() -> None:
 
 def test_sglangs_own_balancer_is_in_front_of_it(pair: SglangStand) -> None:
     port, metrics = pair.ports.pick(), pair.ports.pick()
-    ports = [int(part.base_url.rpartition(":")[2]) for part in (pair.prefill, pair.decode)]
+    prefill, decode = (int(part.base_url.rpartition(":")[2]) for part in (pair.prefill, pair.decode))
     peers = ensure_router_peers(print)
-    pair.fleet.start(sglang_router_part(peers, port, *ports, metrics, bootstrap_port=pair.bootstrap_port))
+    pair.fleet.start(sglang_router_part(peers, port, prefill, decode, metrics, bootstrap_port=pair.bootstrap_port))
     pair.fleet.wait_healthy(120)
     before = _COUNTS.totals()[1]
 

@@ -34,10 +34,10 @@ from watching import wait_until
 __all__ = ["FRONTS", "StockStand", "prompts_of", "stock_stand"]
 
 _START_S = 900.0
-_FRONT_S = 120.0
+_FRONT_S = 300.0
 _REQUEST_S = 500.0
 _HOST = "127.0.0.1"
-FRONTS = ("kvbaton", "vllm-router", "toy proxy")
+FRONTS = ("vllm-router", "toy proxy", "kvbaton")
 
 
 @dataclass(frozen=True)

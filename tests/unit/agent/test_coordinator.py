@@ -364,6 +364,19 @@ def test_a_fence_counts_when_every_rank_has_put_it_up() -> None:
     assert ended(pair.target.events).outcome is Outcome.CANCELLED
 
 
+def test_fences_of_two_epochs_that_interleave_are_both_put_up() -> None:
+    """One rank is ahead of the other: the second fence must not wait for a report that was counted for the first."""
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.fetch()
+    pair.net.deliver_all()
+    coordinator, peer = pair.target.coordinator, Incarnation("s1")
+    fenced: list[int] = []
+    coordinator.target.on_peer_fenced = lambda *given: fenced.append(given[1])  # type: ignore[method-assign]
+    for rank, epoch in ((0, 2), (0, 3), (1, 2), (1, 3), (1, 3)):
+        coordinator.on_rank(PeerFenced(peer, epoch, rank))
+    assert fenced == [2, 3]
+
+
 def test_a_fence_ends_what_was_granted_before_it_and_nothing_that_was_granted_after() -> None:
     pair = Pair(Executor.SOURCE_WRITES)
     pair.fetch()

@@ -96,6 +96,15 @@ class Rig:
         wait_until(has_come, f"a {kind.__name__}")
         return next(report for report in self.reports if isinstance(report, kind))
 
+    def wait_for_reports(self, count: int) -> None:
+        """Until so many things were reported."""
+
+        def have_come() -> bool:
+            self.agent.poll()
+            return len(self.reports) == count
+
+        wait_until(have_come, f"{count} reports")
+
     def expected(self, tokens: range, layers: range) -> npt.NDArray[np.uint8]:
         """Target memory when these tokens of these layers have arrived, and nothing else."""
         memory = np.full(LAYERS * BLOCKS, POISON, np.uint8)
@@ -377,7 +386,7 @@ def test_spans_that_are_no_rectangle_are_not_moved_as_one(rig: Rig, spans: tuple
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, spans))
     assert len(rig.agent.copies[COPY].moving) == parts
-    wait_until(lambda: rig.agent.poll() or len(rig.reports) == len(spans), "every span")
+    rig.wait_for_reports(len(spans))
     assert {report.span: report.bytes_moved for report in rig.reports if isinstance(report, SpanMoved)} == {
         span.number: (span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans
     }

@@ -754,3 +754,16 @@ def test_a_source_that_answers_is_not_hung_up_on(rig: Rig) -> None:
     rig.side.cancel(KEY, "the client is gone")
     rig.pass_time(10 * LIMITS.transfer_timeout)
     assert rig.post.hung_up == []
+
+
+def test_a_span_that_is_announced_again_as_another_one_fails_the_hand_off() -> None:
+    rig = Rig()
+    grant = rig.grant()
+    rig.announce(0, 1)
+    rig.announce(1)
+    assert rig.side.live[KEY].state is TargetState.FILLING, "the same span again is a repetition"
+    other = Span(1, 0, 2, 0, 1)
+    rig.side.on_announced(S1, Announced(KEY, grant, 1, SOURCE_BLOCKS, (other,)))
+    assert rig.side.live[KEY].state is TargetState.STOPPING
+    assert rig.side.live[KEY].spans[1] == SPANS[1]
+    assert "announced span 1 as" in rig.side.live[KEY].reason

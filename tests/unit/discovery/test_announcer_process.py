@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import Announcer, ThreadAnnouncer
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Registry
@@ -156,3 +157,14 @@ def test_it_proves_to_a_router_with_a_key_that_it_is_no_recording() -> None:
         wait_until(lambda: not registry.live(time.monotonic()), "it deregisters")
         assert listener.malformed_total()[Cause.NOT_FRESH] >= 1
         assert listener.malformed_total()[Cause.NOT_SEALED] == 0
+
+
+@pytest.mark.parametrize("kind", [Announcer, ThreadAnnouncer])
+def test_an_instance_whose_engine_hangs_is_taken_off_at_once_until_it_goes_on(kind: type[Announcer | ThreadAnnouncer]) -> None:
+    ear, hung = Ear(), threading.Event()
+    with ear.listener, kind(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05, is_hung=hung.is_set):
+        wait_until(lambda: ear.is_known, "the instance registers", 60)
+        hung.set()
+        wait_until(lambda: not ear.is_known, "it is taken off, long before the stall limit")
+        hung.clear()
+        wait_until(lambda: ear.is_known, "it is back")

@@ -104,9 +104,10 @@ class TransferStatus:
 
 def pending_status(pending: PendingTransfer) -> TransferStatus:
     """The status of a transfer."""
+    if pending.is_finished():
+        return failed_status(StatusCode.ERR_RDMA_OP if pending.error else StatusCode.SUCCESS, pending.error or "success")
     status = TransferStatus()
     status._code, status._pending = StatusCode.IN_PROGRESS, pending  # noqa: SLF001 - its constructor is MoRI's
-    status.Code()
     return status
 
 

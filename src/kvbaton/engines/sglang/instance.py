@@ -160,7 +160,7 @@ class RankInstance:
             cluster_key=settings.trust().key,
             handoffs_address=settings.handoffs_address(place.host),
             heartbeat_s=settings.heartbeat_s,
-            shape=Shape(tp=place.tp_size),
+            shape=place.shape,
             dispatch=Dispatch.BOOTSTRAP,
             bootstrap_port=place.control_port if place.role == "prefill" else 0,
         )

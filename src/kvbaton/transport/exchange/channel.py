@@ -37,6 +37,7 @@ from kvbaton.transport.exchange.wire import (
     Introduction,
     MemoryCall,
     pack_call,
+    pack_pull,
     unpack_answer,
 )
 from kvbaton.transport.runs import RunCursor, check_offsets
@@ -211,6 +212,10 @@ class ExchangeChannel:
             self.sock.close()
             raise
         tune(self.sock)
+        # Only used while `_receiving` is held: a poll object refuses a second thread.
+        self._readable, self._sendable = select.poll(), select.poll()
+        self._readable.register(self.sock.fileno(), select.POLLIN)
+        self._sendable.register(self.sock.fileno(), select.POLLIN | select.POLLOUT)
         self._flow = Flow(self.sock, self._answers())
 
     @property
@@ -255,16 +260,19 @@ class ExchangeChannel:
         if source + size > source_bytes or target + size > target_bytes:
             sizes = f"{source_bytes} and {target_bytes}"
             raise RangeError(f"{size} bytes from offset {source} to {target} lie outside memories of {sizes} bytes")
-        transit = Transit(self, 1, self._counter)
-        if reads:
-            assert process is not None  # noqa: S101
+        if process is not None and reads:
+            transit = Transit(self, 1, self._counter)
             self._read_few(own, remote, (run,), tag, transit, process)
             return transit
         with self._sending:
+            # Looked at again: once `fail` has emptied the calls in flight, nothing would end one that is added.
+            if self.failure:
+                return None
+            transit = Transit(self, 1, self._counter)
             self._number += 1
             self._parts.append(_CallPart(transit, self._number, None, (own.slot, own.stamp), size))
-            names = own.slot, own.stamp, remote.slot, remote.stamp
-            self._outbox.append(pack_call(MemoryCall(CallKind.PULL, self._number, tag, *names, 1, size, run), _NO_RUNS))
+            names = own.slot, remote.slot, own.stamp, remote.stamp
+            self._outbox.append(pack_pull(self._number, tag, names, run))
             self.progress_at = time.monotonic()
         self._settle_small(transit, size)
         return transit
@@ -319,15 +327,13 @@ class ExchangeChannel:
             transit.wait_for_event(max(0.0, until - time.monotonic()))
             return
         try:
-            poller, fd, sends = select.poll(), self.sock.fileno(), None
-            while fd >= 0 and not transit.is_over and not self._broken and (left := until - time.monotonic()) > 0:
-                if sends is not bool(self._outbox):
-                    sends = bool(self._outbox)
-                    poller.register(fd, select.POLLIN | (select.POLLOUT if sends else 0))
+            is_open = self.sock.fileno() >= 0
+            while is_open and not transit.is_over and not self._broken and (left := until - time.monotonic()) > 0:
+                poller = self._sendable if self._outbox else self._readable
                 if poller.poll(left * 1000):
                     if self._outbox:
                         self._flush()
-                    self._advance()
+                    self._advance(lambda: transit.is_over)
         finally:
             self._receiving.release()
         if self.is_busy:
@@ -493,13 +499,13 @@ class ExchangeChannel:
         if problem:
             self._break(problem)
 
-    def _advance(self) -> None:
-        """Take what has arrived; with `_receiving` held."""
+    def _advance(self, is_enough: Callable[[], bool] | None = None) -> None:
+        """Take what has arrived, until that `is_enough`; with `_receiving` held."""
         if self._broken:
             return
         before = self._flow.moved_bytes
         try:
-            self._flow.advance()
+            self._flow.advance(is_enough)
         except OSError as error:
             self._break(f"PeerLost: the connection to the peer broke: {error}")
         except (KVBatonError, StopIteration, ValueError) as error:

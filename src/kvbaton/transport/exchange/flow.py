@@ -8,7 +8,7 @@ turn). A memory that is withdrawn in the middle raises RangeError inside the gen
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,8 +94,10 @@ class Flow:
         """Whether it waits for a message of which nothing has come."""
         return isinstance(self._step, int) and not self._inbox
 
-    def advance(self) -> None:
-        """Go on until the socket has no more, or a turn is over.
+    def advance(self, is_enough: Callable[[], bool] | None = None) -> None:
+        """Go on until the socket has no more, a turn is over, an answer is sent, or `is_enough`.
+
+        The last two spare a call that would find nothing: peers mostly wait for an answer before they send more.
 
         Raises PeerLost when the other end has closed, StopIteration when the generator ends, OSError, and what the generator
         raises.
@@ -109,7 +111,9 @@ class Flow:
                 return
             except RangeError as error:
                 self._step = self._steps.throw(error)
-            if self._step is TURN:
+            if self._step is TURN or (type(step) is bytes and type(self._step) is int):
+                return
+            if is_enough is not None and is_enough():
                 return
 
     def close(self) -> None:

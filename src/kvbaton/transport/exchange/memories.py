@@ -36,7 +36,9 @@ class MemoryTable:
         self._free: list[int] = []
         self._next_slot = 0
         self._pins: Counter[int] = Counter()
-        self._changed = threading.Condition()
+        # Taken for every slice: entering the condition itself would cost two calls in Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def board_address(self) -> int:
@@ -94,14 +96,14 @@ class MemoryTable:
 
     def pin(self, slot: int, stamp: int) -> int:
         """Begin a slice in a memory, which `withdraw` then waits for; returns its address. RangeError when it is not live."""
-        with self._changed:
+        with self._lock:
             address, _ = self.find(slot, stamp)
             self._pins[slot] += 1
             return address
 
     def unpin(self, slot: int) -> None:
         """End a slice."""
-        with self._changed:
+        with self._lock:
             self._pins[slot] -= 1
             if not self._pins[slot] and slot not in self._live:
                 self._changed.notify_all()

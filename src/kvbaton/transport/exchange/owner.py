@@ -29,6 +29,7 @@ from kvbaton.transport.exchange.wire import (
     Introduction,
     MemoryCall,
     pack_answer,
+    pack_done,
     unpack_call,
     unpack_introduction,
     unpack_runs,
@@ -147,7 +148,10 @@ class OwnerSide:
                 if call.number <= self._last_number:
                     raise ProtocolError(f"request {call.number} after request {self._last_number}: a repetition")
                 self._last_number = call.number
-                yield from self._serve(call)
+                if call.kind is CallKind.PULL and call.count == 1 and self._state.is_small(1, call.total_bytes):
+                    yield self._pulled_one(call)
+                else:
+                    yield from self._serve(call)
                 self._state.served[call.kind] += 1
         finally:
             if self._process is not None:
@@ -199,9 +203,6 @@ class OwnerSide:
         if call.kind is CallKind.PROBE:
             yield self._probed(call)
             return
-        if call.kind is CallKind.PULL and call.count == 1 and self._state.is_small(1, call.total_bytes):
-            yield self._pulled_one(call)
-            return
         runs = unpack_runs(call, (yield (call.count - 1) * RUN_BYTES) if call.count > 1 else b"")
         if call.kind is CallKind.FETCH:
             yield from self._fetch(call, runs)
@@ -235,8 +236,9 @@ class OwnerSide:
             return pack_answer(CallOutcome.RANGE, call.number, str(error))
         except KVBatonError as error:
             return pack_answer(CallOutcome.FAILED, call.number, f"{type(error).__name__}: {error}")
-        self._note(call)
-        return pack_answer(CallOutcome.OK, call.number)
+        if call.tag is not None:
+            self._note(call)
+        return pack_done(call.number)
 
     def _probed(self, call: MemoryCall) -> bytes:
         try:

@@ -130,17 +130,19 @@ class ReadableProcess:
             self._rows[name] = self.find(slot, stamp)
         source_address, source_bytes = self._rows[name]
         row = array.array("Q", (0, 0, 0))
-        here, there, total = array.array("Q"), array.array("Q"), 0
+        here: list[int] = []
+        there: list[int] = []
+        total = 0
         for source, target, count in runs:
             if source + count > source_bytes or target + count > target_bytes:
                 sizes = f"{source_bytes} and {target_bytes}"
                 raise RangeError(f"{count} bytes from offset {source} to {target} lie outside memories of {sizes} bytes")
-            here.extend((target_address + target, count))
-            there.extend((source_address + source, count))
+            here += (target_address + target, count)
+            there += (source_address + source, count)
             total += count
-        here.extend((row.buffer_info()[0], BOARD_ROW_BYTES))
-        there.extend((self._board_address + slot * BOARD_ROW_BYTES, BOARD_ROW_BYTES))
-        moved = self._memory.read_pieces(self._pid, here, there)
+        here += (row.buffer_info()[0], BOARD_ROW_BYTES)
+        there += (self._board_address + slot * BOARD_ROW_BYTES, BOARD_ROW_BYTES)
+        moved = self._memory.read_pieces(self._pid, array.array("Q", here), array.array("Q", there))
         if moved != total + BOARD_ROW_BYTES or row[0] != stamp:
             self._rows.pop(name, None)
             raise RangeError(f"process {self._pid} has withdrawn the memory in slot {slot}")

@@ -94,6 +94,7 @@ class _Service:
         self._jobs: deque[ReadJob] = deque()
         self._turns: deque[_Accepted] = deque()
         self._is_closed = False
+        self._expires_at = 0.0
         self._epoll.register(self._wakeup.fd, select.EPOLLIN)
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="kvbaton-exchange", daemon=True)
@@ -152,6 +153,13 @@ class _Service:
                 self._serve(accepted)
             elif (channel := self._channels.get(fd)) is not None:
                 self._tend(channel)
+        if busy or self._jobs or self._turns:
+            self._take_turns()
+        if (now := time.monotonic()) >= self._expires_at:
+            self._expires_at = now + _TICK_S / 10
+            self._expire(now)
+
+    def _take_turns(self) -> None:
         for accepted in [self._turns.popleft() for _ in range(len(self._turns))]:
             if self._accepted.get(accepted.flow.sock.fileno()) is accepted:
                 self._serve(accepted)
@@ -159,12 +167,15 @@ class _Service:
             job = self._jobs.popleft()
             if job.step():
                 self._jobs.append(job)
-        self._expire()
 
     def _wait_s(self) -> float:
         # Also for channels that are idle now: another thread can post at any time, and does not wake this one.
-        waits = self._channels or any(accepted.deadline is not None for accepted in self._accepted.values())
-        return _TICK_S if waits else _IDLE_S
+        if self._channels:
+            return _TICK_S
+        for accepted in self._accepted.values():
+            if accepted.deadline is not None:
+                return _TICK_S
+        return _IDLE_S
 
     def _accept(self) -> None:
         try:
@@ -215,11 +226,15 @@ class _Service:
             _log.debug("port %d: a connection is closed: %s", self.port, error)
             self._drop(accepted)
             return
-        if accepted.owner.is_admitted:
-            accepted.deadline = None if flow.is_between_messages else time.monotonic() + self._settings.timeout_s
-        if flow.wants_turn:
-            self._turns.append(accepted)
-        events = 0 if flow.wants_turn else select.EPOLLOUT if flow.wants_to_send else select.EPOLLIN
+        if flow.is_between_messages:
+            events = select.EPOLLIN
+            accepted.deadline = None if accepted.owner.is_admitted else accepted.deadline
+        else:
+            if accepted.owner.is_admitted:
+                accepted.deadline = time.monotonic() + self._settings.timeout_s
+            if flow.wants_turn:
+                self._turns.append(accepted)
+            events = 0 if flow.wants_turn else select.EPOLLOUT if flow.wants_to_send else select.EPOLLIN
         if events != accepted.events:
             accepted.events = events
             self._epoll.modify(flow.sock.fileno(), events)
@@ -237,8 +252,7 @@ class _Service:
                     self._epoll.unregister(fd)
         channel.fail(channel.failure or "TransportError: the exchange is closed")
 
-    def _expire(self) -> None:
-        now = time.monotonic()
+    def _expire(self, now: float) -> None:
         for accepted in [each for each in self._accepted.values() if each.deadline is not None and each.deadline <= now]:
             self._drop(accepted)
         for channel in list(self._channels.values()):

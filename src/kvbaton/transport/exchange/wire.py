@@ -31,7 +31,9 @@ __all__ = [
     "CallOutcome",
     "RUN_BYTES",
     "pack_answer",
+    "pack_done",
     "pack_call",
+    "pack_pull",
     "unpack_answer",
     "unpack_call",
     "unpack_introduction",
@@ -133,27 +135,23 @@ def pack_call(call: MemoryCall, runs: Runs) -> bytes:
     return head if len(runs) <= 1 else head + np.ascontiguousarray(runs[1:]).astype("<u8", copy=False).tobytes()
 
 
+def pack_pull(number: int, tag: int | None, names: tuple[int, int, int, int], run: tuple[int, int, int]) -> bytes:
+    """A PULL of one run between memories with these slots, then stamps; the initiator's first."""
+    flags, kept = (0, 0) if tag is None else (_HAS_TAG, tag)
+    return _CALL.pack(_CALL_MARK, CallKind.PULL, flags, 0, 1, number, kept, *names, run[2], *run)
+
+
 def unpack_call(data: bytes | bytearray) -> MemoryCall:
     """Read the head of a request. Raises ProtocolError for anything else."""
-    mark, kind, flags, _, count, number, tag, own, remote, own_stamp, remote_stamp, total, *first = _CALL.unpack(data)
+    mark, kind, flags, _, count, number, tag, own, remote, own_stamp, remote_stamp, total, at, to, size = _CALL.unpack(data)
     if mark != _CALL_MARK or not CallKind.PULL <= kind <= CallKind.PROBE:
         raise ProtocolError(f"no request: mark {mark!r}, kind {kind}")
     if count > MAX_CALL_RUNS or total > MAX_CALL_BYTES or (count == 0) != (kind >= CallKind.NOTE):
         raise ProtocolError(
             f"a request of {count} runs, {total} bytes; at most {MAX_CALL_RUNS} and {MAX_CALL_BYTES} are allowed"
         )
-    return MemoryCall(
-        kind=_KINDS[kind],
-        number=number,
-        tag=tag if flags & _HAS_TAG else None,
-        own_slot=own,
-        own_stamp=own_stamp,
-        remote_slot=remote,
-        remote_stamp=remote_stamp,
-        count=count,
-        total_bytes=total,
-        first=(first[0], first[1], first[2]),
-    )
+    kept, names = tag if flags & _HAS_TAG else None, (own, own_stamp, remote, remote_stamp)
+    return MemoryCall(_KINDS[kind], number, kept, *names, count, total, (at, to, size))
 
 
 def unpack_runs(call: MemoryCall, rest: bytes | bytearray) -> Runs:
@@ -174,6 +172,11 @@ def pack_answer(outcome: CallOutcome, number: int, reason: str = "", payload_byt
     """The head of a reply, and the reason."""
     text = reason.encode()[:MAX_REASON_BYTES]
     return _ANSWER.pack(_ANSWER_MARK, outcome, 0, 0, number, payload_bytes or len(text)) + text
+
+
+def pack_done(number: int) -> bytes:
+    """The reply to a request that was carried out, and has no bytes behind it."""
+    return _ANSWER.pack(_ANSWER_MARK, 0, 0, 0, number, 0)
 
 
 def unpack_answer(data: bytes | bytearray) -> CallAnswer:

@@ -66,19 +66,13 @@ def test_a_plain_server_has_no_backend() -> None:
     assert CONFIG_VARIABLE not in part.environment
 
 
-def test_a_prefill_server_may_be_a_pipeline() -> None:
-    part = servers(EngineOptions("m", shape="pp2,tp2")).part("p", "prefill", PortPicker())
-    assert part.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2|3"
-    assert part.command[part.command.index("--pp-size") + 1] == "2"
-
-
 @pytest.mark.parametrize(
     ("prefill", "decode", "named"),
     [
         ("dp2", "tp1", "prefill is dp2"),
         ("cp2", "tp1", "prefill is cp2"),
-        ("tp1", "pp2", "decode is pp2"),
-        ("pp2", "tp2,pp2", "decode is tp2,pp2"),
+        ("pp2", "tp1", "prefill is pp2"),
+        ("tp1", "pp2,tp2", "decode is pp2,tp2"),
     ],
 )
 def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decode: str, named: str) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
@@ -64,10 +61,9 @@ class SglangPlugin(EnginePlugin):
         """The tokenizer is read by the embedded engine's loader, without SGLang."""
         for role, side in (("prefill", prefill), ("decode", decode)):
             shape = Shape.parse(side.shape)
-            if shape != Shape(tp=shape.tp, pp=shape.pp if role == "prefill" else 1):
+            if shape != Shape(tp=shape.tp):
                 raise ConfigError(
-                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2, and those "
-                    "of prefill by pp too, such as pp2"
+                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2"
                 )
         if prefill.connector in _PUSH_ONLY and prefill.handoff.mode is not Mode.PUSH:
             raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's own {prefill.connector} only pushes, leave it out")
@@ -96,26 +92,13 @@ class SglangPlugin(EnginePlugin):
             raise ConfigError("--role both: an SGLang server is a prefill or a decode instance, choose one")
         settings = json.dumps(backend_settings(request.handoff, _extra_settings(request)))
         parsed = parse_settings(settings)
-        has_key = parsed.cluster_key_file is not None or bool(os.environ.get(CLUSTER_KEY_VARIABLE))
-        if not has_key and not parsed.allow:
-            parse_trust().check_bind(request.host)
+        parsed.check_bind(request.host)
         arguments = serve_arguments(request.model, request.host, request.port, request.role, "kvbaton", request.control_port)
         return f"{CONFIG_VARIABLE}={shlex.quote(settings)} python -m sglang.launch_server {shlex.join(arguments)}"
 
 
 def _extra_settings(request: CommandRequest) -> dict[str, Any]:
-    """The backend's settings; what has its default value is left out, so that the line stays short."""
-    extra: dict[str, Any] = {"transport": request.transport}
+    extra = request.settings()
     extra |= {"control_port": request.control_port} if request.role == "decode" else {}
-    if request.handoffs_port:
-        extra["handoffs_port"] = request.handoffs_port
-    if request.advertise_host is not None:
-        extra["advertise_host"] = request.advertise_host
-    if request.routers:
-        extra["routers"] = list(request.routers)
-    defaults = asdict(Limits())
-    limits = {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
-    extra |= {"limits": limits} if limits else {}
-    if request.cluster_key_file is not None:
-        extra["cluster_key_file"] = str(request.cluster_key_file)
-    return extra | ({"allow": list(request.allow)} if request.allow else {})
+    limits = request.changed_limits()
+    return extra | ({"limits": limits} if limits else {})

@@ -62,13 +62,9 @@ class VllmEnvironment(PeerEnvironment):
         return (str(self.python), "-m", "vllm.entrypoints.cli.main")
 
     def variables(self) -> dict[str, str]:
-        """Environment of a vLLM server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
-        return {
-            "PYTHONPATH": os.pathsep.join((str(self.kvbaton_path), str(self.directory / "path"))),
-            "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        } | _OFFLINE
+        """Environment of a vLLM server on this machine's CPUs; beside kvbaton it finds the version of vLLM."""
+        path = os.pathsep.join((str(self.kvbaton_path), str(self.directory / "path")))
+        return super().variables() | {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | _OFFLINE
 
 
 class GpuEnvironment(VllmEnvironment):
