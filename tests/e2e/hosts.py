@@ -66,7 +66,9 @@ def hosts(count: int) -> Iterator[tuple[Switch, list[Host]]]:
     made, addresses = [], {}
     with ExitStack() as parts:
         for index in range(count + 1):
-            host = Host(f"kvb-{token}-{index}" if index else "", f"{net}.{index + 1}", f"{prefix}::{index + 1}")
+            # As others print it: a random group may begin with a 0.
+            ipv6 = str(ipaddress.ip_address(f"{prefix}::{index + 1}"))
+            host = Host(f"kvb-{token}-{index}" if index else "", f"{net}.{index + 1}", ipv6)
             if index:
                 _run("ip", "netns", "add", host.namespace)
                 parts.callback(_run, "ip", "netns", "del", host.namespace)
