@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 import typing
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -15,16 +15,13 @@ from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.engines.embedded import instance
-from kvbaton.router.settings import RouterSettings
+from kvbaton.engines.embedded.settings import InstanceOptions
+from kvbaton.router.settings import RouterOptions, RouterSettings
 from kvbaton.transport.table import transport_names
 
 
 def _modules() -> Iterator[str]:
     return (module.name for module in pkgutil.walk_packages(kvbaton.__path__, "kvbaton.") if not module.ispkg)
-
-
-def _defaults(function: typing.Callable[..., object]) -> dict[str, object]:
-    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def test_the_command_line_offers_exactly_the_transports_there_are() -> None:
@@ -33,7 +30,7 @@ def test_the_command_line_offers_exactly_the_transports_there_are() -> None:
 
 
 def test_the_command_line_offers_exactly_the_roles_there_are() -> None:
-    offered = typing.get_type_hints(serve)["role"]
+    offered = typing.get_type_hints(InstanceOptions)["role"]
     assert set(typing.get_args(offered)) == set(typing.get_args(instance.Role))
 
 
@@ -43,10 +40,9 @@ def test_router_offers_exactly_the_modes_there_are() -> None:
 
 
 def test_defaults_of_router_are_those_of_its_settings() -> None:
-    defaults = _defaults(router)
     settings = RouterSettings()
-    for name in ("host", "port", "discovery_port", "processes", "instances_file"):
-        assert defaults[name] == getattr(settings, name), name
+    for name, default in asdict(RouterOptions()).items():
+        assert default == getattr(settings, name), name
 
 
 @pytest.mark.parametrize("name", sorted(_modules()))
